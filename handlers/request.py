@@ -1,0 +1,140 @@
+"""The two types in the middle: what every contract parses to and every engine yields.
+
+A contract turns bytes into a `GenerationRequest`; an engine turns that into `TokenDelta`s; the contract turns those
+into bytes. Neither knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+
+class FinishReason(Enum):
+    """Why a sequence ended, in terms that every contract can translate."""
+
+    LENGTH = "length"
+    """The limit on new tokens, or the model's context, was reached."""
+    EOS = "eos"
+    """The model produced its end-of-sequence token."""
+    STOP = "stop"
+    """A stop string or a stop token of the request was produced."""
+    ABORT = "abort"
+    """The request was cancelled."""
+    ERROR = "error"
+    """The engine failed to go on."""
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """The union of the contracts' sampling parameters, every default explicit.
+
+    A contract has validated and translated all values; an engine may rely on the ranges given here.
+    """
+
+    max_tokens: int | None = None
+    """Limit on new tokens, at least 1; None: as many as the context holds."""
+    min_tokens: int = 0
+    temperature: float = 0.0
+    """0 is greedy decoding, anything above it sampling."""
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    """Locally typical sampling; 1 is off."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """Beam search instead of sampling; all beams are returned, best first."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, what to do with it and what the answer is going to show.
+
+    The `want_*` fields and `top_tokens` exist so that the engine is asked only for what the answer shows: log
+    probabilities double the cost of a streamed token.
+    """
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    """Text, or token ids."""
+    sampling: SamplingParameters = SamplingParameters()
+    stream: bool = False
+    """Deltas are wanted as they come; otherwise one delta for each sequence, when it has finished."""
+    sequences: int = 1
+    """How many sequences are returned."""
+    candidates: int = 1
+    """How many are generated, of which the `sequences` most probable are returned; at least `sequences`."""
+    beam_search: BeamSearch | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt."""
+    want_tokens: bool = False
+    """Deltas carry `tokens`, not text alone."""
+    want_logprobs: bool = False
+    """Tokens carry their log probability."""
+    want_prompt_tokens: bool = False
+    """The first delta carries the prompt's tokens with their log probabilities."""
+    top_tokens: int = 0
+    """How many of the most probable alternatives each token carries."""
+    adapter: str | None = None
+    priority: int = 0
+
+
+class Token(msgspec.Struct, gc=False):
+    """One token of the prompt or of the answer."""
+
+    id: int
+    text: str
+    """What this token adds to the text: texts of all tokens, joined, are the text. Empty while a character is still
+    incomplete, and for special tokens that are not shown."""
+    logprob: float | None = None
+    special: bool = False
+    top: tuple[Token, ...] = ()
+    """The most probable tokens at this place, best first."""
+
+
+class TokenDelta(msgspec.Struct, gc=False):
+    """What one or more engine steps added to one sequence of the answer."""
+
+    text: str
+    tokens: list[Token] = []
+    """Empty unless the request wants tokens."""
+    sequence: int = 0
+    finish_reason: FinishReason | None = None
+    prompt_token_count: int = 0
+    """Always set when `finish_reason` is."""
+    token_count: int = 0
+    """Tokens generated so far in this sequence."""
+    cumulative_logprob: float | None = None
+    """Of the whole sequence, set with `finish_reason` where log probabilities were computed."""
+    prompt_tokens: list[Token] | None = None
+    """On the first delta, if the request wants them."""
+    last: bool = False
+    """No further delta of this request follows."""
+
+
+EngineOptions = Mapping[str, Any]
