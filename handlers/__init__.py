@@ -1,0 +1,1 @@
+"""From bytes to tokens and back: contracts, handlers, engines. Knows no HTTP server."""

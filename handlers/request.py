@@ -61,6 +61,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
+        """No sampling."""
         return self.temperature == 0.0
 
 

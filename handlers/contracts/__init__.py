@@ -1,0 +1,1 @@
+"""Wire contracts, one file each: bytes to requests, deltas to bytes."""

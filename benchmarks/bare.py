@@ -1,0 +1,116 @@
+"""The floor: vLLM's `AsyncLLM` without HTTP, under the same load, in a process of its own.
+
+Started with the engine's arguments as JSON, it reads one `BareLoad` a line from standard input and answers each with
+one line of figures. Its first line, an empty object, says that it is ready. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+from typing import IO, Any
+
+import msgspec
+import uvloop
+
+from benchmarks.figures import Figures, Tally, Waves, clock
+
+
+class BareLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One load run on the bare engine."""
+
+    prompt: str
+    tokens: int
+    stream: bool
+    logprobs: bool
+    concurrency: int
+    seconds: float
+    timeout: float
+
+
+class BareRun:
+    """One load run: as many clients as asked for, each a task that iterates over `AsyncLLM.generate`."""
+
+    def __init__(self, llm: Any, load: BareLoad) -> None:
+        self._llm = llm
+        self._load = load
+        self._tally = Tally()
+        self._waves = Waves(load.seconds)
+        self._sampling = _sampling(load)
+
+    async def run(self) -> Figures:
+        clients = [asyncio.create_task(self._client(number)) for number in range(self._load.concurrency)]
+        _, unfinished = await asyncio.wait(clients, timeout=self._load.timeout)
+        for task in unfinished:
+            task.cancel()
+            self._tally.failed(f"unfinished after {self._load.timeout:g} s")
+        await asyncio.gather(*clients, return_exceptions=True)
+        return self._tally.figures()
+
+    async def _client(self, number: int) -> None:
+        made = 0
+        while self._waves.admits(made):
+            made += 1
+            try:
+                await self._request(f"{id(self):x}-{number}-{made}")
+            except Exception as error:
+                self._tally.failed(f"{type(error).__name__}: {error}")
+                return
+
+    async def _request(self, request_id: str) -> None:
+        started = clock()
+        first = 0.0
+        tokens = records = 0
+        async for output in self._llm.generate({"prompt": self._load.prompt}, self._sampling, request_id):
+            if not first:
+                first = clock()
+            tokens += len(output.outputs[0].token_ids)
+            records += 1
+        if tokens == self._load.tokens:
+            self._tally.answered(tokens=tokens, records=records, first_s=first - started, total_s=clock() - started)
+        else:
+            self._tally.failed(f"{tokens} tokens instead of {self._load.tokens}")
+
+
+def _sampling(load: BareLoad) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=load.tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=0 if load.logprobs else None,
+        output_kind=RequestOutputKind.DELTA if load.stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    gc.collect()
+    gc.freeze()
+    try:
+        answers.write(b"{}\n")
+        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+            figures = await BareRun(llm, msgspec.json.decode(line, type=BareLoad)).run()
+            answers.write(msgspec.json.encode(figures) + b"\n")
+    finally:
+        llm.shutdown()
+
+
+def main() -> None:
+    # What libraries print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(json.loads(sys.argv[1]), answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The command line: `slipway serve | config | sample-model`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from container import logs
+from container.config_report import render_json, render_text
+from container.settings import Settings, SettingsError, load_settings
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+ModelDir = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--model-dir", "-m", help="Directory with the model or its serving.properties."),
+]
+Port = Annotated[Optional[int], typer.Option("--port", "-p", help="Port to listen on.")]  # noqa: UP045
+Host = Annotated[Optional[str], typer.Option("--host", help="Address to listen on.")]  # noqa: UP045
+ModelName = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--model-name", help="Name of the model in routes and in /ping."),
+]
+
+
+@app.command()
+def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, model_name: ModelName = None) -> None:
+    """Serve a model until told to stop."""
+    settings = _settings(model_dir, port, host, model_name)
+    logs.configure(settings.server.log_format, settings.server.log_level)
+    for warning in settings.warnings:
+        logging.getLogger("container.settings").warning("%s", warning)
+    from container import server
+
+    sys.exit(server.serve(settings))
+
+
+@app.command()
+def config(
+    model_dir: ModelDir = None,
+    port: Port = None,
+    host: Host = None,
+    model_name: ModelName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the effective settings and where each comes from."""
+    settings = _settings(model_dir, port, host, model_name)
+    typer.echo(render_json(settings) if as_json else render_text(settings))
+
+
+@app.command()
+def sample_model() -> None:
+    """Prepare the sample model, if need be, and print its directory."""
+    from container.sample_model import SampleModelError, prepare
+
+    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+    try:
+        typer.echo(prepare())
+    except SampleModelError as error:
+        typer.echo(f"slipway: {error}", err=True)
+        sys.exit(1)
+
+
+def _settings(model_dir: Path | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
+    given = {"port": port, "host": host, "model_name": model_name}
+    command_line = {name: str(value) for name, value in given.items() if value is not None}
+    try:
+        return load_settings(model_dir, os.environ, command_line)
+    except SettingsError as error:
+        for problem in error.problems:
+            typer.echo(f"slipway: {problem}", err=True)
+        sys.exit(2)
+
+
+def main() -> None:
+    """The console script `slipway`."""
+    app()
+
+
+def serve_command() -> None:
+    """The console script `serve`, as SageMaker starts the container: `docker run <image> serve`."""
+    app(["serve", *sys.argv[1:]])

@@ -1,0 +1,161 @@
+"""`/invocations` and `/predictions/<model>`: from an ASGI request to a handler and back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+from container.access_log import AccessLog
+from container.lifecycle import Lifecycle, State
+from container.metrics import HttpCounts
+from container.push import Headers, Message, PushedReply, Send
+from container.request_id import request_id
+from container.settings import ServerSettings
+from handlers.contracts.lmi_errors import JSON, front_end_error
+from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.entry_point import Service
+from handlers.reply import Running
+
+logger = logging.getLogger(__name__)
+
+Receive = Callable[[], Awaitable[Message]]
+Scope = dict[str, Any]
+
+_CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
+_NO_CACHE: Headers = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+_TOO_LARGE = Reply(413, JSON, b"")
+
+
+class _Refused(Exception):
+    """A call that the front end answers itself."""
+
+    def __init__(self, reply: Reply, headers: Headers | None = None) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
+        self.headers = headers or []
+
+
+class InferenceEndpoint:
+    """An ASGI application for the inference routes of one model."""
+
+    def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts, access: AccessLog) -> None:
+        self._lifecycle, self._settings = lifecycle, settings
+        self._model = lifecycle.model.name
+        self._id_header = settings.request_id_header.lower().encode()
+        self._counts, self._access = counts, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        started = time.perf_counter()
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        identity = request_id(headers.get(self._id_header))
+        reply_headers = [(b"x-request-id", identity.encode()), *_NO_CACHE]
+        writer = PushedReply(send, reply_headers)
+        self._lifecycle.open_calls += 1
+        try:
+            await self._serve(scope, headers, identity, receive, writer)
+        except _Refused as refused:
+            reply_headers.extend(refused.headers)
+            writer.reply(refused.reply)
+        except Exception:
+            logger.exception("internal error", extra={"request_id": identity})
+            if not writer.status:
+                message = "internal error; the log has more under this request's id"
+                writer.reply(Reply(500, JSON, front_end_error(500, "InternalServerException", message)))
+        finally:
+            self._lifecycle.open_calls -= 1
+        seconds = time.perf_counter() - started
+        # A client that went away before the end is counted as 499, as proxies do.
+        status = writer.status if writer.finished else 499
+        self._counts.count(scope["path"], status, seconds)
+        self._access.write(scope, identity, status, seconds, writer.bytes_sent)
+
+    async def _serve(
+        self, scope: Scope, headers: dict[bytes, bytes], identity: str, receive: Receive, writer: PushedReply
+    ) -> None:
+        if scope["method"] == "OPTIONS":
+            raise _Refused(Reply(200, JSON, b"{}\n"))
+        self._check_model(scope, headers)
+        service = self._service()
+        body = await self._body(headers, receive)
+        if body is None:
+            return
+        content_type = headers.get(b"content-type", b"").decode("latin-1")
+        call = Call(body=body, content_type=content_type, request_id=identity)
+        try:
+            running = await service.handler.handle(service.lmi, call, writer)
+        except ContractError as error:
+            logger.info("refused: %s", error.reason, extra={"request_id": identity})
+            writer.reply(error.reply)
+            return
+        if running is not None:
+            await _until_closed(receive, running)
+
+    def _service(self) -> Service:
+        state, service = self._lifecycle.state, self._lifecycle.service
+        if service is not None and state in (State.READY, State.FAILED):  # failed: the engine's own error says more
+            return service
+        message = "the server is stopping" if state is State.DRAINING else f"model {self._model} is not loaded yet"
+        body = front_end_error(503, "ServiceUnavailableException", message)
+        raise _Refused(Reply(503, JSON, body), [(b"retry-after", b"5"), (b"connection", b"close")])
+
+    def _check_model(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        name = scope.get("path_params", {}).get("model") or _named_model(scope, headers)
+        if name is None or name == self._model:
+            return
+        message = f"Model not found: {name}. This server has the model {self._model}."
+        raise _Refused(Reply(404, JSON, front_end_error(404, "ModelNotFoundException", message)))
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The whole body, or None if the client went away while sending it."""
+        limit = self._settings.max_request_size
+        announced = headers.get(b"content-length", b"")
+        if announced.isdigit() and int(announced) > limit:
+            raise _Refused(_TOO_LARGE, [(b"connection", b"close")])
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            body: bytes = message.get("body", b"")
+            if len(body) > limit:
+                raise _Refused(_TOO_LARGE, [(b"connection", b"close")])
+            return body
+        parts, size = [], 0
+        while message["type"] == "http.request":
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _Refused(_TOO_LARGE, [(b"connection", b"close")])
+            if not message.get("more_body", False):
+                return b"".join(parts)
+            message = await receive()
+        return None
+
+
+async def _until_closed(receive: Receive, running: Running) -> None:
+    """Wait until the reply is complete or the client has gone; ASGI reports both as a disconnect."""
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    finally:
+        running.cancel()
+
+
+def _named_model(scope: Scope, headers: dict[bytes, bytes]) -> str | None:
+    """The model that a call to /invocations names. Source: contracts/lmi.md section 1.4."""
+    if scope["query_string"]:
+        names = parse_qs(scope["query_string"].decode("latin-1")).get("model_name")
+        if names:
+            return names[0]
+    if (name := headers.get(b"model_name")) is not None:
+        return name.decode("latin-1")
+    for attribute in headers.get(_CUSTOM_ATTRIBUTES, b"").split(b";"):
+        key, _, value = attribute.partition(b"=")
+        if key.strip() == b"model_name":
+            return value.strip().decode("latin-1")
+    return None

@@ -1,0 +1,80 @@
+"""Structured logs, as JSON objects or plain lines, with the request's id; the same in vLLM's processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import os
+import tempfile
+import time
+from typing import Any
+
+_PLAIN = "%(asctime)s %(levelname)-7s %(name)s%(request)s: %(message)s"
+_EXTRA = ("request_id",)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+class PlainFormatter(logging.Formatter):
+    """One line of text for each record."""
+
+    def __init__(self) -> None:
+        super().__init__(_PLAIN)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        """UTC with milliseconds."""
+        return _timestamp(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Add the request's id where there is one."""
+        identity = getattr(record, "request_id", None)
+        record.request = f" [{identity}]" if identity else ""
+        return super().format(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each record, with a traceback in one string."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time, level, logger, message and what else the record carries."""
+        fields: dict[str, Any] = {
+            "time": _timestamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in _EXTRA:
+            if (value := getattr(record, name, None)) is not None:
+                fields[name] = value
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def configuration(log_format: str, level: str) -> dict[str, Any]:
+    """For `logging.config.dictConfig`, in this process and in vLLM's."""
+    formatter = "container.logs.JsonFormatter" if log_format == "json" else "container.logs.PlainFormatter"
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"slipway": {"()": formatter}},
+        "handlers": {
+            "stdout": {"class": "logging.StreamHandler", "formatter": "slipway", "stream": "ext://sys.stdout"}
+        },
+        "root": {"handlers": ["stdout"], "level": level.upper()},
+        "loggers": {"vllm": {"level": level.upper(), "propagate": True}},
+    }
+
+
+def configure(log_format: str, level: str) -> None:
+    """Set up logging here and, through vLLM's own variable, in the processes that vLLM starts."""
+    settings = configuration(log_format, level)
+    logging.config.dictConfig(settings)
+    logging.captureWarnings(True)
+    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
+        with tempfile.NamedTemporaryFile("w", prefix="slipway-logging-", suffix=".json", delete=False) as file:
+            json.dump(settings, file)
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = file.name

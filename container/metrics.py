@@ -1,0 +1,103 @@
+"""`/metrics`: what the hot path has counted, as Prometheus text.
+
+The counting is in `handlers.meter` and in `HttpCounts`, as plain numbers; only a scrape makes metrics of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from container.lifecycle import Lifecycle, State
+from handlers.engines.protocol import EngineStatus
+from handlers.meter import Distribution, Meter
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class HttpCounts:
+    """Requests by route and status, and how long they took."""
+
+    def __init__(self) -> None:
+        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self.duration = Distribution(_DURATION_BUCKETS)
+
+    def count(self, path: str, status: int, seconds: float) -> None:
+        """Count a finished request. The path is one of ours; a model's name in it is left out."""
+        route = "/predictions" if path.startswith("/predictions") else path
+        self.requests[route, status] += 1
+        self.duration.observe(seconds)
+
+
+class Metrics(Collector):
+    """Everything that /metrics shows."""
+
+    def __init__(self, lifecycle: Lifecycle, counts: HttpCounts) -> None:
+        self._lifecycle, self._counts = lifecycle, counts
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing beforehand: the registry asks once, and names do not collide."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """See `prometheus_client`."""
+        yield from self._http()
+        yield from self._container()
+        if self._lifecycle.service is not None:
+            yield from self._generation(self._lifecycle.service.engine.meter)
+            yield from self._engine(self._lifecycle.service.engine.status())
+
+    def _http(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "slipway_requests", "HTTP requests served, by route and status.", labels=["route", "status"]
+        )
+        for (route, status), count in self._counts.requests.items():
+            requests.add_metric([route, str(status)], count)
+        yield requests
+        yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
+
+    def _container(self) -> Iterable[Metric]:
+        ready = float(self._lifecycle.state is State.READY)
+        yield _gauge("slipway_ready", "1 when the model can serve.", ready)
+        yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._lifecycle.open_calls)
+
+    def _generation(self, meter: Meter) -> Iterable[Metric]:
+        yield _counter("slipway_generations", "Prompts given to the engine.", meter.started_requests)
+        yield _counter("slipway_generations_finished", "Sequences that came to their end.", meter.finished_requests)
+        yield _counter("slipway_generations_aborted", "Sequences whose client went away.", meter.aborted_requests)
+        yield _counter("slipway_generations_failed", "Sequences that ended with an error.", meter.failed_requests)
+        yield _counter("slipway_prompt_tokens", "Tokens of prompts.", meter.prompt_tokens)
+        yield _counter("slipway_generated_tokens", "Tokens generated.", meter.tokens)
+        yield _histogram(
+            "slipway_time_to_first_token_seconds", "From submission to the first token.", meter.time_to_first_token
+        )
+        yield _histogram("slipway_inter_token_seconds", "Between one token and the next.", meter.inter_token)
+        yield _histogram("slipway_queue_seconds", "From submission until the engine runs it.", meter.queue_time)
+
+    def _engine(self, status: EngineStatus) -> Iterable[Metric]:
+        yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
+        yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
+        yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _histogram(name: str, text: str, distribution: Distribution) -> Metric:
+    return HistogramMetricFamily(name, text, buckets=distribution.cumulative(), sum_value=distribution.total)

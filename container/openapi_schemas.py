@@ -1,0 +1,125 @@
+"""OpenAPI schemas of LMI's rolling batch. Source: LMI schema v0.31."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _field(kind: str | list[str], meaning: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "description": meaning, **more}
+
+
+def _list(kind: str, meaning: str) -> dict[str, Any]:
+    return _field("array", meaning, items={"type": kind})
+
+
+def _tokens(meaning: str) -> dict[str, Any]:
+    return _field("array", meaning, items={"$ref": "#/components/schemas/Token"})
+
+
+PARAMETERS: dict[str, Any] = {
+    "do_sample": _field("boolean", "Sample; by default inferred from the other sampling parameters.", default=False),
+    "seed": _field("integer", "Seed for sampling; random by default."),
+    "temperature": _field("number", "Sampling temperature; 0 is greedy.", default=1.0, minimum=0),
+    "repetition_penalty": _field("number", "Above 1 discourages repetition.", default=1.0, exclusiveMinimum=0),
+    "top_k": _field("integer", "Sample from so many tokens; 0 and -1 from all.", default=0, minimum=-1),
+    "top_p": _field("number", "Sample from this mass of probability.", default=1.0, exclusiveMinimum=0, maximum=1),
+    "min_p": _field("number", "Least probability, relative to the best token.", default=0.0, minimum=0, maximum=1),
+    "typical_p": _field("number", "Locally typical sampling (option.rolling_batch=lmi-dist).", default=1.0),
+    "max_new_tokens": _field("integer", "Limit on new tokens.", default=30, minimum=1),
+    "details": _field("boolean", "Show details of the generation.", default=False),
+    "return_full_text": _field("boolean", "Put the prompt in front of generated_text.", default=False),
+    "stop_sequences": _list("string", "Texts that end the generation."),
+    "decoder_input_details": _field("boolean", "Show the prompt's tokens in details.prefill.", default=False),
+    "truncate": _field("integer", "Keep only the last so many tokens of the prompt.", minimum=1),
+    "ignore_eos_token": _field("boolean", "Go on after the end-of-sequence token.", default=False),
+    "presence_penalty": _field("number", "Discourages tokens that occurred.", default=0.0, minimum=-2, maximum=2),
+    "frequency_penalty": _field("number", "Discourages frequent tokens.", default=0.0, minimum=-2, maximum=2),
+    "n": _field("integer", "Number of sequences; not when streaming.", default=1, minimum=1),
+    "best_of": _field("integer", "Number of candidates of which the best are shown.", default=1, minimum=1),
+    "num_beams": _field("integer", "Above 1: beam search; not when streaming.", default=1, minimum=1),
+    "length_penalty": _field("number", "Beam search: above 1 favours longer sequences.", default=1.0),
+    "early_stopping": _field("boolean", "Beam search: stop once num_beams are complete.", default=False),
+    "stop_token_ids": _list("integer", "Tokens that end the generation."),
+    "include_stop_str_in_output": _field("boolean", "Keep the stop text in the answer.", default=False),
+    "top_n_tokens": _field("integer", "Show so many alternatives for each token, in details.", default=0, minimum=0),
+    "skip_special_tokens": _field("boolean", "Leave special tokens out of the text.", default=True),
+    "spaces_between_special_tokens": _field("boolean", "Put spaces between special tokens.", default=True),
+    "logprobs": _field("integer", "Accepted; log_prob is shown with each token anyway.", minimum=0),
+    "prompt_logprobs": _field("integer", "Accepted; decoder_input_details shows them.", minimum=0),
+    "output_formatter": _field("string", "Format of this answer.", enum=["json", "jsonlines", "sse"]),
+}
+
+_REASONS = ["length", "eos_token", "stop_sequence", "abort", "error"]
+
+SCHEMAS: dict[str, Any] = {
+    "Request": {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "inputs": _field(["string", "array"], "The prompt, or an array of prompts.", items={"type": "string"}),
+            "parameters": {"$ref": "#/components/schemas/Parameters", "description": "How to generate."},
+            "stream": _field("boolean", "A record for each token instead of one document.", default=False),
+        },
+    },
+    "Parameters": {"type": "object", "properties": PARAMETERS},
+    "Answer": {
+        "type": "object",
+        "required": ["generated_text"],
+        "properties": {
+            "generated_text": _field("string", "The text."),
+            "details": {"$ref": "#/components/schemas/Details", "description": "Only where asked for."},
+        },
+    },
+    "StreamRecord": {
+        "type": "object",
+        "description": "One line or event for each token.",
+        "required": ["token"],
+        "properties": {
+            "token": {"$ref": "#/components/schemas/Token", "description": "The token."},
+            "generated_text": _field("string", "The whole text; on the last record."),
+            "details": {"$ref": "#/components/schemas/Details", "description": "On the last record, where asked for."},
+        },
+    },
+    "Token": {
+        "type": "object",
+        "required": ["id", "text", "log_prob"],
+        "properties": {
+            "id": _field("integer", "Token id."),
+            "text": _field("string", "What the token adds to the text."),
+            "log_prob": _field(["number", "null"], "Log probability; `logprob` under option.tgi_compat."),
+            "special_token": _field("boolean", "Only on special tokens; `special` under option.tgi_compat."),
+        },
+    },
+    "Details": {
+        "type": "object",
+        "properties": {
+            "finish_reason": _field("string", "Why generation ended.", enum=_REASONS),
+            "generated_tokens": _field("integer", "Number of generated tokens."),
+            "inputs": _field("string", "The prompt."),
+            "tokens": _tokens("The generated tokens; not when streaming."),
+            "prefill": _tokens("The prompt's tokens, with decoder_input_details."),
+            "top_tokens": _field("array", "Alternatives for each token, with top_n_tokens."),
+            "best_of_sequences": _field("array", "The other sequences, where there are several."),
+        },
+    },
+    "RequestError": {
+        "type": "object",
+        "required": ["error", "code"],
+        "properties": {
+            "error": _field("string", "What was wrong."),
+            "code": _field("integer", "The status."),
+            "generated_text": _field("string", "Empty; where a parameter was wrong or generation failed."),
+            "details": _field("object", "finish_reason is `error`, the rest null."),
+        },
+    },
+    "FrontEndError": {
+        "type": "object",
+        "required": ["code", "type", "message"],
+        "properties": {
+            "code": _field("integer", "The status."),
+            "type": _field("string", "LMI's name for the error."),
+            "message": _field("string", "What was wrong."),
+        },
+    },
+}

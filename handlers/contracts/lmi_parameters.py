@@ -1,0 +1,173 @@
+"""LMI generation parameters: their types, ranges and defaults, and what they mean to an engine.
+
+Source: LMI schema v0.31, GenerationParameters with the vLLM and LmiDist tables; contracts/lmi.md sections 3.3 to 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from handlers.contracts.parameter_reader import ParameterReader
+from handlers.errors import InvalidParameter
+from handlers.request import BeamSearch, SamplingParameters
+
+DEFAULT_MAX_NEW_TOKENS = 30
+MAX_INT64 = 2**63 - 1
+
+_SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
+
+class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's `parameters`, validated and translated."""
+
+    sampling: SamplingParameters
+    details: bool
+    return_full_text: bool
+    decoder_input_details: bool
+    sequences: int
+    candidates: int
+    beam_search: BeamSearch | None
+    truncate: int | None
+    top_n_tokens: int
+    output_formatter: str | None
+    ignored: tuple[str, ...]
+    """Parameters without effect: unknown ones, and those that this engine's mode does not have."""
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer has several sequences."""
+        return self.sequences > 1 or self.candidates > 1 or self.beam_search is not None
+
+
+class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a model's settings decides how parameters are read."""
+
+    do_sample_inferred: bool = True
+    details_by_default: bool = False
+    typical_p: bool = False
+    """Locally typical sampling is there (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
+    max_sequences: int = 256
+    strict: bool = False
+
+
+def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
+    """Validate and translate `parameters`.
+
+    Raises:
+        InvalidParameter: naming the parameter, its value and what is allowed.
+    """
+    read = ParameterReader(values)
+    sequences, candidates = _sequences(read, rules)
+    beam_search = _beam_search(read, rules)
+    sampling = _sampling(read, rules)
+    if beam_search is None and candidates > 1 and sampling.greedy:
+        name = "best_of" if read.has("best_of") else "n"
+        raise InvalidParameter(
+            name,
+            f"above 1 needs sampling, since greedy decoding gives one sequence: set `do_sample` (got {candidates})",
+        )
+    read.integer("logprobs", 0, minimum=0)
+    read.integer("prompt_logprobs", 0, minimum=0)
+    parameters = LmiParameters(
+        sampling=sampling,
+        details=read.boolean("details", rules.details_by_default),
+        return_full_text=read.boolean("return_full_text", False),
+        decoder_input_details=read.boolean("decoder_input_details", False),
+        sequences=sequences,
+        candidates=candidates,
+        beam_search=beam_search,
+        truncate=read.optional_integer("truncate", minimum=1),
+        top_n_tokens=read.integer("top_n_tokens", 0, minimum=0),
+        output_formatter=read.optional_string("output_formatter"),
+        ignored=(),
+    )
+    return msgspec.structs.replace(parameters, ignored=_ignored(read, rules))
+
+
+def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
+    n = read.integer("n", 1, minimum=1, maximum=rules.max_sequences)
+    best_of = read.integer("best_of", 1, minimum=1, maximum=rules.max_sequences)
+    if best_of == 1:  # the default, which clients also send beside n
+        return n, n
+    if not read.has("n"):
+        return best_of, best_of
+    if best_of < n:
+        raise InvalidParameter("best_of", f"must be at least `n` ({n}), got {best_of}")
+    return n, best_of
+
+
+def _beam_search(read: ParameterReader, rules: ParameterRules) -> BeamSearch | None:
+    width = read.integer("num_beams", 1, minimum=1, maximum=rules.max_sequences)
+    length_penalty = read.number("length_penalty", 1.0)
+    early_stopping = read.boolean("early_stopping", False)
+    if width == 1:
+        return None
+    return BeamSearch(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
+
+
+def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameters:
+    temperature = read.number("temperature", 1.0, minimum=0.0)
+    top_k = read.integer("top_k", 0, minimum=-1)
+    top_p = read.number("top_p", 1.0, above=0.0, maximum=1.0)
+    min_p = read.number("min_p", 0.0, minimum=0.0, maximum=1.0)
+    typical_p = read.number("typical_p", 1.0, above=0.0, maximum=1.0)
+    max_tokens = _max_tokens(read)
+    min_tokens = read.integer("min_tokens", read.integer("min_new_tokens", 0, minimum=0), minimum=0)
+    if min_tokens > max_tokens:
+        raise InvalidParameter(
+            "min_tokens", f"must not be above the limit on new tokens ({max_tokens}), got {min_tokens}"
+        )
+    stop = read.strings("stop_sequences") + read.strings("stop")
+    return SamplingParameters(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature if _samples(read, rules) else 0.0,
+        top_k=max(top_k, 0),
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p if rules.typical_p else 1.0,
+        repetition_penalty=read.number("repetition_penalty", 1.0, above=0.0),
+        presence_penalty=read.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
+        frequency_penalty=read.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
+        seed=_seed(read),
+        stop=stop,
+        stop_token_ids=read.integers("stop_token_ids", minimum=0),
+        include_stop_str_in_output=read.boolean("include_stop_str_in_output", False),
+        ignore_eos=read.boolean("ignore_eos_token", read.boolean("ignore_eos", False)),
+        skip_special_tokens=read.boolean("skip_special_tokens", True),
+        spaces_between_special_tokens=read.boolean("spaces_between_special_tokens", True),
+        bad_words=read.strings("bad_words"),
+        logit_bias=read.logit_bias("logit_bias"),
+        allowed_token_ids=read.integers("allowed_token_ids", minimum=0) or None,
+    )
+
+
+def _max_tokens(read: ParameterReader) -> int:
+    fallback = read.integer("max_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1, maximum=MAX_INT64)
+    return read.integer("max_new_tokens", fallback, minimum=1, maximum=MAX_INT64)
+
+
+def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
+    asked = read.boolean("do_sample", False)
+    if read.has("do_sample") or not rules.do_sample_inferred:
+        return asked
+    return any(read.has(name) for name in _SAMPLING_SWITCHES)
+
+
+def _seed(read: ParameterReader) -> int | None:
+    seed = read.optional_integer("seed", minimum=-(2**63), maximum=MAX_INT64, digits=True)
+    return None if seed == -1 else seed
+
+
+def _ignored(read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
+    unknown = read.unread() - {"stream", "cached_prompt"}
+    if unknown and rules.strict:
+        name = min(unknown)
+        raise InvalidParameter(name, "is not a parameter that this server knows (option.strict_parameters is on)")
+    ignored = sorted(unknown)
+    if read.has("typical_p") and not rules.typical_p:
+        ignored.append("typical_p")
+    return tuple(ignored)

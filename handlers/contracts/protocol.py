@@ -1,0 +1,79 @@
+"""What a wire contract is: bytes to requests, deltas to bytes.
+
+A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an `Exchange` of a call; the exchange's
+`Answer` turns what the engine pushes into the bytes of the reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from handlers.errors import RequestError
+from handlers.request import GenerationRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request as it came in."""
+
+    body: bytes
+    content_type: str = ""
+    """As sent, parameters included; empty if absent."""
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer, body and all."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class ContractError(Exception):
+    """A call that is answered without inference, with the contract's own error body."""
+
+    def __init__(self, reply: Reply, reason: str) -> None:
+        super().__init__(reason)
+        self.reply = reply
+        self.reason = reason
+        """For the log; says what was wrong, without the prompt."""
+
+
+class Answer(Protocol):
+    """Makes the reply's bytes from deltas. One for each call, used once."""
+
+    content_type: str
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """The bytes that this delta adds to the body; empty if there is nothing to send yet."""
+
+    def fail(self, error: RequestError) -> Reply:
+        """The reply when nothing has been sent yet."""
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """The last bytes of a body that has begun under status 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A call that has been understood."""
+
+    requests: tuple[GenerationRequest, ...]
+    """One for each prompt; `Answer.feed` names them by their place here."""
+    answer: Answer
+    notes: tuple[str, ...] = ()
+    """For the log: parameters that were ignored."""
+
+
+class Contract(Protocol):
+    """One wire format."""
+
+    def parse(self, call: Call) -> Exchange:
+        """Understand a call.
+
+        Raises:
+            ContractError: it is answered without inference.
+        """

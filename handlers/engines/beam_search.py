@@ -1,0 +1,185 @@
+"""Beam search on any engine that gives the most probable next tokens.
+
+vLLM's core has none. Each step asks the engine for one token after each beam, with the `2 * width` most probable
+alternatives, and keeps the best beams; the engine's prefix cache makes a step cost about one token for each beam.
+Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
+transformers); sampling parameters and penalties do not apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from handlers.engines.protocol import Engine, Generation, Sink
+from handlers.engines.stream import generate
+from handlers.errors import GenerationFailed, InvalidParameter, RequestError
+from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Beam:
+    tokens: list[Token] = field(default_factory=list)
+    logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    def extended(self, token: Token, finish_reason: FinishReason | None) -> _Beam:
+        return _Beam([*self.tokens, token], self.logprob + (token.logprob or 0.0), finish_reason)
+
+    def score(self, length_penalty: float) -> float:
+        return self.logprob / float(max(len(self.tokens), 1) ** length_penalty)
+
+
+async def submit_beam_search(
+    engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink
+) -> Generation:
+    """Begin a beam search; the beams reach `sink` when it ends, best first.
+
+    Raises:
+        InvalidRequest: it cannot be done; nothing was started.
+    """
+    if 2 * beam_search.width > engine.max_top_tokens:
+        raise InvalidParameter(
+            "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
+        )
+    prompt_ids = await engine.prompt_token_ids(request)
+    search = _Search(engine, request, beam_search, sink, prompt_ids)
+    return _Task(asyncio.create_task(search.run()))
+
+
+class _Task:
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class _Search:
+    def __init__(
+        self, engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, prompt_ids: Sequence[int]
+    ) -> None:
+        self._engine, self._request, self._options, self._sink = engine, request, beam_search, sink
+        self._prompt_ids = tuple(prompt_ids)
+        self._prompt_tokens: list[Token] | None = None
+        self._stop_ids = set(request.sampling.stop_token_ids)
+        self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
+        limit = request.sampling.max_tokens or engine.max_model_len
+        self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
+
+    async def run(self) -> None:
+        try:
+            beams = await self._search()
+        except RequestError as error:
+            self._sink.on_error(error)
+        except Exception:
+            logger.exception("request %s: beam search failed", self._request.request_id)
+            self._sink.on_error(GenerationFailed("internal error in beam search"))
+        else:
+            self._emit(beams)
+
+    async def _search(self) -> list[_Beam]:
+        running, finished = [_Beam()], list[_Beam]()
+        for step in range(self._limit):
+            alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in running))
+            pairs = zip(running, alternatives, strict=True)
+            grown = [self._grow(beam, token) for beam, tokens in pairs for token in tokens]
+            grown.sort(key=lambda beam: beam.logprob, reverse=True)
+            best = grown[: 2 * self._options.width]
+            finished += [beam for beam in best if beam.finish_reason is not None]
+            running = [beam for beam in best if beam.finish_reason is None][: self._options.width]
+            if not running or self._settled(running, finished):
+                break
+        for beam in running:
+            beam.finish_reason = FinishReason.LENGTH
+        return self._ranked(finished + running)
+
+    def _settled(self, running: list[_Beam], finished: list[_Beam]) -> bool:
+        """Whether no running beam can displace a finished one any more."""
+        width, penalty = self._options.width, self._options.length_penalty
+        if len(finished) < width:
+            return False
+        if self._options.early_stopping:
+            return True
+        worst = self._ranked(finished)[-1].score(penalty)
+        # As transformers does: a beam is judged by its present length.
+        return running[0].score(penalty) <= worst
+
+    def _ranked(self, beams: list[_Beam]) -> list[_Beam]:
+        penalty = self._options.length_penalty
+        return sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)[: self._options.width]
+
+    async def _alternatives(self, beam: _Beam, step: int) -> list[Token]:
+        first = step == 0
+        request = GenerationRequest(
+            request_id=f"{self._request.request_id}-beam",
+            prompt=(*self._prompt_ids, *(token.id for token in beam.tokens)),
+            sampling=SamplingParameters(max_tokens=1, ignore_eos=True),
+            want_tokens=True,
+            want_logprobs=True,
+            top_tokens=2 * self._options.width,
+            want_prompt_tokens=first and self._request.want_prompt_tokens,
+            priority=self._request.priority,
+        )
+        async for delta in generate(self._engine, request):
+            if first:
+                self._prompt_tokens = delta.prompt_tokens
+            if delta.tokens:
+                return list(delta.tokens[0].top)
+        raise GenerationFailed("the engine gave no token")
+
+    def _grow(self, beam: _Beam, token: Token) -> _Beam:
+        if token.id in self._eos_ids:
+            return beam.extended(token, FinishReason.EOS)
+        grown = beam.extended(token, None)
+        if token.id in self._stop_ids or self._has_stop_string(grown):
+            grown.finish_reason = FinishReason.STOP
+        return grown
+
+    def _has_stop_string(self, beam: _Beam) -> bool:
+        stop = self._request.sampling.stop
+        if not stop:
+            return False
+        text = "".join(token.text for token in self._texts(beam))
+        return any(string in text for string in stop)
+
+    def _texts(self, beam: _Beam) -> list[Token]:
+        ids = [token.id for token in beam.tokens]
+        return self._engine.detokenize(ids, self._request.sampling.skip_special_tokens)
+
+    def _emit(self, beams: list[_Beam]) -> None:
+        for rank, beam in enumerate(beams):
+            tokens = [
+                msgspec.structs.replace(shown, logprob=token.logprob)
+                for shown, token in zip(self._texts(beam), beam.tokens, strict=True)
+            ]
+            if beam.finish_reason is FinishReason.STOP and not self._request.sampling.include_stop_str_in_output:
+                _cut(tokens, self._request.sampling.stop)
+            self._sink.on_delta(
+                TokenDelta(
+                    text="".join(token.text for token in tokens),
+                    tokens=tokens if self._request.want_tokens else [],
+                    sequence=rank,
+                    finish_reason=beam.finish_reason,
+                    prompt_token_count=len(self._prompt_ids),
+                    token_count=len(tokens),
+                    cumulative_logprob=beam.logprob,
+                    prompt_tokens=self._prompt_tokens if rank == 0 else None,
+                    last=rank == len(beams) - 1,
+                )
+            )
+
+
+def _cut(tokens: list[Token], stop: Sequence[str]) -> None:
+    """Shorten the tokens' texts so that joined they end before the first stop string."""
+    text = "".join(token.text for token in tokens)
+    room = min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))
+    for token in tokens:
+        token.text = token.text[:room]
+        room -= len(token.text)

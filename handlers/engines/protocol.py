@@ -1,0 +1,103 @@
+"""What an engine is, to everything outside `handlers.engines`.
+
+Engines push: a delta is handed to the request's `Sink` from within the engine's own output loop, so that a streamed
+token costs no task switch and no queue. `handlers.engines.stream.generate` turns that into an async iterator where
+speed does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from handlers.errors import RequestError
+from handlers.meter import Meter
+from handlers.request import GenerationRequest, Token, TokenDelta
+
+
+class Sink(Protocol):
+    """Receives one request's answer. Called on the event loop; must neither block nor raise."""
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """Take what was added; `delta.last` says that nothing follows."""
+
+    def on_error(self, error: RequestError) -> None:
+        """The request has ended with `error`; nothing follows."""
+
+
+class Generation(Protocol):
+    """A running request."""
+
+    def cancel(self) -> None:
+        """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Whether the engine can serve."""
+
+    alive: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The engine's own account of itself, from its scheduler."""
+
+    running_requests: int
+    waiting_requests: int
+    kv_cache_usage: float
+    """Share of the KV cache in use, 0 to 1."""
+
+
+class Engine(Protocol):
+    """One model, loaded."""
+
+    meter: Meter
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    max_top_tokens: int
+    """How many alternatives a token may carry."""
+    eos_token_ids: frozenset[int]
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            EngineStartError: it cannot be loaded; the message says why.
+        """
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        """Begin generating; the answer goes to `sink`.
+
+        Raises:
+            InvalidRequest: the engine would refuse it (too long, bad value); nothing was started.
+            EngineDead: the engine is gone.
+        """
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        """The request's prompt as token ids, truncated as it asks.
+
+        Raises:
+            InvalidRequest: it is empty, or too long for the model.
+        """
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """Token ids of a prompt, special tokens included as the model wants them."""
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[Token]:
+        """Tokens with texts which, joined, are the text of `token_ids`."""
+
+    def health(self) -> EngineHealth:
+        """Whether the engine can serve. Cheap: asks no other process."""
+
+    def status(self) -> EngineStatus:
+        """The scheduler's last report."""
+
+    async def stop(self) -> None:
+        """Free everything. Requests that still run end with an error."""
+
+
+class EngineStartError(Exception):
+    """The engine could not load the model."""

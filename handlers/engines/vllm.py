@@ -1,0 +1,343 @@
+"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM` with our own output states."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import vllm.platforms
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
+from handlers.engines.sequences import SequenceGroup
+from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_output import PushedState, check_seam, split_text
+from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest
+from handlers.meter import Meter
+from handlers.model_settings import ModelSettings
+from handlers.request import GenerationRequest, SamplingParameters, Token
+
+logger = logging.getLogger(__name__)
+
+LONG_PROMPT = 4096
+"""Characters above which a prompt is tokenized in a thread: below it the event loop waits for less than a step."""
+
+
+class VllmEngine:
+    """One model on vLLM. Its engine core runs in a process of its own."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._ids = itertools.count()
+        self._typical = settings.rolling_batch == "lmi-dist"
+        self.meter = Meter()
+        self._status = EngineStatus(0, 0, 0.0)
+        self._stopped = False
+
+    async def start(self) -> None:
+        """See `Engine.start`. Takes half a minute and more; other tasks go on meanwhile."""
+        check_seam()
+        started = time.monotonic()
+        try:
+            loading = asyncio.to_thread(self._load)
+            self._llm = await asyncio.wait_for(loading, self._settings.model_loading_timeout)
+        except TimeoutError:
+            limit = self._settings.model_loading_timeout
+            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        except EngineStartError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
+        await self._attach()
+        logger.info("engine ready after %.1f s", time.monotonic() - started)
+
+    def _load(self) -> AsyncLLM:
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        arguments = engine_arguments(self._settings, on_cpu)
+        if self._typical:
+            arguments["logits_processors"] = ["handlers.engines.vllm_typical:TypicalLogitsProcessor"]
+        self._args = AsyncEngineArgs(**arguments)
+        return AsyncLLM.from_vllm_config(self._args.create_engine_config())
+
+    async def _attach(self) -> None:
+        llm = self._llm
+        # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
+        llm.log_stats = llm.output_processor.log_stats = False
+        llm.logger_manager = _SchedulerReports(self)
+        llm._run_output_handler()
+        self._processor, self._core = llm.output_processor, llm.engine_core
+        self._input = llm.input_processor
+        self._tasks = await llm.get_supported_tasks()
+        self._tokenizer = llm.get_tokenizer()
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        self.max_model_len: int = llm.model_config.max_model_len
+        self.max_top_tokens: int = llm.model_config.max_logprobs
+        self._vocabulary_size: int = llm.model_config.get_vocab_size()
+        self.eos_token_ids = _eos_token_ids(llm)
+        self._watchdog = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """End requests that get no token for too long, so that no client waits for ever."""
+        limit = self._settings.predict_timeout
+        while True:
+            await asyncio.sleep(min(limit / 4, 5.0))
+            overdue = time.monotonic() - limit
+            stalled = [s for s in self._processor.request_states.values() if s.last_at < overdue and not s.ended]
+            for state in stalled:
+                state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+            if stalled and not self._llm.errored:
+                await self._llm.abort([state.request_id for state in stalled], internal=True)
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        """See `Engine.submit`."""
+        if self._stopped or self._llm.errored:
+            raise EngineDead
+        if request.beam_search is not None:
+            return await submit_beam_search(self, request, request.beam_search, sink)
+        token_ids = await self.prompt_token_ids(request)
+        params = self._sampling_params(request, len(token_ids))
+        generation = _VllmGeneration(self._llm)
+        target = sink
+        if request.candidates > 1:
+            target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
+        try:
+            for index in range(request.candidates):
+                await self._add(
+                    request, token_ids, params if index == 0 else _sibling(params, index), index, target, generation
+                )
+        except EngineDeadError:
+            raise EngineDead from None
+        except (VLLMClientError, ValueError) as error:
+            generation.cancel()
+            raise InvalidRequest(str(error)) from error
+        self.meter.started_requests += 1
+        self.meter.prompt_tokens += len(token_ids)
+        return generation
+
+    async def _add(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        params: SamplingParams,
+        index: int,
+        sink: Sink,
+        generation: _VllmGeneration,
+    ) -> None:
+        core_request = self._input.process_inputs(
+            request.request_id,
+            TokensPrompt(type="token", prompt_token_ids=token_ids),
+            params,
+            supported_tasks=self._tasks,
+            priority=request.priority,
+        )
+        core_request.external_req_id = request.request_id
+        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
+        state = PushedState.from_new_request(
+            tokenizer=self._tokenizer,
+            request=core_request,
+            prompt=None,
+            parent_req=None,
+            request_index=index,
+            queue=None,
+            log_stats=False,
+            stream_interval=1,
+        )
+        state.attach(request, index, sink, self.meter, self._tokenizer, self._special_ids, core_request)
+        # Registered before the first await, so that no output can come before its state.
+        self._processor.request_states[core_request.request_id] = state
+        self._processor.external_req_ids[request.request_id].append(core_request.request_id)
+        generation.states.append(state)
+        await self._core.add_request_async(core_request)
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        """See `Engine.prompt_token_ids`."""
+        if not isinstance(request.prompt, str):
+            ids = list(request.prompt)
+        elif len(request.prompt) > LONG_PROMPT:
+            ids = list(await asyncio.to_thread(self.tokenize, request.prompt))
+        else:
+            ids = list(self.tokenize(request.prompt))
+        if request.truncate_prompt_tokens is not None:
+            ids = _truncate(ids, request.truncate_prompt_tokens, self._special_ids)
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens")
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; the model's context of {self.max_model_len} tokens "
+                f"must hold it and at least one new token"
+            )
+        return ids
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
+        largest = max(token_ids, default=0)
+        if largest >= self._vocabulary_size:
+            raise InvalidParameter(
+                name, f"must hold token ids below the vocabulary's size ({self._vocabulary_size}), got {largest}"
+            )
+
+    def _check(self, request: GenerationRequest) -> None:
+        s = request.sampling
+        self._check_token_ids("stop_token_ids", s.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or ())
+        self._check_token_ids("logit_bias", s.logit_bias or ())
+        if isinstance(request.prompt, tuple):
+            self._check_token_ids("prompt", request.prompt)
+        if request.top_tokens > self.max_top_tokens:
+            raise InvalidParameter(
+                "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
+            )
+
+    def _sampling_params(self, request: GenerationRequest, prompt_length: int) -> SamplingParams:
+        self._check(request)
+        s = request.sampling
+        room = self.max_model_len - prompt_length
+        want_logprobs = request.want_logprobs or request.top_tokens > 0 or request.candidates > request.sequences
+        try:
+            return SamplingParams(
+                max_tokens=room if s.max_tokens is None else min(s.max_tokens, room),
+                min_tokens=min(s.min_tokens, room),
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+                repetition_penalty=s.repetition_penalty,
+                presence_penalty=s.presence_penalty,
+                frequency_penalty=s.frequency_penalty,
+                seed=s.seed,
+                stop=list(s.stop),
+                stop_token_ids=list(s.stop_token_ids),
+                include_stop_str_in_output=s.include_stop_str_in_output,
+                ignore_eos=s.ignore_eos,
+                skip_special_tokens=s.skip_special_tokens,
+                spaces_between_special_tokens=s.spaces_between_special_tokens,
+                bad_words=list(s.bad_words),
+                logit_bias=dict(s.logit_bias) if s.logit_bias else None,
+                allowed_token_ids=list(s.allowed_token_ids) if s.allowed_token_ids is not None else None,
+                logprobs=request.top_tokens if want_logprobs else None,
+                prompt_logprobs=0 if request.want_prompt_tokens else None,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args=self._extra_args(s),
+                skip_clone=True,
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
+        if sampling.typical_p >= 1.0:
+            return None
+        if not self._typical:
+            raise InvalidRequest("`typical_p` needs option.rolling_batch=lmi-dist")
+        return {"typical_p": sampling.typical_p}
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """See `Engine.tokenize`."""
+        fast = getattr(self._tokenizer, "_tokenizer", None)
+        # The wrapper around `tokenizers` costs more than the tokenizing of a short prompt.
+        ids: Sequence[int] = fast.encode(text).ids if fast is not None else self._tokenizer.encode(text)
+        return ids
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[Token]:
+        """See `Engine.detokenize`."""
+        return split_text(self._tokenizer, token_ids, self._special_ids, skip_special_tokens)
+
+    def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        if self._stopped:
+            return EngineHealth(False, "the engine is stopped")
+        if self._llm.errored:
+            return EngineHealth(False, "the engine has died")
+        return EngineHealth(True)
+
+    def status(self) -> EngineStatus:
+        """See `Engine.status`."""
+        return self._status
+
+    def report(self, running: int, waiting: int, kv_cache_usage: float) -> None:
+        """Take the scheduler's account of its last step."""
+        self._status = EngineStatus(running, waiting, kv_cache_usage)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._watchdog.cancel()
+        for state in list(self._processor.request_states.values()):
+            state.fail(EngineDead("the server is stopping; the request was not completed"))
+        await asyncio.to_thread(self._llm.shutdown)
+
+
+class _VllmGeneration:
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.states: list[PushedState] = []
+
+    def cancel(self) -> None:
+        open_states = [state for state in self.states if not state.ended]
+        if not open_states:
+            return
+        for state in open_states:
+            state.ended = True
+            state.meter.aborted_requests += 1
+        self._task = asyncio.ensure_future(self._abort([state.request_id for state in open_states]))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        try:
+            await self._llm.abort(request_ids, internal=True)
+        except EngineDeadError:
+            logger.debug("nothing to abort: the engine has died")
+
+
+class _SchedulerReports:
+    """Stands where vLLM's stat loggers stand, and keeps only the scheduler's gauges."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            s = scheduler_stats
+            self._engine.report(s.num_running_reqs, s.num_waiting_reqs, s.kv_cache_usage)
+
+    def log(self) -> None:
+        """vLLM asks for its periodic log line here; ours is /metrics."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """vLLM's own admission limits are off; the queue is bounded before the engine."""
+
+
+def _eos_token_ids(llm: AsyncLLM) -> frozenset[int]:
+    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
+    ids = configured if isinstance(configured, list) else [configured]
+    own = llm.get_tokenizer().eos_token_id
+    return frozenset(ids if own is None else [*ids, own])
+
+
+def _sibling(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of a further sequence of the same request; a seed gives each its own."""
+    sibling = copy.copy(params)
+    if params.seed is not None:
+        sibling.seed = params.seed + index
+    return sibling
+
+
+def _truncate(ids: list[int], limit: int, special_ids: frozenset[int]) -> list[int]:
+    """Keep the last `limit` tokens, and the special tokens that the tokenizer puts in front."""
+    if len(ids) <= limit:
+        return ids
+    lead = next((i for i, token_id in enumerate(ids) if token_id not in special_ids), 0)
+    lead = min(lead, limit - 1)
+    return ids[:lead] + ids[len(ids) - (limit - lead) :]

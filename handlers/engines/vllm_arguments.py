@@ -1,0 +1,142 @@
+"""From a model's settings to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import logging
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_SHARE_OF_FREE_MEMORY = 0.3
+"""Of the free memory, for the KV cache on a CPU; weights, their copy while loading and activations take the rest."""
+
+
+def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    Raises:
+        EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
+    """
+    passed = _parse(settings)
+    arguments: dict[str, Any] = {
+        "model": settings.model_id,
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype,
+        "max_num_seqs": settings.max_rolling_batch_size,
+        "tensor_parallel_size": _tensor_parallel_size(settings, on_cpu),
+        "pipeline_parallel_size": settings.pipeline_parallel_degree,
+        "enable_log_requests": False,
+    }
+    if on_cpu:
+        # Compiling takes minutes on a CPU and gains little there.
+        arguments["enforce_eager"] = True
+    arguments.update(passed)
+    if on_cpu and "kv_cache_memory_bytes" not in passed:
+        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings, arguments)
+    return arguments
+
+
+def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
+    if settings.tensor_parallel_degree is not None:
+        return settings.tensor_parallel_degree
+    if on_cpu or not settings.tensor_parallel_max:
+        return 1
+    import torch
+
+    count: int = torch.cuda.device_count()
+    return max(1, count // settings.pipeline_parallel_degree)
+
+
+def _parse(settings: ModelSettings) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class _Parser(FlexibleArgumentParser):
+        """Raises where argparse would exit the process."""
+
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
+    actions = {action.dest: action for action in parser._actions}
+    for action in actions.values():
+        action.default = argparse.SUPPRESS
+    parsed: dict[str, Any] = {}
+    for name, text in settings.engine_arguments.items():
+        action = actions.get(name)
+        if action is None:
+            _warn_unknown(name, settings, list(actions))
+            continue
+        parsed.update(_parse_one(parser, action, name, text, settings))
+    return parsed
+
+
+def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSettings) -> dict[str, Any]:
+    source = settings.engine_argument_sources.get(name, f"option.{name}")
+    flag = next(option for option in action.option_strings if option.startswith("--"))
+    text = text.strip()
+    try:
+        if action.nargs == 0:
+            arguments = [_switch(flag, text, action)]
+        elif action.nargs in ("+", "*"):
+            arguments = [flag, *_words(text)]
+        else:
+            arguments = [f"{flag}={text}"]
+        return {key: value for key, value in vars(parser.parse_args(arguments)).items() if key == name}
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        raise EngineStartError(f"{source}: {text!r} is not a value that vLLM takes for {name}: {error}") from None
+
+
+def _switch(flag: str, text: str, action: Any) -> str:
+    value = text.lower()
+    if value in ("true", "1", "yes", "on", ""):
+        return flag
+    negated = [option for option in action.option_strings if option.startswith("--no-")]
+    if value in ("false", "0", "no", "off") and negated:
+        return str(negated[0])
+    raise ValueError("expected true or false")
+
+
+def _words(text: str) -> list[str]:
+    if text.startswith("["):
+        return [str(item) for item in json.loads(text)]
+    return text.replace(",", " ").split()
+
+
+def _warn_unknown(name: str, settings: ModelSettings, known: list[str]) -> None:
+    source = settings.engine_argument_sources.get(name, f"option.{name}")
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean option.{close[0]}?" if close else ""
+    logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
+
+
+def _cpu_kv_cache_bytes(settings: ModelSettings, arguments: dict[str, Any]) -> int:
+    """Size the KV cache from free memory; vLLM's own default wants nearly all of the machine's."""
+    free = psutil.virtual_memory().available
+    weights = _weights_bytes(Path(settings.model_id))
+    size = max(int((free - 2 * weights) * _SHARE_OF_FREE_MEMORY), 256 << 20)
+    logger.info(
+        "KV cache: %.1f GiB in main memory, %.0f %% of what is free (%.1f GiB) beside the weights; "
+        "option.kv_cache_memory_bytes sets it by hand",
+        size / _GIB,
+        100 * _SHARE_OF_FREE_MEMORY,
+        free / _GIB,
+    )
+    return size
+
+
+def _weights_bytes(directory: Path) -> int:
+    if not directory.is_dir():
+        return 0
+    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in directory.glob(pattern))

@@ -1,0 +1,68 @@
+"""Counts and timings of generation, updated in the hot path.
+
+Plain attributes, no locks, no label look-ups: everything happens on one event loop, and an update costs well under a
+microsecond. `container.metrics` shows them as Prometheus metrics when scraped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+QUEUE_BUCKETS = TIME_TO_FIRST_TOKEN_BUCKETS
+
+
+class Distribution:
+    """A histogram: observations in seconds, counted by upper bound."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Upper bounds as text with the number of observations not above them, as Prometheus wants them."""
+        running, pairs = 0, []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            pairs.append((bound, float(running)))
+        return pairs
+
+
+class Meter:
+    """Everything that one engine counts."""
+
+    __slots__ = (
+        "aborted_requests",
+        "failed_requests",
+        "finished_requests",
+        "inter_token",
+        "last_token_at",
+        "prompt_tokens",
+        "queue_time",
+        "started_requests",
+        "time_to_first_token",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.started_requests = 0
+        self.finished_requests = 0
+        self.aborted_requests = 0
+        self.failed_requests = 0
+        self.prompt_tokens = 0
+        self.tokens = 0
+        self.last_token_at = 0.0
+        """Monotonic seconds at which the engine last produced a token for anybody."""
+        self.time_to_first_token = Distribution(TIME_TO_FIRST_TOKEN_BUCKETS)
+        self.inter_token = Distribution(INTER_TOKEN_BUCKETS)
+        self.queue_time = Distribution(QUEUE_BUCKETS)

@@ -1,0 +1,128 @@
+"""Continuous batching: each call goes to the engine at once, which batches by itself."""
+
+from __future__ import annotations
+
+from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
+from handlers.engines.protocol import Engine, Generation
+from handlers.errors import Overloaded, RequestError
+from handlers.reply import ReplyWriter, Running
+from handlers.request import TokenDelta
+
+
+class RollingBatchHandler:
+    """Serves one model through one engine.
+
+    At most `limit` prompts are in the engine at a time, running or waiting; further calls are refused at once.
+    """
+
+    def __init__(self, engine: Engine, limit: int) -> None:
+        self.engine = engine
+        self._limit = limit
+        self.open_prompts = 0
+
+    async def handle(self, contract: Contract, call: Call, writer: ReplyWriter) -> Running | None:
+        """Answer a call through `writer`; returns what cancels it, or None if the reply is complete.
+
+        Raises:
+            ContractError: the call was refused before inference; the error holds the reply.
+        """
+        exchange = contract.parse(call)
+        delivery = _Delivery(self, exchange, writer)
+        try:
+            await delivery.submit()
+        except RequestError as error:
+            delivery.cancel()
+            raise ContractError(exchange.answer.fail(error), error.message) from None
+        return delivery
+
+    def admit(self, prompts: int) -> None:
+        """Take places for a call.
+
+        Raises:
+            Overloaded: there are not enough.
+        """
+        if self.open_prompts + prompts > self._limit:
+            raise Overloaded(
+                f"the queue is full: {self.open_prompts} of {self._limit} places are taken; try again later"
+            )
+        self.open_prompts += prompts
+
+
+class _Delivery:
+    """One call on its way: passes deltas to the answer, and the answer's bytes to the writer."""
+
+    __slots__ = ("_answer", "_closed", "_exchange", "_generations", "_handler", "_held", "_open", "_started", "_writer")
+
+    def __init__(self, handler: RollingBatchHandler, exchange: Exchange, writer: ReplyWriter) -> None:
+        self._handler, self._exchange, self._writer = handler, exchange, writer
+        self._answer = exchange.answer
+        self._generations: list[Generation] = []
+        self._open = len(exchange.requests)
+        self._held = 0
+        self._started = self._closed = False
+
+    async def submit(self) -> None:
+        requests, engine = self._exchange.requests, self._handler.engine
+        self._handler.admit(len(requests))
+        self._held = len(requests)
+        for index, request in enumerate(requests):
+            generation = await engine.submit(request, _Prompt(self, index))
+            self._generations.append(generation)
+            if self._closed:  # an earlier prompt of this call has failed meanwhile
+                generation.cancel()
+
+    def deliver(self, prompt: int, delta: TokenDelta) -> None:
+        if self._closed:
+            return
+        data = self._answer.feed(prompt, delta)
+        if delta.last:
+            self._open -= 1
+            self._release(1)
+        if self._open == 0:
+            self._finish(data)
+        elif data:
+            if not self._started:
+                self._started = True
+                self._writer.start(200, self._answer.content_type)
+            self._writer.write(data)
+
+    def _finish(self, data: bytes) -> None:
+        self._closed = True
+        if self._started:
+            self._writer.end(data)
+        else:
+            self._writer.reply(Reply(200, self._answer.content_type, data))
+
+    def fail(self, error: RequestError) -> None:
+        if self._closed:
+            return
+        self.cancel()
+        if self._started:
+            self._writer.end(self._answer.fail_midway(error))
+        else:
+            self._writer.reply(self._answer.fail(error))
+
+    def cancel(self) -> None:
+        self._closed = True
+        self._release(self._held)
+        for generation in self._generations:
+            generation.cancel()
+
+    def _release(self, prompts: int) -> None:
+        self._held -= prompts
+        self._handler.open_prompts -= prompts
+
+
+class _Prompt:
+    """The sink for one prompt of a call."""
+
+    __slots__ = ("_delivery", "_index")
+
+    def __init__(self, delivery: _Delivery, index: int) -> None:
+        self._delivery, self._index = delivery, index
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self._delivery.deliver(self._index, delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self._delivery.fail(error)
