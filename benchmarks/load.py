@@ -75,11 +75,11 @@ class Load:
         self.tally = Tally()
         self._waves = Waves(self.spec.seconds)
         self._clients = {client.number: client for client in clients if client}
-        for number, client in enumerate(clients):
+        for client in clients:
             if client:
                 self.go_on(client)
             else:
-                self.tally.failed(f"connection {number}: refused or timed out")
+                self.tally.failed("connection refused or timed out")
         try:
             await asyncio.wait_for(self._all_left(), self.spec.timeout)
         except TimeoutError:
@@ -143,7 +143,7 @@ class Load:
             self._clients[number] = client
             self.go_on(client)
         else:
-            self.tally.failed("connection: refused or timed out")
+            self.tally.failed("connection refused or timed out")
             self.left(self._clients[number], reopen=False)
 
 

@@ -135,7 +135,7 @@ class Slipway(HttpPeer):
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
         program = str(Path(sys.executable).with_name("slipway"))
-        return [program, "serve", "--model-dir", str(model_dir), "--port", str(self.port)]
+        return [program, "serve", "--model-dir", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)]
 
     def variants(self, shape: Shape) -> list[str]:
         return ["slipway"]

@@ -1,4 +1,4 @@
-"""Servers under measurement: each in a process group of its own, so that all of it can be stopped and its CPU time read."""
+"""Servers under measurement: each in a process group of its own, so that all of it can be stopped and accounted for."""
 
 from __future__ import annotations
 
@@ -88,9 +88,17 @@ class Server:
             return _tree_cpu_time(psutil.Process(self._process.pid), engine=False)
         raise self.error("ended")
 
+    def pause(self) -> None:
+        """Keep all of it off the processors. vLLM's workers poll for a second after their last step."""
+        self._signal_group(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal_group(signal.SIGCONT)
+
     def stop(self) -> None:
         """First ask, then make sure that nothing of the group is left."""
         self._signal_group(signal.SIGTERM)
+        self.go_on()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
         self._signal_group(signal.SIGKILL)

@@ -102,7 +102,8 @@ class InferenceEndpoint:
         state, service = self._lifecycle.state, self._lifecycle.service
         if service is not None and state in (State.READY, State.FAILED):  # failed: the engine's own error says more
             return service
-        message = "the server is stopping" if state is State.DRAINING else f"model {self._model} is not loaded yet"
+        starting = state is State.STARTING
+        message = f"model {self._model} is not loaded yet" if starting else "the server is stopping"
         body = front_end_error(503, "ServiceUnavailableException", message)
         raise _Refused(Reply(503, JSON, body), [(b"retry-after", b"5"), (b"connection", b"close")])
 

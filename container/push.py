@@ -9,7 +9,6 @@ written meanwhile is merged into one message.
 from __future__ import annotations
 
 import asyncio
-import types
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any
 
@@ -94,10 +93,6 @@ class _Continued:
     def __init__(self, steps: Generator[Any, None, None], waiting_for: Any) -> None:
         self._steps, self._waiting_for = steps, waiting_for
 
-    @types.coroutine
-    def _run(self) -> Generator[Any, None, None]:
-        yield self._waiting_for  # the future that the coroutine waits for; the task now does
-        yield from self._steps
-
     def __await__(self) -> Generator[Any, None, None]:
-        return self._run().__await__()  # type: ignore[attr-defined,no-any-return]
+        yield self._waiting_for  # the future that the coroutine waits for; now the task does
+        yield from self._steps

@@ -15,7 +15,6 @@ from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
-MAX_INT64 = 2**63 - 1
 
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
@@ -146,8 +145,8 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
 
 
 def _max_tokens(read: ParameterReader) -> int:
-    fallback = read.integer("max_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1, maximum=MAX_INT64)
-    return read.integer("max_new_tokens", fallback, minimum=1, maximum=MAX_INT64)
+    fallback = read.integer("max_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
+    return read.integer("max_new_tokens", fallback, minimum=1)
 
 
 def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
@@ -158,7 +157,7 @@ def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
 
 
 def _seed(read: ParameterReader) -> int | None:
-    seed = read.optional_integer("seed", minimum=-(2**63), maximum=MAX_INT64, digits=True)
+    seed = read.optional_integer("seed", digits=True)
     return None if seed == -1 else seed
 
 

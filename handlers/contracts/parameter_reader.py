@@ -10,6 +10,10 @@ from typing import Any
 from handlers.errors import InvalidParameter
 
 
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+"""What engines can carry; no parameter means anything beyond."""
+
+
 class ParameterReader:
     """Takes parameters by name, type and range; null counts as absent.
 
@@ -53,7 +57,7 @@ class ParameterReader:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise _wrong(name, "a whole number", value)
-        _check_range(name, value, minimum, maximum, None)
+        _check_range(name, value, MIN_INT64 if minimum is None else minimum, maximum or MAX_INT64, None)
         return value
 
     def number(
@@ -101,8 +105,8 @@ class ParameterReader:
         value = self._take(name, [])
         if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             raise _wrong(name, "a list of whole numbers", value)
-        if any(item < minimum for item in value):
-            raise InvalidParameter(name, f"must hold numbers of at least {minimum}, got {min(value)}")
+        for item in value:
+            _check_range(name, item, minimum, MAX_INT64, None)
         return tuple(value)
 
     def logit_bias(self, name: str) -> dict[int, float] | None:

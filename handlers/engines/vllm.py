@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import vllm.platforms
@@ -15,7 +14,6 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -24,15 +22,19 @@ from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStat
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.vllm_arguments import engine_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, split_text
-from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest
+from handlers.engines.vllm_sampling import SamplingTranslator, sibling
+from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest, SamplingParameters, Token
+from handlers.request import GenerationRequest, Token
 
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 4096
 """Characters above which a prompt is tokenized in a thread: below it the event loop waits for less than a step."""
+_WATCH_SECONDS = 0.25
+_SHUTDOWN_SECONDS = 1.0
+"""What vLLM's processes have to end by themselves; by then nothing runs in them."""
 
 
 class VllmEngine:
@@ -84,21 +86,37 @@ class VllmEngine:
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_top_tokens: int = llm.model_config.max_logprobs
-        self._vocabulary_size: int = llm.model_config.get_vocab_size()
+        self._translator = SamplingTranslator(
+            max_model_len=self.max_model_len,
+            max_top_tokens=self.max_top_tokens,
+            vocabulary_size=llm.model_config.get_vocab_size(),
+            typical=self._typical,
+        )
         self.eos_token_ids = _eos_token_ids(llm)
         self._watchdog = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """End requests that get no token for too long, so that no client waits for ever."""
+        """See to it that no client waits for ever: not for a dead engine, nor for one that gives it no token.
+
+        vLLM tells pending requests of a crash, but not of an engine process that was killed.
+        """
+        while not self._llm.errored:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await self._end_overdue()
+        self._fail_all(EngineDead())
+
+    async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
-        while True:
-            await asyncio.sleep(min(limit / 4, 5.0))
-            overdue = time.monotonic() - limit
-            stalled = [s for s in self._processor.request_states.values() if s.last_at < overdue and not s.ended]
-            for state in stalled:
-                state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
-            if stalled and not self._llm.errored:
-                await self._llm.abort([state.request_id for state in stalled], internal=True)
+        overdue = time.monotonic() - limit
+        stalled = [s for s in self._processor.request_states.values() if s.last_at < overdue and not s.ended]
+        for state in stalled:
+            state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+        if stalled and not self._llm.errored:
+            await self._llm.abort([state.request_id for state in stalled], internal=True)
+
+    def _fail_all(self, error: EngineDead) -> None:
+        for state in list(self._processor.request_states.values()):
+            state.fail(error)
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`."""
@@ -107,7 +125,7 @@ class VllmEngine:
         if request.beam_search is not None:
             return await submit_beam_search(self, request, request.beam_search, sink)
         token_ids = await self.prompt_token_ids(request)
-        params = self._sampling_params(request, len(token_ids))
+        params = self._translator.sampling_params(request, len(token_ids))
         generation = _VllmGeneration(self._llm)
         target = sink
         if request.candidates > 1:
@@ -115,13 +133,16 @@ class VllmEngine:
         try:
             for index in range(request.candidates):
                 await self._add(
-                    request, token_ids, params if index == 0 else _sibling(params, index), index, target, generation
+                    request, token_ids, params if index == 0 else sibling(params, index), index, target, generation
                 )
         except EngineDeadError:
             raise EngineDead from None
         except (VLLMClientError, ValueError) as error:
             generation.cancel()
             raise InvalidRequest(str(error)) from error
+        except BaseException:
+            generation.cancel()
+            raise
         self.meter.started_requests += 1
         self.meter.prompt_tokens += len(token_ids)
         return generation
@@ -180,68 +201,6 @@ class VllmEngine:
             )
         return ids
 
-    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
-        largest = max(token_ids, default=0)
-        if largest >= self._vocabulary_size:
-            raise InvalidParameter(
-                name, f"must hold token ids below the vocabulary's size ({self._vocabulary_size}), got {largest}"
-            )
-
-    def _check(self, request: GenerationRequest) -> None:
-        s = request.sampling
-        self._check_token_ids("stop_token_ids", s.stop_token_ids)
-        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or ())
-        self._check_token_ids("logit_bias", s.logit_bias or ())
-        if isinstance(request.prompt, tuple):
-            self._check_token_ids("prompt", request.prompt)
-        if request.top_tokens > self.max_top_tokens:
-            raise InvalidParameter(
-                "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
-            )
-
-    def _sampling_params(self, request: GenerationRequest, prompt_length: int) -> SamplingParams:
-        self._check(request)
-        s = request.sampling
-        room = self.max_model_len - prompt_length
-        want_logprobs = request.want_logprobs or request.top_tokens > 0 or request.candidates > request.sequences
-        try:
-            return SamplingParams(
-                max_tokens=room if s.max_tokens is None else min(s.max_tokens, room),
-                min_tokens=min(s.min_tokens, room),
-                temperature=s.temperature,
-                top_k=s.top_k,
-                top_p=s.top_p,
-                min_p=s.min_p,
-                repetition_penalty=s.repetition_penalty,
-                presence_penalty=s.presence_penalty,
-                frequency_penalty=s.frequency_penalty,
-                seed=s.seed,
-                stop=list(s.stop),
-                stop_token_ids=list(s.stop_token_ids),
-                include_stop_str_in_output=s.include_stop_str_in_output,
-                ignore_eos=s.ignore_eos,
-                skip_special_tokens=s.skip_special_tokens,
-                spaces_between_special_tokens=s.spaces_between_special_tokens,
-                bad_words=list(s.bad_words),
-                logit_bias=dict(s.logit_bias) if s.logit_bias else None,
-                allowed_token_ids=list(s.allowed_token_ids) if s.allowed_token_ids is not None else None,
-                logprobs=request.top_tokens if want_logprobs else None,
-                prompt_logprobs=0 if request.want_prompt_tokens else None,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args=self._extra_args(s),
-                skip_clone=True,
-            )
-        except (VLLMClientError, ValueError) as error:
-            raise InvalidRequest(str(error)) from error
-
-    def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
-        if sampling.typical_p >= 1.0:
-            return None
-        if not self._typical:
-            raise InvalidRequest("`typical_p` needs option.rolling_batch=lmi-dist")
-        return {"typical_p": sampling.typical_p}
-
     def tokenize(self, text: str) -> Sequence[int]:
         """See `Engine.tokenize`."""
         fast = getattr(self._tokenizer, "_tokenizer", None)
@@ -275,9 +234,8 @@ class VllmEngine:
             return
         self._stopped = True
         self._watchdog.cancel()
-        for state in list(self._processor.request_states.values()):
-            state.fail(EngineDead("the server is stopping; the request was not completed"))
-        await asyncio.to_thread(self._llm.shutdown)
+        self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
 
 
 class _VllmGeneration:
@@ -324,14 +282,6 @@ def _eos_token_ids(llm: AsyncLLM) -> frozenset[int]:
     ids = configured if isinstance(configured, list) else [configured]
     own = llm.get_tokenizer().eos_token_id
     return frozenset(ids if own is None else [*ids, own])
-
-
-def _sibling(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of a further sequence of the same request; a seed gives each its own."""
-    sibling = copy.copy(params)
-    if params.seed is not None:
-        sibling.seed = params.seed + index
-    return sibling
 
 
 def _truncate(ids: list[int], limit: int, special_ids: frozenset[int]) -> list[int]:

@@ -1,0 +1,132 @@
+"""`python -m benchmarks`: Slipway against vLLM's own server and against the engine alone."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import msgspec
+import typer
+
+from benchmarks.peers import PEERS, Engine, EngineArguments, Shape
+from benchmarks.processes import ServerError
+from benchmarks.report import markdown
+from benchmarks.rounds import Sample, Workload, run
+from benchmarks.tiny_model import prepare_tiny_model
+from container.sample_model import prepare
+
+PROMPT = "Tell me a long story about a ship that leaves the slipway and about the people who built her."
+ENGINE_ARGUMENTS: EngineArguments = {
+    "max_model_len": 2048,
+    "max_num_seqs": 256,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+}
+KV_CACHE_GIB = 1
+
+
+class Model(StrEnum):
+    """Which workload."""
+
+    SAMPLE = "a"
+    TINY = "b"
+    BOTH = "both"
+
+
+def main(
+    workload: Annotated[
+        Model, typer.Option(help="a: the sample model; b: the tiny Llama, where the front end is what costs.")
+    ] = Model.BOTH,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32,128",
+    seconds: Annotated[float, typer.Option(help="How long requests are started in each run.")] = 4.0,
+    timeout: Annotated[
+        float, typer.Option(help="When a run ends at the latest; what is unfinished is an error.")
+    ] = 90.0,
+    peers: Annotated[
+        str, typer.Option(help="What to compare, separated by commas; ratios are to the first.")
+    ] = ",".join(PEERS),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short round with 8 and 32 clients, to see that all works.")
+    ] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
+    samples_file: Annotated[Path | None, typer.Option(help="Write each run's figures here, as JSON.")] = None,
+) -> None:
+    """Print Markdown tables of throughput, time to the first byte and CPU time per token."""
+    if quick:
+        rounds, concurrency, seconds = 1, "8,32", 1.0
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit_in_order)
+    peer_names = _peer_names(peers)
+    levels = _levels(concurrency)
+    samples: list[Sample] = []
+    try:
+        for name in _workload_names(workload):
+            plan = _workload(name, levels, rounds, seconds, timeout)
+            samples += run(plan, peer_names, log_dir, _say)
+    except ServerError as error:
+        _say(str(error))
+        raise typer.Exit(1) from None
+    finally:
+        if samples_file and samples:
+            samples_file.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
+    typer.echo(markdown(samples))
+    if any(sample.figures.errors for sample in samples):
+        raise typer.Exit(1)
+
+
+def _workload(name: str, levels: tuple[int, ...], rounds: int, seconds: float, timeout: float) -> Workload:
+    tiny = name == "tiny"
+    model_dir = prepare_tiny_model() if tiny else prepare()
+    # The tiny model as it is stored; the sample model in what vLLM chooses.
+    arguments = {**ENGINE_ARGUMENTS, "dtype": "float32" if tiny else "auto"}
+    return Workload(
+        name=name,
+        engine=Engine(model_dir=model_dir, arguments=arguments, kv_cache_gib=KV_CACHE_GIB),
+        shapes=(
+            Shape(prompt=PROMPT, tokens=128 if tiny else 32, stream=True),
+            Shape(prompt=PROMPT, tokens=1, stream=False),
+        ),
+        concurrency=levels,
+        rounds=rounds,
+        seconds=seconds,
+        timeout=timeout,
+    )
+
+
+def _workload_names(model: Model) -> Sequence[str]:
+    return {Model.SAMPLE: ["sample"], Model.TINY: ["tiny"], Model.BOTH: ["sample", "tiny"]}[model]
+
+
+def _peer_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(PEERS)}", param_hint="--peers")
+    return names
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    try:
+        levels = tuple(int(level) for level in text.split(","))
+    except ValueError:
+        levels = ()
+    if not levels or min(levels) < 1:
+        raise typer.BadParameter("expected positive numbers, separated by commas", param_hint="--concurrency")
+    return levels
+
+
+def _exit_in_order(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

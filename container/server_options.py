@@ -1,0 +1,179 @@
+"""The server's settings: SERVING_<KEY> in the environment, or --<key> on the command line.
+
+Names and defaults are LMI's (contracts/lmi.md 1.7, 1.12, 2.5 and 2.9), save for those that only Slipway has.
+"""
+
+from __future__ import annotations
+
+import re
+
+from container.option_parsers import (
+    ANYTHING,
+    BOOLEAN,
+    HEADER_NAME,
+    HEADER_VALUE,
+    HTTP_ERROR,
+    MODEL_NAME,
+    SECONDS,
+    TEXT,
+    choice,
+    integer,
+    matching,
+)
+from container.options import Option
+
+_HOST = matching(re.compile(r"[A-Za-z0-9_.:%-]+"), "a host name or an address")
+_LEVELS = {
+    **{level: level for level in ("debug", "info", "warning", "error", "critical")},
+    "warn": "warning",
+}
+_TLS = "let a proxy in front of the container do TLS"
+
+SERVED = (
+    Option(key="host", parser=_HOST, default="0.0.0.0", field="host", meaning="Address to listen on"),
+    Option(
+        key="port",
+        parser=integer(1, 65535),
+        default="8080",
+        field="port",
+        variables=("SAGEMAKER_BIND_TO_PORT",),
+        meaning="Port to listen on",
+    ),
+    Option(
+        key="job_queue_size",
+        parser=integer(1),
+        default="1000",
+        field="job_queue_size",
+        meaning="Requests that may wait or run; more are refused; a model's own `job_queue_size` goes before it",
+    ),
+    Option(
+        key="max_request_size",
+        parser=integer(1),
+        default="67108864",
+        field="max_request_size",
+        variables=("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
+        meaning="Bytes of a request's body; more is 413",
+    ),
+    Option(
+        key="drain_timeout",
+        parser=SECONDS,
+        default="25",
+        field="drain_timeout",
+        meaning="Seconds that running requests get after SIGTERM",
+    ),
+    Option(
+        key="fail_fast",
+        parser=BOOLEAN,
+        default="false",
+        field="fail_fast",
+        meaning="Exit when the engine dies instead of answering that it is gone",
+    ),
+    Option(
+        key="log_format", parser=choice(("plain", "json")), default="plain", field="log_format", meaning="Form of logs"
+    ),
+    Option(key="log_level", parser=choice(_LEVELS), default="info", field="log_level", meaning="Least level logged"),
+    Option(
+        key="log_prompts",
+        parser=BOOLEAN,
+        default="false",
+        field="log_prompts",
+        meaning="Allow prompts and generated text in logs",
+    ),
+    Option(
+        key="request_id_header_key",
+        parser=HEADER_NAME,
+        default="x-request-id",
+        field="request_id_header",
+        meaning="Header with the request's id; on SageMaker the default is `X-Amzn-SageMaker-Inference-Id`",
+    ),
+    Option(
+        key="allow_multi_status",
+        parser=BOOLEAN,
+        default="false",
+        field="allow_multi_status",
+        meaning="/ping answers 207 while the model loads",
+    ),
+    Option(key="cors_allowed_origin", parser=HEADER_VALUE, field="cors_allowed_origin", meaning="CORS origin"),
+    Option(key="cors_allowed_methods", parser=HEADER_VALUE, field="cors_allowed_methods", meaning="CORS methods"),
+    Option(key="cors_allowed_headers", parser=HEADER_VALUE, field="cors_allowed_headers", meaning="CORS headers"),
+    Option(
+        key="bad_request_http_code",
+        parser=HTTP_ERROR,
+        default="400",
+        field="bad_request_http_code",
+        meaning="Status of an answer to a request that names no model",
+    ),
+    Option(
+        key="throttle_error_http_code",
+        parser=HTTP_ERROR,
+        default="503",
+        field="throttle_error_http_code",
+        meaning="Status of an answer when the queue is full",
+    ),
+    Option(
+        key="wlm_error_http_code",
+        parser=HTTP_ERROR,
+        default="503",
+        field="wlm_error_http_code",
+        meaning="Status of an answer when the model is not ready",
+    ),
+    Option(
+        key="server_error_http_code",
+        parser=HTTP_ERROR,
+        default="500",
+        field="server_error_http_code",
+        meaning="Status of an answer to an unexpected error",
+    ),
+)
+
+MODEL_NAME_OPTION = Option(
+    key="model_name", parser=MODEL_NAME, meaning="What the model is called in routes and in /ping"
+)
+MODEL_STORE_OPTION = Option(
+    key="model_store", parser=TEXT, default="/opt/ml/model", meaning="Directory with serving.properties or the model"
+)
+ADDRESS_KEYS = ("inference_address", "management_address")
+
+
+def _leftover(key: str, remark: str) -> Option:
+    return Option(key=key, parser=ANYTHING, meaning="Ignored", remark=f"ignored: {remark}")
+
+
+NOT_SERVED = (
+    Option(
+        key="load_models",
+        parser=choice({"ALL": "ALL"}),
+        serves=frozenset({"ALL"}),
+        meaning="Models to load",
+        advice="one model is served, from the model directory",
+    ),
+    Option(
+        key="model_url_pattern",
+        parser=TEXT,
+        serves=frozenset(),
+        meaning="Models that requests may load",
+        advice="one model is served",
+    ),
+    *(
+        Option(key=key, parser=TEXT, serves=frozenset(), meaning="TLS", advice=_TLS)
+        for key in ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file")
+    ),
+)
+
+LEFTOVERS = (
+    *(
+        _leftover(key, "it has no counterpart here")
+        for key in ("plugin_folder", "number_of_netty_threads", "netty_client_threads", "use_native_io", "features")
+    ),
+    _leftover("wait_model_loading", "the port opens at once, and /ping says when the model is ready"),
+    _leftover("chunked_read_timeout", "`option.predict_timeout` limits the wait for a token"),
+    _leftover("prometheus", "metrics are at /metrics"),
+    _leftover("health_check_override", "/ping says what is the case"),
+    _leftover("timeout_http_code", "LMI does not use it either"),
+    *(
+        _leftover(f"error_rate_{kind}", "errors of requests do not make /ping fail")
+        for kind in ("wlm", "server", "model", "any")
+    ),
+)
+
+SERVER_OPTIONS = (*SERVED, *NOT_SERVED, *LEFTOVERS)

@@ -1,0 +1,102 @@
+"""From our sampling parameters to vLLM's, with the checks that keep its engine process safe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+
+from handlers.errors import InvalidParameter, InvalidRequest
+from handlers.request import GenerationRequest, SamplingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTranslator:
+    """Makes `SamplingParams` for one model."""
+
+    max_model_len: int
+    max_top_tokens: int
+    vocabulary_size: int
+    typical: bool
+    """Locally typical sampling is loaded."""
+
+    def sampling_params(self, request: GenerationRequest, prompt_length: int) -> SamplingParams:
+        """What one sequence of the request asks of vLLM.
+
+        Raises:
+            InvalidRequest: vLLM would refuse it, or it would harm the engine.
+        """
+        self._check(request)
+        s = request.sampling
+        room = self.max_model_len - prompt_length
+        ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
+        want_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
+        try:
+            return SamplingParams(
+                max_tokens=room if s.max_tokens is None else min(s.max_tokens, room),
+                min_tokens=min(s.min_tokens, room),
+                temperature=s.temperature,
+                top_k=min(s.top_k, self.vocabulary_size),
+                top_p=s.top_p,
+                min_p=s.min_p,
+                repetition_penalty=s.repetition_penalty,
+                presence_penalty=s.presence_penalty,
+                frequency_penalty=s.frequency_penalty,
+                seed=s.seed,
+                stop=list(s.stop),
+                stop_token_ids=list(s.stop_token_ids),
+                include_stop_str_in_output=s.include_stop_str_in_output,
+                ignore_eos=s.ignore_eos,
+                skip_special_tokens=s.skip_special_tokens,
+                spaces_between_special_tokens=s.spaces_between_special_tokens,
+                bad_words=list(s.bad_words),
+                logit_bias=dict(s.logit_bias) if s.logit_bias else None,
+                allowed_token_ids=list(s.allowed_token_ids) if s.allowed_token_ids is not None else None,
+                logprobs=request.top_tokens if want_logprobs else None,
+                prompt_logprobs=0 if request.want_prompt_tokens else None,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args=self._extra_args(s),
+                skip_clone=True,
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _check(self, request: GenerationRequest) -> None:
+        s = request.sampling
+        self._check_token_ids("stop_token_ids", s.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or ())
+        self._check_token_ids("logit_bias", s.logit_bias or ())
+        if isinstance(request.prompt, tuple):
+            self._check_token_ids("prompt", request.prompt)
+        if request.top_tokens > self.max_top_tokens:
+            raise InvalidParameter(
+                "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
+            )
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
+        largest = max(token_ids, default=0)
+        if largest >= self.vocabulary_size:
+            raise InvalidParameter(
+                name, f"must hold token ids below the vocabulary's size ({self.vocabulary_size}), got {largest}"
+            )
+
+    def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
+        if sampling.typical_p >= 1.0:
+            return None
+        if not self.typical:
+            raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist")
+        return {"typical_p": sampling.typical_p}
+
+
+def sibling(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of a further sequence of the same request; a seed gives each its own."""
+    further = copy.copy(params)
+    if params.seed is not None:
+        further.seed = params.seed + index
+    return further

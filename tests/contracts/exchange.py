@@ -1,0 +1,56 @@
+"""Driving a contract without an engine: a document in, deltas in, bytes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from handlers.contracts.lmi import LmiContract
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.model_settings import ModelSettings
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+
+MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
+
+
+def call(document: Any, content_type: str = "application/json") -> Call:
+    body = document if isinstance(document, bytes) else msgspec.json.encode(document)
+    return Call(body=body, content_type=content_type, request_id="r")
+
+
+def parse(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange:
+    return LmiContract(replace(MODEL, **settings)).parse(call(document, content_type))
+
+
+def request_of(document: Any, **settings: Any) -> GenerationRequest:
+    return parse(document, **settings).requests[0]
+
+
+def refusal(document: Any, content_type: str = "application/json", **settings: Any) -> Reply:
+    try:
+        parse(document, content_type, **settings)
+    except ContractError as error:
+        return error.reply
+    raise AssertionError("the call was not refused")
+
+
+def answer(document: Any, *deltas: TokenDelta, **settings: Any) -> bytes:
+    exchange = parse(document, **settings)
+    return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
+
+
+def a_joke(finish_reason: FinishReason = FinishReason.LENGTH) -> tuple[TokenDelta, TokenDelta]:
+    """Two engine steps: " a", " joke"."""
+    return (
+        TokenDelta(" a", [Token(7, " a", -0.5)], token_count=1),
+        TokenDelta(" joke", [Token(9, " joke", -0.25)], finish_reason=finish_reason, token_count=2, last=True),
+    )
+
+
+def whole(text: str, *tokens: Token, sequence: int = 0, last: bool = True, **fields: Any) -> TokenDelta:
+    """A sequence in one delta, as an engine gives it when the answer is not streamed."""
+    fields.setdefault("finish_reason", FinishReason.LENGTH)
+    return TokenDelta(text, list(tokens), sequence=sequence, token_count=len(tokens), last=last, **fields)

@@ -1,0 +1,318 @@
+"""What LMI bodies and parameters mean to an engine: LMI schema v0.31, contracts/lmi.md section 3."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from handlers.contracts.protocol import ContractError
+from handlers.request import BeamSearch, SamplingParameters
+from tests.contracts.exchange import parse, refusal, request_of
+
+
+def sampling(settings: dict[str, Any] | None = None, **parameters: Any) -> SamplingParameters:
+    return request_of({"inputs": "x", "parameters": parameters}, **(settings or {})).sampling
+
+
+def test_the_defaults_are_thirty_greedy_tokens() -> None:
+    request = request_of({"inputs": "Tell me"})
+    assert request.prompt == "Tell me"
+    assert request.sampling == SamplingParameters(max_tokens=30)
+    assert request.sampling.greedy
+    assert not (request.stream or request.want_tokens or request.want_logprobs or request.want_prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "meaning"),
+    [
+        ("max_new_tokens", 5, "max_tokens", 5),
+        ("repetition_penalty", 1.2, "repetition_penalty", 1.2),
+        ("presence_penalty", -2, "presence_penalty", -2.0),
+        ("frequency_penalty", 2, "frequency_penalty", 2.0),
+        ("seed", 7, "seed", 7),
+        ("seed", "7", "seed", 7),
+        ("stop_sequences", ["a", "b"], "stop", ("a", "b")),
+        ("stop_sequences", "a", "stop", ("a",)),
+        ("stop", ["a"], "stop", ("a",)),
+        ("stop_token_ids", [1, 2], "stop_token_ids", (1, 2)),
+        ("ignore_eos_token", True, "ignore_eos", True),
+        ("include_stop_str_in_output", True, "include_stop_str_in_output", True),
+        ("skip_special_tokens", False, "skip_special_tokens", False),
+        ("spaces_between_special_tokens", False, "spaces_between_special_tokens", False),
+        ("min_tokens", 3, "min_tokens", 3),
+        ("min_new_tokens", 3, "min_tokens", 3),
+        ("bad_words", ["x"], "bad_words", ("x",)),
+        ("logit_bias", {"5": -1}, "logit_bias", {5: -1.0}),
+        ("allowed_token_ids", [5], "allowed_token_ids", (5,)),
+        ("top_k", -1, "top_k", 0),
+    ],
+)
+def test_parameters_are_translated(name: str, value: Any, field: str, meaning: Any) -> None:
+    assert getattr(sampling(**{name: value}), field) == meaning
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inferred", "temperature"),
+    [
+        ({}, True, 0.0),
+        ({"do_sample": True}, True, 1.0),
+        ({"do_sample": True}, False, 1.0),
+        ({"do_sample": True, "temperature": 0.5}, False, 0.5),
+        ({"do_sample": False, "temperature": 0.5}, True, 0.0),
+        ({"temperature": 0.5}, True, 0.5),
+        ({"temperature": 0.5}, False, 0.0),
+        ({"top_p": 0.9}, True, 1.0),
+        ({"top_p": 0.9}, False, 0.0),
+        ({"top_k": 5}, True, 1.0),
+        ({"temperature": 0.0}, True, 0.0),
+        ({"repetition_penalty": 1.5}, True, 0.0),
+    ],
+)
+def test_do_sample_decides_and_is_inferred_where_the_model_says_so(
+    parameters: dict[str, Any], inferred: bool, temperature: float
+) -> None:
+    assert sampling({"do_sample_inferred": inferred}, **parameters).temperature == temperature
+
+
+def test_null_parameters_are_absent() -> None:
+    nothing = dict.fromkeys(("temperature", "top_p", "seed", "stop_sequences", "n", "truncate", "details", "do_sample"))
+    assert sampling(**nothing) == SamplingParameters(max_tokens=30)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sequences", "candidates"),
+    [
+        ({"n": 2}, 2, 2),
+        ({"best_of": 3}, 3, 3),
+        ({"n": 2, "best_of": 3}, 2, 3),
+        ({"n": 2, "best_of": 1}, 2, 2),
+    ],
+)
+def test_n_and_best_of_say_how_many_sequences(parameters: dict[str, Any], sequences: int, candidates: int) -> None:
+    request = request_of({"inputs": "x", "parameters": {"do_sample": True, **parameters}})
+    assert (request.sequences, request.candidates) == (sequences, candidates)
+    assert request.want_tokens
+    assert request.want_logprobs
+
+
+def test_a_stream_generates_one_sequence_since_it_shows_one() -> None:
+    request = request_of({"inputs": "x", "stream": True, "parameters": {"do_sample": True, "n": 3}})
+    assert (request.sequences, request.candidates) == (1, 1)
+
+
+def test_num_beams_asks_for_beam_search() -> None:
+    parameters = {"num_beams": 4, "length_penalty": 0.5, "early_stopping": True}
+    request = request_of({"inputs": "x", "parameters": parameters})
+    assert request.beam_search == BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
+
+
+def test_log_probs_are_asked_for_only_where_the_answer_shows_them() -> None:
+    plain = request_of({"inputs": "x", "parameters": {"logprobs": 3, "decoder_input_details": True, "top_n_tokens": 2}})
+    assert (plain.want_logprobs, plain.want_prompt_tokens, plain.top_tokens) == (False, False, 0)
+    detailed = request_of({"inputs": "x", "parameters": {"details": True, "decoder_input_details": True}})
+    assert (detailed.want_logprobs, detailed.want_prompt_tokens) == (True, True)
+
+
+def test_truncate_and_typical_p_are_for_the_engine() -> None:
+    assert request_of({"inputs": "x", "parameters": {"truncate": 5}}).truncate_prompt_tokens == 5
+    assert sampling({"rolling_batch": "lmi-dist"}, typical_p=0.5).typical_p == 0.5
+
+
+def test_unknown_parameters_and_fields_are_ignored_and_noted() -> None:
+    exchange = parse({"inputs": "x", "watermark": 1, "parameters": {"foo": 1, "typical_p": 0.5, "max_new_tokens": 2}})
+    assert exchange.requests[0].sampling == SamplingParameters(max_tokens=2, temperature=1.0)
+    assert exchange.notes == ("parameters without effect: foo, typical_p", "fields without effect: watermark")
+
+
+def test_unknown_parameters_are_refused_in_strict_mode() -> None:
+    reply = refusal({"inputs": "x", "parameters": {"foo": 1}}, strict_parameters=True)
+    assert "`foo` is not a parameter" in json.loads(reply.body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"temperature": -1}, "`temperature` must be at least 0, got -1.0"),
+        ({"temperature": "hot"}, '`temperature` must be a number, got "hot"'),
+        ({"temperature": True}, "`temperature` must be a number, got true"),
+        ({"top_p": 0}, "`top_p` must be greater than 0, got 0.0"),
+        ({"top_p": 1.1}, "`top_p` must be at most 1, got 1.1"),
+        ({"top_k": -2}, "`top_k` must be at least -1, got -2"),
+        ({"top_k": 1.5}, "`top_k` must be a whole number, got 1.5"),
+        ({"min_p": 2}, "`min_p` must be at most 1, got 2.0"),
+        ({"typical_p": 0}, "`typical_p` must be greater than 0, got 0.0"),
+        ({"repetition_penalty": 0}, "`repetition_penalty` must be greater than 0, got 0.0"),
+        ({"presence_penalty": 3}, "`presence_penalty` must be at most 2, got 3.0"),
+        ({"frequency_penalty": -3}, "`frequency_penalty` must be at least -2, got -3.0"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, got 0"),
+        ({"max_new_tokens": "5"}, '`max_new_tokens` must be a whole number, got "5"'),
+        ({"min_tokens": 31}, "`min_tokens` must not be above the limit on new tokens (30), got 31"),
+        ({"do_sample": "yes"}, '`do_sample` must be true or false, got "yes"'),
+        ({"details": 1}, "`details` must be true or false, got 1"),
+        ({"seed": "x"}, '`seed` must be a whole number, got "x"'),
+        ({"stop_sequences": [1]}, "`stop_sequences` must be a list of strings, got [1]"),
+        ({"stop_sequences": [""]}, "`stop_sequences` must not contain an empty string"),
+        ({"stop_token_ids": ["a"]}, '`stop_token_ids` must be a list of whole numbers, got ["a"]'),
+        ({"stop_token_ids": [-1]}, "`stop_token_ids` must be at least 0, got -1"),
+        ({"truncate": 0}, "`truncate` must be at least 1, got 0"),
+        ({"n": 0}, "`n` must be at least 1, got 0"),
+        ({"n": 257, "do_sample": True}, "`n` must be at most 256, got 257"),
+        ({"n": 3, "best_of": 2, "do_sample": True}, "`best_of` must be at least `n` (3), got 2"),
+        ({"n": 2}, "`n` above 1 needs sampling, since greedy decoding gives one sequence: set `do_sample` (got 2)"),
+        ({"logit_bias": {"a": 1}}, '`logit_bias` must map token ids to numbers from -100 to 100, got {"a": 1}'),
+        ({"logprobs": -1}, "`logprobs` must be at least 0, got -1"),
+    ],
+)
+def test_a_bad_parameter_is_refused_with_the_schemas_object_naming_it(parameters: dict[str, Any], message: str) -> None:
+    reply = refusal({"inputs": "x", "parameters": parameters})
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    document = json.loads(reply.body)
+    assert document["generated_text"] == ""
+    assert document["details"] == {"finish_reason": "error", "generated_tokens": None, "inputs": None, "tokens": None}
+    assert (document["error"], document["code"]) == (message, 424)
+
+
+def test_a_bad_parameter_of_a_stream_is_refused_with_the_streams_object() -> None:
+    document = json.loads(refusal({"inputs": "x", "stream": True, "parameters": {"top_p": 2}}).body)
+    assert document["token"]["id"] == -1
+    assert document["details"]["finish_reason"] == "error"
+    assert document["error"] == "`top_p` must be at most 1, got 2.0"
+
+
+def test_beam_search_cannot_be_streamed() -> None:
+    reply = refusal({"inputs": "x", "stream": True, "parameters": {"num_beams": 2}})
+    assert "`num_beams` above 1 cannot be streamed" in json.loads(reply.body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (b"", "The body is empty"),
+        (b"{", "The body is not valid JSON"),
+        (b'{"inputs": "\xff"}', "The body is not valid JSON"),
+        ([], "The body must be a JSON object with `inputs`, got an array"),
+        ({}, "`inputs` is missing"),
+        ({"inputs": None}, "`inputs` is missing"),
+        ({"inputs": ""}, "`inputs` must not be empty"),
+        ({"inputs": 5}, "`inputs` must be a string or an array of strings, got a number"),
+        ({"inputs": {}}, "`inputs` must be a string or an array of strings, got an object"),
+        ({"inputs": []}, "`inputs` must hold strings, at least one and none empty"),
+        ({"inputs": ["a", 1]}, "`inputs` must hold strings, at least one and none empty"),
+        ({"inputs": "x", "parameters": []}, "`parameters` must be an object, got an array"),
+        ({"inputs": "x", "stream": "yes"}, "`stream` must be true or false, got a string"),
+        ({"inputs": ["a", "b"], "stream": True}, "`inputs` must be a single string when the answer is streamed"),
+    ],
+)
+def test_a_bad_payload_is_refused_with_error_and_code_alone(document: Any, message: str) -> None:
+    reply = refusal(document)
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    assert list(json.loads(reply.body)) == ["error", "code"]
+    assert json.loads(reply.body)["error"].startswith(f"Input Parsing failed. {message}")
+
+
+def test_a_payload_error_is_written_as_lmi_writes_it() -> None:
+    assert refusal({"inputs": 5}).body == (
+        b'{"error":"Input Parsing failed. `inputs` must be a string or an array of strings, got a number.","code":424}'
+    )
+    assert b"\\u0027" in refusal(b"x", "it's/odd").body
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "prompt"),
+    [
+        ("text/plain", "Tell me 😀".encode(), "Tell me 😀"),
+        ("text/plain; charset=utf-8", b"Tell me", "Tell me"),
+        ("application/x-www-form-urlencoded", b"inputs=Tell+me", "Tell me"),
+        ("application/x-www-form-urlencoded", b"data=Tell%20me", "Tell me"),
+        ("application/x-www-form-urlencoded", b"anything=Tell+me&other=x", "Tell me"),
+        ("application/x-www-form-urlencoded", b'{"inputs": "Tell me"}', "Tell me"),
+        ("", b'{"inputs": "Tell me"}', "Tell me"),
+        ("application/json; charset=utf-8", b'{"inputs": "Tell me"}', "Tell me"),
+    ],
+)
+def test_text_and_forms_are_prompts(content_type: str, body: bytes, prompt: str) -> None:
+    exchange = parse(body, content_type)
+    assert [request.prompt for request in exchange.requests] == [prompt]
+
+
+def test_a_form_may_carry_parameters() -> None:
+    exchange = parse(b'inputs=x&parameters={"max_new_tokens":3}&stream=true', "application/x-www-form-urlencoded")
+    assert exchange.requests[0].sampling.max_tokens == 3
+    assert exchange.requests[0].stream
+
+
+@pytest.mark.parametrize(("content_type", "body"), [("image/png", b"x"), ("text/plain", b"\xff"), ("text/csv", b"a")])
+def test_what_cannot_be_a_prompt_is_refused(content_type: str, body: bytes) -> None:
+    assert refusal(body, content_type).status == 424
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(
+    [
+        "do_sample",
+        "seed",
+        "temperature",
+        "repetition_penalty",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "max_new_tokens",
+        "details",
+        "stop_sequences",
+        "return_full_text",
+        "decoder_input_details",
+        "truncate",
+        "ignore_eos_token",
+        "presence_penalty",
+        "frequency_penalty",
+        "n",
+        "best_of",
+        "num_beams",
+        "length_penalty",
+        "early_stopping",
+        "stop_token_ids",
+        "logprobs",
+        "top_n_tokens",
+        "logit_bias",
+        "output_formatter",
+    ]
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"inputs": st.text(min_size=1, max_size=5)},
+        optional={"parameters": st.dictionaries(NAMES, JSON_VALUES, max_size=4), "stream": JSON_VALUES},
+    )
+)
+def test_any_document_is_understood_or_refused_with_424(document: dict[str, Any]) -> None:
+    body = json.dumps(document).encode()
+    try:
+        exchange = parse(body)
+    except ContractError as error:
+        assert error.reply.status == 424
+        assert json.loads(error.reply.body)["code"] == 424
+    else:
+        assert len(exchange.requests) == 1
+
+
+@given(
+    st.binary(max_size=60), st.sampled_from(["", "application/json", "text/plain", "application/x-www-form-urlencoded"])
+)
+def test_any_bytes_are_understood_or_refused_with_424(body: bytes, content_type: str) -> None:
+    try:
+        exchange = parse(body, content_type)
+    except ContractError as error:
+        assert error.reply.status == 424
+        json.loads(error.reply.body)
+    else:
+        assert all(isinstance(request.prompt, str) and request.prompt for request in exchange.requests)

@@ -1,0 +1,10 @@
+"""Prompts whose greedy answers are compared; the last ones make the model write split UTF-8 characters."""
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time",
+    "def fibonacci(n):\n",
+    "Repeat after me: 你好，世界。你好，世界。你好，",
+    "Repeat after me: 😀 😃 😄 😁 😀 😃 😄 😁 😀 😃",
+)
+MAX_NEW_TOKENS = 24

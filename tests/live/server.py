@@ -1,0 +1,137 @@
+"""Starting the real server for a test, and speaking HTTP to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_SECONDS = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def write_model(directory: Path, **options: object) -> Path:
+    """A model directory with nothing but a serving.properties."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [f"option.{name}={value}" for name, value in options.items()]
+    (directory / "serving.properties").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+@dataclass
+class Server:
+    """A `slipway serve` process."""
+
+    model_dir: Path
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+        command = [sys.executable, "-m", "container", "serve", "--model-dir", str(self.model_dir)]
+        command += ["--model-name", "model", "--port", str(self.port), "--host", "127.0.0.1"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | self.environment,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log_text()[-4000:]}")
+            if self.ping() == 200:
+                return
+            time.sleep(0.25)
+        raise AssertionError(f"the server was not ready in {START_SECONDS:g} s:\n{self.log_text()[-4000:]}")
+
+    def ping(self) -> int:
+        """The status of /ping; 0 while nothing listens."""
+        try:
+            return self.client.get("/ping").status_code
+        except httpx.TransportError:
+            return 0
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def invoke(self, inputs: object, stream: bool | None = None, **parameters: object) -> httpx.Response:
+        document: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+        if stream is not None:
+            document["stream"] = stream
+        return self.client.post("/invocations", json=document)
+
+    def metric(self, name: str) -> float:
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+        raise AssertionError(f"no metric {name}")
+
+    def wait_for_metric(self, name: str, value: float, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {now}, not {value}, after {seconds:g} s"
+            time.sleep(0.05)
+
+    def engine_process(self) -> int:
+        """The process id of vLLM's engine core."""
+        import psutil
+
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child.pid for child in children if "EngineCore" in child.name())
+
+    def stop(self) -> int:
+        """End it; returns the exit code."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def serving(directory: Path, environment: dict[str, str] | None = None, **options: object) -> Iterator[Server]:
+    """A server that is ready, for the time of a test."""
+    model_dir = write_model(directory / "model", **options)
+    server = Server(model_dir, directory / "server.log", environment or {})
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def records(body: str) -> list[dict[str, Any]]:
+    """The records of a jsonlines or SSE body."""
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,259 @@
+"""LMI's rolling batch over real HTTP, with the real engine."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
+from tests.live.server import Server, records
+
+GREEDY = {"max_new_tokens": MAX_NEW_TOKENS}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_every_format_gives_the_text_that_bare_asyncllm_gives(
+    server: Server, tgi_server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+) -> None:
+    expected = bare_texts[prompt]
+    answers = {
+        "json": server.invoke(prompt, **GREEDY).json()["generated_text"],
+        "jsonlines": records(server.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
+        "sse": records(server.invoke(prompt, output_formatter="sse", **GREEDY).text)[-1]["generated_text"],
+        "tgi": tgi_server.invoke(prompt, **GREEDY).json()[0]["generated_text"],
+        "tgi stream": records(tgi_server.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
+    }
+    assert answers == dict.fromkeys(answers, expected["text"])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_texts_of_a_streams_tokens_joined_are_its_generated_text(
+    server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+) -> None:
+    stream = records(server.invoke(prompt, stream=True, **GREEDY).text)
+    texts = [record["token"]["text"] for record in stream]
+    assert "".join(texts) == stream[-1]["generated_text"]
+    assert not any("\ufffd" in text for text in texts)
+    assert [record["token"]["id"] for record in stream] == bare_texts[prompt]["ids"]
+    assert all(record["token"]["log_prob"] <= 0 for record in stream)
+
+
+def test_characters_that_span_tokens_come_whole(server: Server) -> None:
+    stream = records(server.invoke(PROMPTS[-1], stream=True, **GREEDY).text)
+    texts = [record["token"]["text"] for record in stream]
+    assert "" in texts, "no token of this answer was part of a character; the test needs another prompt"
+    assert any(ord(character) > 0xFFFF for character in stream[-1]["generated_text"])
+
+
+def test_a_stream_has_the_specified_framing_and_headers(server: Server) -> None:
+    response = server.invoke("Hello", stream=True, max_new_tokens=3)
+    assert response.headers["content-type"] == "application/jsonlines"
+    assert response.headers["transfer-encoding"] == "chunked"
+    assert response.text.count("\n") == 3
+    assert response.text.endswith("\n")
+    sse = server.invoke("Hello", output_formatter="sse", max_new_tokens=3)
+    assert sse.headers["content-type"] == "text/event-stream"
+    assert sse.text.count("data: {") == sse.text.count("}\n\n") == 3
+
+
+def test_a_plain_answer_has_its_length_and_the_clients_request_id(server: Server) -> None:
+    response = server.client.post("/invocations", json={"inputs": "Hello"}, headers={"x-request-id": "mine-7"})
+    assert response.headers["content-type"] == "application/json"
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert response.headers["x-request-id"] == "mine-7"
+    assert response.headers["cache-control"] == "no-cache; no-store, must-revalidate, private"
+
+
+def test_details_count_the_tokens_and_name_the_reason(server: Server) -> None:
+    details = server.invoke("Hello", details=True, max_new_tokens=5).json()["details"]
+    assert (details["finish_reason"], details["generated_tokens"], details["inputs"]) == ("length", 5, "Hello")
+    assert len(details["tokens"]) == 5
+
+
+def test_prefill_holds_the_prompts_tokens(server: Server) -> None:
+    parameters = {"details": True, "decoder_input_details": True, "max_new_tokens": 1}
+    prefill = server.invoke("The capital of 日本 is", **parameters).json()["details"]["prefill"]
+    assert "".join(token["text"] for token in prefill) == "The capital of 日本 is"
+    assert prefill[0]["log_prob"] is None
+    assert all(token["log_prob"] < 0 for token in prefill[1:])
+
+
+def test_top_tokens_hold_the_chosen_token_first_when_greedy(server: Server) -> None:
+    details = server.invoke("Hello", details=True, top_n_tokens=3, max_new_tokens=4).json()["details"]
+    assert [len(top) for top in details["top_tokens"]] == [3, 3, 3, 3]
+    assert [top[0]["id"] for top in details["top_tokens"]] == [token["id"] for token in details["tokens"]]
+
+
+def test_a_stop_sequence_ends_the_text_before_it(server: Server) -> None:
+    free = server.invoke("Count: one two three", max_new_tokens=12).json()["generated_text"]
+    stop = free.split()[2]
+    for stream in (False, True):
+        body = server.invoke("Count: one two three", stream=stream, max_new_tokens=12, stop_sequences=[stop], details=True)
+        answer = records(body.text)[-1] if stream else body.json()
+        assert answer["generated_text"] == free[: free.index(stop)]
+        assert answer["details"]["finish_reason"] == "stop_sequence"
+        tokens = [record["token"] for record in records(body.text)] if stream else answer["details"]["tokens"]
+        assert "".join(token["text"] for token in tokens) == answer["generated_text"]
+    parameters = {"max_new_tokens": 12, "stop_sequences": [stop], "include_stop_str_in_output": True}
+    assert server.invoke("Count: one two three", **parameters).json()["generated_text"].endswith(stop)
+
+
+def test_the_models_end_token_ends_the_text_unless_ignored(server: Server) -> None:
+    chat = "<|im_start|>user\nSay only: yes<|im_end|>\n<|im_start|>assistant\n"
+    answer = server.invoke(chat, max_new_tokens=60, details=True).json()
+    last = answer["details"]["tokens"][-1]
+    assert answer["details"]["finish_reason"] == "eos_token"
+    assert (last["text"], last["special_token"]) == ("", True)
+    ignored = server.invoke(chat, max_new_tokens=60, details=True, ignore_eos_token=True).json()["details"]
+    assert (ignored["finish_reason"], ignored["generated_tokens"]) == ("length", 60)
+    shown = server.invoke(chat, max_new_tokens=60, ignore_eos_token=True, skip_special_tokens=False).json()
+    assert "<|im_end|>" in shown["generated_text"]
+
+
+def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(server: Server) -> None:
+    def sample(seed: int) -> str:
+        text: str = server.invoke("Once", do_sample=True, seed=seed, max_new_tokens=12).json()["generated_text"]
+        return text
+
+    alone = [sample(seed) for seed in range(4)]
+    with ThreadPoolExecutor(12) as pool:
+        crowd = list(pool.map(sample, [0, 1, 2, 3, *range(10, 18)]))
+    assert crowd[:4] == alone
+    assert len(set(crowd)) > 4
+
+
+def test_do_sample_false_is_greedy_whatever_the_temperature(server: Server) -> None:
+    greedy = server.invoke("Once", max_new_tokens=8).json()
+    assert server.invoke("Once", max_new_tokens=8, do_sample=False, temperature=1.9).json() == greedy
+
+
+def test_typical_sampling_narrows_the_choice(server: Server) -> None:
+    def texts(**parameters: object) -> set[str]:
+        return {
+            server.invoke("Once", seed=seed, do_sample=True, temperature=2.0, max_new_tokens=4, **parameters).json()[
+                "generated_text"
+            ]
+            for seed in range(12)
+        }
+
+    assert len(texts(typical_p=0.001)) < len(texts())
+
+
+def test_n_gives_sequences_ranked_by_probability(server: Server) -> None:
+    answer = server.invoke("Once", n=3, do_sample=True, seed=5, max_new_tokens=6).json()
+    sequences = [answer["details"], *answer["details"]["best_of_sequences"]]
+    sums = [sum(token["log_prob"] for token in sequence["tokens"]) for sequence in sequences]
+    assert sums == sorted(sums, reverse=True)
+    assert len(sums) == 3
+    assert "".join(token["text"] for token in answer["details"]["tokens"]) == answer["generated_text"]
+
+
+def test_best_of_returns_the_most_probable_of_its_candidates(server: Server) -> None:
+    all_of_them = server.invoke("Once", best_of=4, do_sample=True, seed=5, max_new_tokens=6).json()
+    best = server.invoke("Once", n=1, best_of=4, do_sample=True, seed=5, max_new_tokens=6).json()
+    assert len(all_of_them["details"]["best_of_sequences"]) == 3
+    assert best["generated_text"] == all_of_them["generated_text"]
+    assert "best_of_sequences" not in best["details"]
+
+
+def test_beam_search_finds_the_beams_that_transformers_finds(server: Server, sample_model: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompt = "The best thing about the sea is"
+    tokenizer = AutoTokenizer.from_pretrained(sample_model)
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.float32)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False)
+    expected = [tokenizer.decode(ids[inputs.input_ids.shape[1] :], skip_special_tokens=True) for ids in output]
+    answer = server.invoke(prompt, num_beams=3, max_new_tokens=8).json()
+    others = [sequence["generated_text"] for sequence in answer["details"]["best_of_sequences"]]
+    assert [answer["generated_text"], *others] == expected
+
+
+def test_truncate_keeps_the_end_of_the_prompt(server: Server) -> None:
+    parameters = {"truncate": 3, "details": True, "decoder_input_details": True, "max_new_tokens": 1}
+    prefill = server.invoke("one two three four five", **parameters).json()["details"]["prefill"]
+    assert "".join(token["text"] for token in prefill) == " three four five"
+
+
+def test_a_list_of_prompts_is_answered_in_order(server: Server) -> None:
+    prompts = ["The capital of France is", "Once upon a time", "One two three"]
+    single = [server.invoke(prompt, max_new_tokens=6).json() for prompt in prompts]
+    assert server.invoke(prompts, max_new_tokens=6).json() == single
+
+
+def test_text_and_forms_and_the_model_route_are_understood(server: Server) -> None:
+    expected = server.invoke("Tell me").json()
+    for path in ("/invocations", "/predictions/model", "/predictions/model/1"):
+        plain = server.client.post(path, content="Tell me", headers={"content-type": "text/plain"})
+        assert plain.json() == expected
+    assert server.client.post("/invocations", data={"inputs": "Tell me"}).json() == expected
+
+
+def test_tgi_answers_have_details_by_default(tgi_server: Server) -> None:
+    (answer,) = tgi_server.invoke("Hello", max_new_tokens=3).json()
+    assert set(answer["details"]["tokens"][0]) == {"id", "text", "logprob"}
+    stream = tgi_server.invoke("Hello", stream=True, max_new_tokens=3)
+    assert stream.headers["content-type"] == "text/event-stream"
+    assert records(stream.text)[-1]["details"]["generated_tokens"] == 3
+
+
+BAD = [
+    ({"inputs": "x", "parameters": {"temperature": -1}}, "`temperature` must be at least 0"),
+    ({"inputs": "x", "parameters": {"temperature": 3, "do_sample": True}}, "temperature"),
+    ({"inputs": "x", "parameters": {"stop_token_ids": [10**9]}}, "vocabulary"),
+    ({"inputs": "x", "parameters": {"logit_bias": {"999999": 1}}}, "vocabulary"),
+    ({"inputs": "x", "parameters": {"top_n_tokens": 500, "details": True}}, "`top_n_tokens` must be at most"),
+    ({"inputs": "x", "parameters": {"num_beams": 200}}, "`num_beams` must be at most"),
+    ({"inputs": "x " * 3000}, "the prompt has"),
+    ({"inputs": 5}, "`inputs` must be a string"),
+    ({"inputs": "x", "parameters": {"top_k": 10**30}}, "`top_k` must be"),
+    ({"inputs": "x", "parameters": {"seed": 10**30}}, "`seed` must be"),
+]
+
+
+@pytest.mark.parametrize(("document", "message"), BAD)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_424_and_say_what_was_wrong(
+    server: Server, document: dict[str, Any], message: str, stream: bool
+) -> None:
+    response = server.client.post("/invocations", json=document | {"stream": stream})
+    assert response.status_code == 424
+    assert response.headers["content-type"] == "application/json"
+    assert message in response.json()["error"]
+
+
+def test_bad_requests_disturb_no_other(server: Server) -> None:
+    expected = server.invoke("Once upon a time", max_new_tokens=40).json()
+    with ThreadPoolExecutor(16) as pool:
+        good = [pool.submit(server.invoke, "Once upon a time", max_new_tokens=40) for _ in range(6)]
+        bad = [pool.submit(server.client.post, "/invocations", json=document) for document, _ in BAD]
+        assert [future.result().json() for future in good] == [expected] * 6
+        assert {future.result().status_code for future in bad} == {424}
+
+
+def test_an_unknown_model_or_path_is_404_in_lmis_words(server: Server) -> None:
+    for path in ("/predictions/other", "/invocations?model_name=other"):
+        response = server.client.post(path, json={"inputs": "x"})
+        assert response.status_code == 404
+        assert response.json()["type"] == "ModelNotFoundException"
+    attributes = {"X-Amzn-SageMaker-Custom-Attributes": "a=b;model_name=other"}
+    assert server.client.post("/invocations", json={"inputs": "x"}, headers=attributes).status_code == 404
+    assert server.client.get("/nothing").json()["type"] == "ResourceNotFoundException"
+
+
+def test_what_the_docs_show_is_what_is_served(server: Server) -> None:
+    document = json.loads(server.client.get("/openapi.json").text)
+    for path, operations in document["paths"].items():
+        for method in operations:
+            body = {"inputs": "x", "parameters": {"max_new_tokens": 1}} if method == "post" else None
+            assert server.client.request(method, path, json=body).status_code == 200
+    page = server.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/invocations" in page.text
+    assert "max_new_tokens" in page.text
+    assert "http" not in page.text.replace("HTTP", ""), "the page must need nothing from elsewhere"

@@ -1,0 +1,197 @@
+"""The process: health, disconnects, overload, drain, a dying engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.live.server import START_SECONDS, Server, records, serving, write_model
+
+ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
+
+
+def open_stream(server: Server) -> socket.socket:
+    """A client that has asked for a long stream."""
+    body = json.dumps({"inputs": "Once upon a time", "stream": True, "parameters": ENDLESS}).encode()
+    head = f"POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client.sendall(head.encode() + b"\r\n\r\n" + body)
+    return client
+
+
+def test_two_hundred_clients_that_disconnect_leave_nothing_running(server: Server) -> None:
+    aborted = server.metric("slipway_generations_aborted_total")
+    clients = [open_stream(server) for _ in range(200)]
+    for client in clients[:20]:
+        assert client.recv(64).startswith(b"HTTP/1.1 200")
+    assert server.metric("slipway_open_requests") == 200
+    assert server.metric("slipway_engine_running") > 0
+    for client in clients:
+        client.close()
+    for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
+        server.wait_for_metric(gauge, 0, seconds=10)
+    assert server.metric("slipway_generations_aborted_total") == aborted + 200
+
+
+def test_a_client_that_leaves_a_plain_request_stops_its_generation(server: Server) -> None:
+    aborted = server.metric("slipway_generations_aborted_total")
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/invocations", json={"inputs": "Once", "parameters": ENDLESS}, timeout=1)
+    server.wait_for_metric("slipway_engine_running", 0, seconds=10)
+    assert server.metric("slipway_generations_aborted_total") == aborted + 1
+
+
+def test_a_client_that_reads_slowly_gets_everything(server: Server) -> None:
+    client = open_stream(server)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    received = b""
+    time.sleep(3)
+    while not received.endswith(b"0\r\n\r\n"):
+        piece = client.recv(2048)
+        assert piece, "the connection was closed before the end"
+        received += piece
+    client.close()
+    assert received.count(b'{"token": {') == ENDLESS["max_new_tokens"]
+    assert b'"generated_text"' in received
+
+
+def test_ping_answers_quickly_while_the_engine_is_busy(server: Server) -> None:
+    clients = [open_stream(server) for _ in range(32)]
+    time.sleep(0.5)
+    durations = []
+    for _ in range(20):
+        started = time.monotonic()
+        assert server.ping() == 200
+        durations.append(time.monotonic() - started)
+    for client in clients:
+        client.close()
+    assert max(durations) < 2.0, "SageMaker's limit for /ping"
+    server.wait_for_metric("slipway_engine_running", 0, seconds=10)
+
+
+def test_metrics_count_tokens_and_times(server: Server) -> None:
+    names = (
+        "slipway_generated_tokens_total",
+        "slipway_prompt_tokens_total",
+        "slipway_time_to_first_token_seconds_count",
+        "slipway_inter_token_seconds_count",
+        "slipway_queue_seconds_count",
+    )
+    before = [server.metric(name) for name in names]
+    server.invoke("The capital of France is", max_new_tokens=7)
+    after = [server.metric(name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [7, 5, 1, 6, 1]
+    assert server.client.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+def test_prompts_are_not_logged(server: Server) -> None:
+    server.invoke("a very secret prompt", max_new_tokens=2)
+    server.invoke("a very secret prompt", max_new_tokens=-1)
+    assert "very secret" not in server.log_text()
+
+
+def test_a_body_over_the_limit_is_413_and_a_full_queue_503(tmp_path: Path, engine_options: dict[str, object]) -> None:
+    environment = {"SERVING_MAX_REQUEST_SIZE": "2000", "SERVING_JOB_QUEUE_SIZE": "2", "SERVING_LOG_FORMAT": "json"}
+    options = engine_options | {"max_rolling_batch_size": 2}
+    with serving(tmp_path, environment, **options) as server:
+        assert server.client.post("/invocations", content=b"x" * 3000).status_code == 413
+        with ThreadPoolExecutor(12) as pool:
+            calls = [pool.submit(server.invoke, "Once", max_new_tokens=300, ignore_eos_token=True) for _ in range(12)]
+            answers = [call.result() for call in calls]
+        assert sorted({answer.status_code for answer in answers}) == [200, 503]
+        refused = next(answer for answer in answers if answer.status_code == 503)
+        assert refused.json()["type"] == "WlmCapacityException"
+        own = [json.loads(line) for line in server.log_text().splitlines() if line.startswith("{")]
+        assert any(line["logger"] == "slipway.access" and line["request_id"] for line in own)
+        drain(server)
+
+
+def drain(server: Server) -> None:
+    """SIGTERM: what runs is finished, what comes is refused, the process ends with 0."""
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=200, ignore_eos_token=True)
+        server.wait_for_metric("slipway_engine_running", 1, seconds=10)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        with httpx.Client(base_url=server.url) as late:
+            refused = late.post("/invocations", json={"inputs": "x"})
+            assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
+            assert "retry-after" in refused.headers
+        stream = records(running.result().text)
+        assert len(stream) == 200
+        assert "generated_text" in stream[-1]
+    assert server.process.wait(20) == 0
+
+
+def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    with serving(tmp_path, {"SERVING_FAIL_FAST": "false"}, **engine_options) as server, ThreadPoolExecutor(4) as pool:
+        plain = pool.submit(server.invoke, "Once", **ENDLESS)
+        stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
+        beams = pool.submit(server.invoke, "Once", num_beams=2, **ENDLESS)
+        server.wait_for_metric("slipway_engine_running", 4, seconds=20)
+        killed = time.monotonic()
+        os.kill(server.engine_process(), signal.SIGKILL)
+        for call in (plain, beams):
+            assert call.result().status_code == 500
+            assert "the engine has died" in call.result().json()["error"]
+        last = records(stream.result().text)[-1]
+        assert last["details"]["finish_reason"] == "error"
+        assert time.monotonic() - killed < 1.0 + 1.0, "a second, and one for a busy machine"
+        assert server.ping() == 500
+        assert server.client.get("/ping").json() == {"model": {"status": "FAILED"}}
+        assert server.invoke("Once").status_code == 500
+
+
+def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    server = Server(write_model(tmp_path / "model", **engine_options), tmp_path / "server.log")
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while server.ping() == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        response = server.client.get("/ping")
+        assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})
+        refused = server.invoke("Hello")
+        assert refused.status_code == 503
+        assert "not loaded yet" in refused.json()["message"]
+        time.sleep(5)  # by now the engine's own process has been started
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({"model_id": "/nowhere/at/all"}, {}, "the model cannot be served"),
+        ({"max_model_len": "many"}, {}, "option.max_model_len"),
+        ({}, {"OPTION_GPU_MEMORY_UTILIZATION": "lots"}, "OPTION_GPU_MEMORY_UTILIZATION"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_1_and_says_why(
+    tmp_path: Path,
+    engine_options: dict[str, object],
+    options: dict[str, object],
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    model_dir = write_model(tmp_path / "model", **(engine_options | options))
+    server = Server(model_dir, tmp_path / "server.log", environment)
+    try:
+        assert server.process.wait(120) == 1
+        assert message in server.log_text()
+    finally:
+        server.stop()

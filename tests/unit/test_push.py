@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from container.push import PushedReply
+from handlers.contracts.protocol import Reply
+
+pytestmark = pytest.mark.asyncio
+
+
+class Server:
+    """An ASGI server's send: keeps messages, and waits while the client's socket is full."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+    async def send(self, message: Any) -> None:
+        await self._drained()
+        self.messages.append(message)
+
+    async def _drained(self) -> None:
+        if not self.writable.is_set():
+            await self.writable.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m["body"] for m in self.messages if m["type"] == "http.response.body")
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
+    server = Server()
+    PushedReply(server.send, [(b"x", b"y")]).reply(Reply(424, "application/json", b"abc"))
+    start, body = server.messages
+    assert start["status"] == 424
+    assert start["headers"] == [(b"content-type", b"application/json"), (b"content-length", b"3"), (b"x", b"y")]
+    assert (body["body"], body["more_body"]) == (b"abc", False)
+
+
+async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [])
+    reply.start(200, "text/event-stream")
+    reply.write(b"a")
+    reply.write(b"b")
+    reply.end(b"c")
+    assert [m.get("body") for m in server.messages] == [None, b"a", b"b", b"c"]
+    assert [m.get("more_body") for m in server.messages[1:]] == [True, True, False]
+    assert (reply.status, reply.finished, reply.bytes_sent) == (200, True, 3)
+
+
+async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [])
+    reply.start(200, "text/plain")
+    reply.write(b"a")
+    server.writable.clear()
+    for piece in (b"b", b"c", b"d"):
+        reply.write(piece)
+    reply.end(b"e")
+    assert server.body == b"a"
+    server.writable.set()
+    await settle()
+    assert [m["body"] for m in server.messages[1:]] == [b"a", b"b", b"cde"]
+    assert server.messages[-1]["more_body"] is False
+
+
+async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [])
+    reply.start(200, "text/plain")
+    expected = b""
+    for number in range(50):
+        if number % 3 == 0:
+            server.writable.clear()
+        reply.write(b"%d," % number)
+        expected += b"%d," % number
+        if number % 3 == 2:
+            server.writable.set()
+            await settle()
+    server.writable.set()
+    await settle()
+    reply.end(b"end")
+    assert server.body == expected + b"end"
+    assert server.messages[-1]["more_body"] is False

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from handlers.engines.sequences import SequenceGroup
+from handlers.errors import GenerationFailed, RequestError
+from handlers.request import FinishReason, Token, TokenDelta
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.errors: list[RequestError] = []
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self.errors.append(error)
+
+
+def finished(sequence: int, text: str, logprob: float, prompt_tokens: list[Token] | None = None) -> TokenDelta:
+    return TokenDelta(
+        text,
+        sequence=sequence,
+        finish_reason=FinishReason.EOS,
+        cumulative_logprob=logprob,
+        prompt_tokens=prompt_tokens,
+        last=True,
+    )
+
+
+def test_candidates_come_ranked_by_probability_when_all_have_finished() -> None:
+    sink = Recorder()
+    group = SequenceGroup(sink, sequences=2, candidates=3, stream=False)
+    group.on_delta(finished(0, "worst", -9.0, [Token(1, "p")]))
+    group.on_delta(finished(2, "best", -1.0))
+    assert sink.deltas == []
+    group.on_delta(finished(1, "middle", -2.0))
+    assert [(d.text, d.sequence, d.last) for d in sink.deltas] == [("best", 0, False), ("middle", 1, True)]
+    assert sink.deltas[0].prompt_tokens == [Token(1, "p")]
+
+
+def test_a_stream_of_all_sequences_passes_through_and_ends_once() -> None:
+    sink = Recorder()
+    group = SequenceGroup(sink, sequences=2, candidates=2, stream=True)
+    group.on_delta(TokenDelta("a", sequence=0))
+    group.on_delta(finished(1, "b", -1.0))
+    group.on_delta(finished(0, "c", -1.0))
+    assert [(d.text, d.sequence, d.last) for d in sink.deltas] == [("a", 0, False), ("b", 1, False), ("c", 0, True)]
+
+
+def test_deltas_of_a_candidate_are_joined_when_only_the_best_of_a_stream_is_wanted() -> None:
+    sink = Recorder()
+    group = SequenceGroup(sink, sequences=1, candidates=2, stream=True)
+    group.on_delta(TokenDelta("one ", [Token(1, "one ")], sequence=0))
+    group.on_delta(finished(0, "two", -1.0))
+    group.on_delta(finished(1, "other", -5.0))
+    assert [(d.text, d.last, d.tokens) for d in sink.deltas] == [("one two", True, [Token(1, "one ")])]
+
+
+def test_one_failed_sequence_fails_the_request_once() -> None:
+    sink = Recorder()
+    group = SequenceGroup(sink, sequences=2, candidates=2, stream=False)
+    group.on_error(GenerationFailed("x"))
+    group.on_error(GenerationFailed("y"))
+    group.on_delta(finished(0, "late", -1.0))
+    assert [error.message for error in sink.errors] == ["x"]
+    assert sink.deltas == []
