@@ -13,6 +13,7 @@ from container.lifecycle import Lifecycle, State
 from container.metrics import HttpCounts
 from container.push import Headers, Message, PushedReply, Send
 from container.request_id import request_id
+from container.response_headers import standing_headers
 from container.settings import ServerSettings
 from handlers.contracts.lmi_errors import JSON, front_end_error
 from handlers.contracts.protocol import Call, ContractError, Reply
@@ -25,11 +26,6 @@ Receive = Callable[[], Awaitable[Message]]
 Scope = dict[str, Any]
 
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
-_NO_CACHE: Headers = [
-    (b"pragma", b"no-cache"),
-    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
-    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
-]
 _TOO_LARGE = Reply(413, JSON, b"")
 
 
@@ -49,6 +45,7 @@ class InferenceEndpoint:
         self._lifecycle, self._settings = lifecycle, settings
         self._model = lifecycle.model.name
         self._id_header = settings.request_id_header.lower().encode()
+        self._standing_headers = standing_headers(settings)
         self._counts, self._access = counts, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +53,7 @@ class InferenceEndpoint:
         started = time.perf_counter()
         headers: dict[bytes, bytes] = dict(scope["headers"])
         identity = request_id(headers.get(self._id_header))
-        reply_headers = [(b"x-request-id", identity.encode()), *_NO_CACHE]
+        reply_headers = [(b"x-request-id", identity.encode()), *self._standing_headers]
         writer = PushedReply(send, reply_headers)
         self._lifecycle.open_calls += 1
         try:
@@ -68,7 +65,8 @@ class InferenceEndpoint:
             logger.exception("internal error", extra={"request_id": identity})
             if not writer.status:
                 message = "internal error; the log has more under this request's id"
-                writer.reply(Reply(500, JSON, front_end_error(500, "InternalServerException", message)))
+                status = self._settings.server_error_http_code
+                writer.reply(Reply(status, JSON, front_end_error(status, "InternalServerException", message)))
         finally:
             self._lifecycle.open_calls -= 1
         seconds = time.perf_counter() - started
@@ -88,6 +86,8 @@ class InferenceEndpoint:
         if body is None:
             return
         content_type = headers.get(b"content-type", b"").decode("latin-1")
+        if self._settings.log_prompts:
+            logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
         call = Call(body=body, content_type=content_type, request_id=identity)
         try:
             running = await service.handler.handle(service.lmi, call, writer)
@@ -104,8 +104,9 @@ class InferenceEndpoint:
             return service
         starting = state is State.STARTING
         message = f"model {self._model} is not loaded yet" if starting else "the server is stopping"
-        body = front_end_error(503, "ServiceUnavailableException", message)
-        raise _Refused(Reply(503, JSON, body), [(b"retry-after", b"5"), (b"connection", b"close")])
+        status = self._settings.wlm_error_http_code
+        body = front_end_error(status, "ServiceUnavailableException", message)
+        raise _Refused(Reply(status, JSON, body), [(b"retry-after", b"5"), (b"connection", b"close")])
 
     def _check_model(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         name = scope.get("path_params", {}).get("model") or _named_model(scope, headers)
@@ -149,12 +150,11 @@ async def _until_closed(receive: Receive, running: Running) -> None:
 
 def _named_model(scope: Scope, headers: dict[bytes, bytes]) -> str | None:
     """The model that a call to /invocations names. Source: contracts/lmi.md section 1.4."""
-    if scope["query_string"]:
-        names = parse_qs(scope["query_string"].decode("latin-1")).get("model_name")
-        if names:
-            return names[0]
-    if (name := headers.get(b"model_name")) is not None:
-        return name.decode("latin-1")
+    query: bytes = scope["query_string"]
+    if query and (names := parse_qs(query.decode("latin-1")).get("model_name")):
+        return names[0]
+    if b"model_name" in headers:
+        return headers[b"model_name"].decode("latin-1")
     for attribute in headers.get(_CUSTOM_ATTRIBUTES, b"").split(b";"):
         key, _, value = attribute.partition(b"=")
         if key.strip() == b"model_name":

@@ -8,10 +8,10 @@ import logging
 import time
 from enum import Enum
 
+from container.settings import Settings
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.stream import generate
 from handlers.entry_point import Service, load_service
-from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class State(Enum):
 class Lifecycle:
     """Starts, drains and stops one model's service, and knows the state in between."""
 
-    def __init__(self, model: ModelSettings, queue_size: int) -> None:
-        self.model = model
+    def __init__(self, settings: Settings) -> None:
+        self.model = settings.model
+        self._server = settings.server
         self.service: Service | None = None
         """None until the model is loaded."""
-        self._queue_size = queue_size
         self._state = State.STARTING
         self.open_calls = 0
         """Calls that were let in and are not answered yet."""
@@ -55,7 +55,9 @@ class Lifecycle:
         """
         started = time.monotonic()
         try:
-            self.service = await load_service(self.model, self._queue_size)
+            self.service = await load_service(
+                self.model, self._server.job_queue_size, self._server.throttle_error_http_code
+            )
             await self._warm_up(self.service)
         except BaseException:
             self._state = State.FAILED

@@ -48,6 +48,11 @@ def _non_empty(text: str) -> str:
     return text
 
 
+def _quantization(text: str) -> str:
+    # LMI's own name for what vLLM calls bitsandbytes (lmi.md 2.12).
+    return "bitsandbytes" if text.lower() == "bitsandbytes8" else _non_empty(text)
+
+
 def integer(minimum: int, maximum: int | None = None) -> Parser:
     """Decimal digits within a range, both ends included."""
 
@@ -109,6 +114,7 @@ def integer_or(word: str, minimum: int) -> Parser:
 
 ANYTHING = Parser(lambda text: text, "anything")
 TEXT = Parser(_non_empty, "text that is not empty")
+QUANTIZATION = Parser(_quantization, TEXT.allowed)
 BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
 SECONDS = Parser(_positive, "seconds, a number above 0")
 HTTP_ERROR = integer(400, 599)

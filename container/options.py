@@ -7,62 +7,27 @@ engine unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from container.option_parsers import ANYTHING, BOOLEAN, DTYPE, SECONDS, TEXT, Parser, Scalar, choice, integer, integer_or
+from container.leftovers import LEFTOVERS
+from container.option import Option
+from container.option_parsers import (
+    BOOLEAN,
+    DTYPE,
+    QUANTIZATION,
+    SECONDS,
+    TEXT,
+    Parser,
+    Scalar,
+    choice,
+    integer,
+    integer_or,
+)
 
 PREFIX = "option."
 
 _CUSTOM_CODE = "custom handlers and formatters are not run; leave it out"
 _DYNAMIC_BATCH = "requests are batched continuously; leave it out"
 _NO_VIRTUAL_ENVIRONMENT = "packages of a model are not installed; put them into the image"
-_FOR_DYNAMIC_BATCH = "it belongs to dynamic batching"
-_FOR_TENSORRT = "it belongs to TensorRT-LLM"
-_FOR_LMI_DIST = "it belongs to lmi-dist"
-_ONE_PROCESS = "one engine serves all requests of the model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One key of serving.properties, with its prefix if it has one."""
-
-    key: str
-    parser: Parser
-    meaning: str
-    default: str = ""
-    """The text that would give the default; empty: no value."""
-    aliases: tuple[str, ...] = ()
-    """Other keys for the same; two of them with different values are an error."""
-    variables: tuple[str, ...] = ()
-    """Environment variables that count when neither key nor alias is given."""
-    field: str | None = None
-    """The field of `ModelSettings` or `ServerSettings` that takes the value."""
-    argument: str | None = None
-    """The engine argument that takes the value as text."""
-    serves: frozenset[Scalar] | None = None
-    """The values that Slipway serves; None: all that the parser allows. Others are refused at start."""
-    advice: str = ""
-    """What to do instead of a value that is not served."""
-    remark: str = ""
-    """A warning that goes with any value but those in `quiet`."""
-    quiet: frozenset[str] = frozenset()
-    """Texts, in lower case, that need no remark."""
-
-    @property
-    def ignored(self) -> bool:
-        """Whether the value goes nowhere."""
-        return self.field is None and self.argument is None
-
-    @property
-    def allowed(self) -> str:
-        """What may be given, in words."""
-        if self.serves is None:
-            return self.parser.allowed
-        return ", ".join(sorted(_word(value) for value in self.serves)) or "nothing"
-
-
-def _word(value: Scalar) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _refused(key: str, parser: Parser, serves: tuple[Scalar, ...], meaning: str, advice: str) -> Option:
@@ -177,7 +142,7 @@ SERVED = (
     ),
     Option(
         key="option.quantize",
-        parser=TEXT,
+        parser=QUANTIZATION,
         argument="quantization",
         aliases=("option.quantization",),
         meaning="How weights are quantized: `awq`, `gptq`, `fp8`, `bitsandbytes`, ...",
@@ -199,9 +164,7 @@ SERVED = (
 )
 
 NOT_SERVED = (
-    _refused(
-        "engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"
-    ),
+    _refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
     _refused("batch_size", integer(1), (1,), "Size of a dynamic batch", _DYNAMIC_BATCH),
     _refused("max_dynamic_batch_size", integer(1), (1,), "Size of a dynamic batch", _DYNAMIC_BATCH),
     _refused("option.batch_size", integer(1), (1,), "Size of a dynamic batch", _DYNAMIC_BATCH),
@@ -214,9 +177,14 @@ NOT_SERVED = (
         advice=_CUSTOM_CODE,
     ),
     _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
+    _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
     _refused("option.handler", TEXT, ("handle",), "Function of a custom handler", _CUSTOM_CODE),
     _refused(
-        "option.async_mode", BOOLEAN, (False,), "Newer handler with another schema", "the rolling-batch schema is served"
+        "option.async_mode",
+        BOOLEAN,
+        (False,),
+        "Newer handler with another schema",
+        "the rolling-batch schema is served",
     ),
     _refused("option.enable_lora", BOOLEAN, (False,), "Adapters", "merge the adapter into the model"),
     _refused("option.enable_stateful_sessions", BOOLEAN, (False,), "Sessions", "keep the state in the client"),
@@ -232,78 +200,12 @@ NOT_SERVED = (
         meaning="What the model does; `text-generation` is `generate`",
         advice="only text generation is served",
     ),
-    _refused(
-        "option.env", TEXT, (), "Variables of the handler's process", "set them in the container's environment"
-    ),
+    _refused("option.env", TEXT, (), "Variables of the handler's process", "set them in the container's environment"),
     _refused("option.enable_venv", BOOLEAN, (False,), "Virtual environment for each model", _NO_VIRTUAL_ENVIRONMENT),
     _refused("option.lmcache_auto_config", BOOLEAN, (False,), "LMCache", "use `option.kv_transfer_config`"),
     _refused("option.lmcache_config_file", TEXT, (), "LMCache", "use `option.kv_transfer_config`"),
 )
 
 
-def _leftover(key: str, remark: str, quiet: frozenset[str] = frozenset()) -> Option:
-    return Option(key=key, parser=ANYTHING, meaning="Ignored", remark=f"ignored: {remark}", quiet=quiet)
-
-
-_OFF = frozenset({"false"})
-
-LEFTOVERS = (
-    _leftover("option.mpi_mode", _ONE_PROCESS, _OFF),
-    _leftover("option.enable_streaming", "`stream` in the request chooses streaming", _OFF),
-    _leftover("option.parallel_loading", _ONE_PROCESS, _OFF),
-    _leftover("option.pythonExecutable", _ONE_PROCESS),
-    _leftover("option.default_accept", "it belongs to scikit-learn and XGBoost models"),
-    _leftover("option.kv_cache_free_gpu_mem_fraction", f"{_FOR_TENSORRT}; see `option.gpu_memory_utilization`"),
-    _leftover("option.max_output_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
-    _leftover("option.max_input_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
-    _leftover("option.max_num_tokens", f"{_FOR_TENSORRT}; see `option.max_rolling_batch_prefill_tokens`"),
-    *(_leftover(key, _ONE_PROCESS, frozenset({"1"})) for key in ("minWorkers", "maxWorkers")),
-    *(
-        _leftover(f"{device}.{key}", _ONE_PROCESS, frozenset({"1"}))
-        for device in ("gpu", "cpu")
-        for key in ("minWorkers", "maxWorkers")
-    ),
-    *(
-        _leftover(f"option.{name}", "sessions are off")
-        for name in ("sessions_path", "sessions_expiration", "sessions_s3url")
-    ),
-    *(
-        _leftover(f"option.{name}", f"{_FOR_LMI_DIST}; see `option.speculative_config`")
-        for name in (
-            *("speculative_draft_model", "speculative_length", "draft_model_tp_size", "draft_model_compiled_path"),
-            *("record_acceptance_rate", "use_passive_workers"),
-        )
-    ),
-    *(_leftover(f"option.{name}", _ONE_PROCESS) for name in ("waiting_steps", "cluster_size", "device_id")),
-    *(
-        _leftover(f"option.{name}", _FOR_DYNAMIC_BATCH)
-        for name in (
-            *("stop_sequence", "device_map", "load_in_8bit", "load_in_4bit", "low_cpu_mem_usage"),
-            *("disable_flash_attn", "is_peft_model", "normalize"),
-        )
-    ),
-    *(
-        _leftover(f"option.{name}", _FOR_TENSORRT)
-        for name in (
-            *("tokens_per_block", "batch_scheduler_policy", "enable_kv_cache_reuse", "backend", "enable_trt_overlap"),
-            *("use_custom_all_reduce", "max_num_sequences", "multi_block_mode", "use_fused_mlp", "logits_dtype"),
-            *("use_fp8_context_fmha", "trtllm_checkpoint_path", "load_by_shard", "baichuan_model_version"),
-            *("chatglm_model_version", "gpt_model_version", "rotary_base", "rotary_dim", "rotary_scaling_type"),
-            *("rotary_scaling_factor", "smoothquant_alpha", "smoothquant_per_token", "smoothquant_per_channel"),
-            *("multi_query_mode", "awq_format", "awq_calib_size", "q_format", "calib_size", "calib_batch_size"),
-        )
-    ),
-    *(_leftover(key, _FOR_DYNAMIC_BATCH) for key in ("max_batch_delay",)),
-    *(_leftover(key, _ONE_PROCESS) for key in ("max_idle_time", "load_on_devices", "retry_threshold")),
-    *(
-        _leftover(f"{device}{key}", "memory is the engine's business; see `option.gpu_memory_utilization`")
-        for device in ("", "gpu.", "cpu.")
-        for key in ("required_memory_mb", "reserved_memory_mb")
-    ),
-    *(_leftover(key, "metrics are at /metrics") for key in ("log_request_metric", "metrics_aggregation")),
-)
-
 MODEL_OPTIONS = (*SERVED, *NOT_SERVED, *LEFTOVERS)
-BY_KEY: Mapping[str, Option] = {
-    key: option for option in MODEL_OPTIONS for key in (option.key, *option.aliases)
-}
+BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in (option.key, *option.aliases)}

@@ -44,7 +44,7 @@ class Process:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._lifecycle = Lifecycle(settings.model, settings.server.job_queue_size)
+        self._lifecycle = Lifecycle(settings)
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._lifecycle, settings.server),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from container.option import Option
 from container.option_parsers import (
     ANYTHING,
     BOOLEAN,
@@ -20,7 +21,6 @@ from container.option_parsers import (
     integer,
     matching,
 )
-from container.options import Option
 
 _HOST = matching(re.compile(r"[A-Za-z0-9_.:%-]+"), "a host name or an address")
 _LEVELS = {

@@ -25,10 +25,11 @@ class Service:
     lmi: Contract
 
 
-async def load_service(settings: ModelSettings, queue_size: int) -> Service:
+async def load_service(settings: ModelSettings, queue_size: int, overload_status: int) -> Service:
     """Choose the engine and handler that the settings ask for, and load the model.
 
-    `queue_size`: how many prompts may wait beyond those that the engine runs.
+    `queue_size`: how many prompts may wait beyond those that the engine runs; `overload_status`: what LMI clients get
+    beyond that.
 
     Raises:
         EngineStartError: the model cannot be loaded.
@@ -37,7 +38,7 @@ async def load_service(settings: ModelSettings, queue_size: int) -> Service:
     engine = make_engine(settings)
     await engine.start()
     handler = RollingBatchHandler(engine, settings.max_rolling_batch_size + queue_size)
-    return Service(settings, engine, handler, LmiContract(settings))
+    return Service(settings, engine, handler, LmiContract(settings, overload_status))
 
 
 def _engine_factory(settings: ModelSettings) -> EngineFactory:

@@ -36,7 +36,9 @@ class ModelSettings:
     """Refuse unknown generation parameters instead of ignoring them."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
-    """None: one device, or as many GPUs as there are when "max" was asked for."""
+    """None: one device, or with `tensor_parallel_max` as many GPUs as there are."""
+    tensor_parallel_max: bool = False
+    """"max" was asked for; only the engine can count the GPUs."""
     pipeline_parallel_degree: int = 1
     predict_timeout: float = 240.0
     """Seconds without any new token after which a request fails."""

@@ -23,8 +23,9 @@ _TOP_LEVEL = {"inputs", "parameters", "stream"}
 class LmiContract:
     """Parses LMI bodies for one model."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, overload_status: int = 503) -> None:
         self._settings = settings
+        self._overload_status = overload_status
         self._rules = ParameterRules(
             do_sample_inferred=settings.do_sample_inferred,
             details_by_default=settings.tgi_compat,
@@ -74,6 +75,7 @@ class LmiContract:
             top_tokens=parameters.top_n_tokens > 0,
             several=parameters.several and not records,
             tgi=self._settings.tgi_compat,
+            overload_status=self._overload_status,
         )
         answer: Answer
         if records:

@@ -35,7 +35,7 @@ _NO_TOKEN = Token(-1, "")
 class Show:
     """What one answer shows, from the request's parameters and the model's settings."""
 
-    __slots__ = ("details", "full_text", "prefill", "several", "tgi", "top_tokens")
+    __slots__ = ("details", "full_text", "overload_status", "prefill", "several", "tgi", "top_tokens")
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Show:
         top_tokens: bool = False,
         several: bool = False,
         tgi: bool = False,
+        overload_status: int = 503,
     ) -> None:
         self.details = details or several
         self.full_text = full_text
@@ -53,6 +54,7 @@ class Show:
         self.top_tokens = top_tokens
         self.several = several
         self.tgi = tgi
+        self.overload_status = overload_status
 
 
 class _Sequence:
@@ -96,7 +98,7 @@ class JsonAnswer:
     def fail(self, error: RequestError) -> Reply:
         """See `Answer.fail`."""
         if isinstance(error, Overloaded):
-            return overloaded(error)
+            return overloaded(error, self._show.overload_status)
         status = status_of(error)
         kind = tgi_error_type(error) if self._show.tgi else None
         return Reply(status, JSON, request_error(error.message, status, kind).encode())
@@ -163,7 +165,7 @@ class RecordAnswer:
     def fail(self, error: RequestError) -> Reply:
         """See `Answer.fail`. Nothing has been streamed, so the record comes as a JSON document."""
         if isinstance(error, Overloaded):
-            return overloaded(error)
+            return overloaded(error, self._show.overload_status)
         return Reply(status_of(error), JSON, self._error(error).encode())
 
     def fail_midway(self, error: RequestError) -> bytes:

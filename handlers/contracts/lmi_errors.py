@@ -64,9 +64,9 @@ def tgi_error_type(error: RequestError) -> str:
     return "overloaded" if isinstance(error, Overloaded) else "generation"
 
 
-def overloaded(error: Overloaded) -> Reply:
+def overloaded(error: Overloaded, status: int) -> Reply:
     """The answer to a request for which the queue has no place."""
-    return Reply(503, JSON, front_end_error(503, "WlmCapacityException", error.message))
+    return Reply(status, JSON, front_end_error(status, "WlmCapacityException", error.message))
 
 
 def _reason(message: str, code: int, error_type: str | None) -> str:

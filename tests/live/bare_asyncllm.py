@@ -20,9 +20,7 @@ async def main(arguments: dict[str, object]) -> None:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(enforce_eager=True, **arguments))  # type: ignore[arg-type]
     answers = {}
     for number, prompt in enumerate(PROMPTS):
-        params = SamplingParams(
-            temperature=0.0, max_tokens=MAX_NEW_TOKENS, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
         async for output in engine.generate(prompt, params, str(number)):
             answers[prompt] = {"text": output.outputs[0].text, "ids": list(output.outputs[0].token_ids)}
     engine.shutdown()

@@ -91,7 +91,9 @@ def test_a_stop_sequence_ends_the_text_before_it(server: Server) -> None:
     free = server.invoke("Count: one two three", max_new_tokens=12).json()["generated_text"]
     stop = free.split()[2]
     for stream in (False, True):
-        body = server.invoke("Count: one two three", stream=stream, max_new_tokens=12, stop_sequences=[stop], details=True)
+        body = server.invoke(
+            "Count: one two three", stream=stream, max_new_tokens=12, stop_sequences=[stop], details=True
+        )
         answer = records(body.text)[-1] if stream else body.json()
         assert answer["generated_text"] == free[: free.index(stop)]
         assert answer["details"]["finish_reason"] == "stop_sequence"

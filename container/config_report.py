@@ -1,0 +1,59 @@
+"""Shows the effective settings and where each comes from: `slipway config`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from container.masking import masked
+from container.option_parsers import Scalar
+from container.settings import SettingEntry, Settings
+
+_HEAD = ("setting", "value", "source")
+
+
+def render_text(settings: Settings) -> str:
+    """An aligned table of name, value and source, then the warnings; credentials are masked."""
+    rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
+    lines = [_aligned(row, widths) for row in rows]
+    lines.extend(f"warning: {_one_line(warning)}" for warning in settings.warnings)
+    return "\n".join(lines)
+
+
+def render_json(settings: Settings) -> str:
+    """`{"settings": [{"name", "value", "source", "note"?}], "warnings": [...]}`; credentials are masked."""
+    report = {"settings": [_object(entry) for entry in settings.entries], "warnings": list(settings.warnings)}
+    return json.dumps(report, indent=2, ensure_ascii=False)
+
+
+def _row(entry: SettingEntry) -> tuple[str, str, str]:
+    note = f" ({entry.note})" if entry.note else ""
+    return entry.name, _one_line(_text(_shown(entry))), entry.source + note
+
+
+def _shown(entry: SettingEntry) -> Scalar | None:
+    return masked(entry.name, entry.value) if isinstance(entry.value, str) else entry.value
+
+
+def _text(value: Scalar | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and value < 1e5 else str(value)
+
+
+def _one_line(text: str) -> str:
+    """Unprintable characters as escapes, so that no value breaks the table or steers a terminal."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def _aligned(row: tuple[str, str, str], widths: list[int]) -> str:
+    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+    return "  ".join([*cells, row[-1]]).rstrip()
+
+
+def _object(entry: SettingEntry) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": entry.name, "value": _shown(entry), "source": entry.source}
+    return fields | {"note": entry.note} if entry.note else fields

@@ -1,0 +1,107 @@
+"""Finds the model: its directory, what the engine loads, and its name (contracts/lmi.md 2.6)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from container.properties import FILE_NAME, Value
+
+DEFAULT_MODEL_DIR = Path("/opt/ml/model")
+CONFIG_FILE = "config.json"
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+_NON_WORD = re.compile(r"\W", re.ASCII)
+_MARKS = (FILE_NAME, CONFIG_FILE, "model.py")
+
+
+class ModelNotFound(Exception):
+    """There is no model where one was named; the message says what may be named."""
+
+
+def find_model_dir(given: Path | None, store: Value | None) -> Path:
+    """The directory with serving.properties or the model: absolute, and there unless it is the default one.
+
+    A directory that holds nothing but one directory with a model stands for that one, as in archives that were made of
+    a directory.
+
+    Raises:
+        ModelNotFound: a directory was named that is none, or it holds several models.
+    """
+    if given is None and store is None:
+        return _descend(DEFAULT_MODEL_DIR)
+    source = "--model-dir" if given is not None else (store.source if store else "")
+    path = Path(os.path.abspath(given if given is not None else store.text.strip() if store else ""))
+    if not os.path.isdir(path):
+        raise ModelNotFound(f"model directory ({source}): there is no directory {path}")
+    return _descend(path)
+
+
+def _descend(path: Path) -> Path:
+    try:
+        names = [name for name in os.listdir(path) if not name.startswith(".")]
+    except OSError:
+        return path
+    if not all(os.path.isdir(path / name) for name in names):
+        return path
+    models = [path / name for name in names if any(os.path.isfile(path / name / mark) for mark in _MARKS)]
+    if len(models) > 1:
+        listed = ", ".join(sorted(model.name for model in models))
+        raise ModelNotFound(
+            f"model directory: {path} holds several models ({listed}): not served by this version of Slipway; "
+            "name one of them with --model-dir"
+        )
+    return models[0] if models and len(names) == 1 else path
+
+
+def has_model(model_dir: Path) -> bool:
+    """Whether the directory itself is a Hugging Face model."""
+    return os.path.isfile(model_dir / CONFIG_FILE)
+
+
+def custom_code(model_dir: Path) -> str | None:
+    """The file name of a custom handler: model.py or <directory>.py (lmi.md 2.7)."""
+    names = ("model.py", f"{model_dir.name}.py")
+    return next((name for name in names if os.path.isfile(model_dir / name)), None)
+
+
+def resolve_model_id(text: str, model_dir: Path) -> str:
+    """What the engine loads: an absolute path, or a hub id.
+
+    Raises:
+        ModelNotFound: neither, or a path where nothing is.
+    """
+    if url := _URL.match(text):
+        raise ModelNotFound(
+            f"{url.group(1)}:// is not served by this version of Slipway; give a hub id or a local directory"
+        )
+    if os.path.exists(model_dir / text):
+        return str(model_dir / text)
+    if os.path.isabs(text):
+        raise ModelNotFound("there is no such directory")
+    if not _HUB_ID.fullmatch(text):
+        raise ModelNotFound("allowed: a hub id (name or owner/name), or a directory that is there")
+    return text
+
+
+def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
+    """The model's name in routes: that of its directory, or its hub id, with non-word characters replaced by `_`.
+
+    As in LMI, HF_MODEL_ID names a model of its own, whereas option.model_id belongs to the model directory.
+    """
+    if not named_by_variable and _occupied(model_dir):
+        return _word(model_dir.name)
+    return _word(Path(model_id).name if os.path.isabs(model_id) else model_id)
+
+
+def _occupied(model_dir: Path) -> bool:
+    try:
+        return any(not name.startswith(".") for name in os.listdir(model_dir))
+    except OSError:
+        return False
+
+
+def _word(text: str) -> str:
+    return _NON_WORD.sub("_", text) or "model"

