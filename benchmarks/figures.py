@@ -31,6 +31,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     total_p90_ms: float
     client_cpu_s: float
     """What the process that made the load used in the same time."""
+    client_real_time: bool = False
+    """Whether that process ran before all others. See `benchmarks.load.take_precedence`."""
 
 
 class Tally:

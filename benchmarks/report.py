@@ -115,7 +115,9 @@ def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
     return groups
 
 
-def _warnings(samples: Iterable[Sample]) -> Iterable[str]:
+def _warnings(samples: Sequence[Sample]) -> Iterable[str]:
+    if not all(sample.figures.client_real_time for sample in samples if not _has_no_client(sample)):
+        yield "the load client was not allowed to run before all others: times to the first byte may be its own waiting"
     for sample in samples:
         kind = "streaming" if sample.stream else "one token"
         run = f"{sample.workload}, {kind}, {sample.concurrency} clients, {sample.variant}, round {sample.round + 1}"

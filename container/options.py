@@ -52,16 +52,12 @@ SERVED = (
     ),
     Option(
         key="option.rolling_batch",
-        parser=choice(
-            {name: name for name in ("auto", "vllm", "scheduler", "trtllm", "tnx", "disable")} | {"lmi-dist": "vllm"}
-        ),
+        parser=choice(("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "tnx", "disable")),
         default="auto",
         field="rolling_batch",
-        serves=frozenset({"auto", "vllm"}),
+        serves=frozenset({"auto", "vllm", "lmi-dist"}),
         advice="use auto",
-        remark="served as vllm",
-        quiet=frozenset({"auto", "vllm"}),
-        meaning="Continuous batching; `lmi-dist` is taken for `vllm`",
+        meaning="Continuous batching, on vLLM; `lmi-dist` adds that backend's `typical_p`",
     ),
     Option(
         key="option.max_rolling_batch_size",

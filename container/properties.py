@@ -7,6 +7,7 @@ interpreted here; `container.options` says what a value may be.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,12 +225,14 @@ def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) 
     if "SAGEMAKER_MAX_REQUEST_SIZE" in variables:
         layer["max_request_size"] = variables["SAGEMAKER_MAX_REQUEST_SIZE"]
     elif megabytes := variables.get("SAGEMAKER_MAX_PAYLOAD_IN_MB"):
-        if re.fullmatch("0*[1-9][0-9]{0,6}", megabytes.text.strip(), re.ASCII):
-            layer["max_request_size"] = Value(str(int(megabytes.text) * _MEBIBYTE), megabytes.source)
+        if re.fullmatch("0*[0-9]{1,7}", megabytes.text.strip(), re.ASCII):
+            # Batch transform says 0 for no limit.
+            size = int(megabytes.text) * _MEBIBYTE or sys.maxsize
+            layer["max_request_size"] = Value(str(size), megabytes.source)
         else:
             problems.append(
                 f"max_request_size is {quoted(megabytes.source, megabytes.text)} ({megabytes.source}); "
-                "allowed: an integer of at least 1, in MiB"
+                "allowed: an integer, in MiB; 0 for no limit"
             )
     return layer
 

@@ -17,6 +17,7 @@ from container.option_parsers import (
     MODEL_NAME,
     SECONDS,
     TEXT,
+    Parser,
     choice,
     integer,
     matching,
@@ -77,7 +78,7 @@ SERVED = (
         parser=BOOLEAN,
         default="false",
         field="log_prompts",
-        meaning="Allow prompts and generated text in logs",
+        meaning="Log request bodies, prompts and all",
     ),
     Option(
         key="request_id_header_key",
@@ -96,13 +97,6 @@ SERVED = (
     Option(key="cors_allowed_origin", parser=HEADER_VALUE, field="cors_allowed_origin", meaning="CORS origin"),
     Option(key="cors_allowed_methods", parser=HEADER_VALUE, field="cors_allowed_methods", meaning="CORS methods"),
     Option(key="cors_allowed_headers", parser=HEADER_VALUE, field="cors_allowed_headers", meaning="CORS headers"),
-    Option(
-        key="bad_request_http_code",
-        parser=HTTP_ERROR,
-        default="400",
-        field="bad_request_http_code",
-        meaning="Status of an answer to a request that names no model",
-    ),
     Option(
         key="throttle_error_http_code",
         parser=HTTP_ERROR,
@@ -132,6 +126,7 @@ MODEL_NAME_OPTION = Option(
 MODEL_STORE_OPTION = Option(
     key="model_store", parser=TEXT, default="/opt/ml/model", meaning="Directory with serving.properties or the model"
 )
+FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION)
 ADDRESS_KEYS = ("inference_address", "management_address")
 
 
@@ -142,7 +137,7 @@ def _leftover(key: str, remark: str) -> Option:
 NOT_SERVED = (
     Option(
         key="load_models",
-        parser=choice({"ALL": "ALL"}),
+        parser=Parser(lambda text: "ALL" if text.lower() == "all" else text, "ALL"),
         serves=frozenset({"ALL"}),
         meaning="Models to load",
         advice="one model is served, from the model directory",
@@ -167,6 +162,7 @@ LEFTOVERS = (
     ),
     _leftover("wait_model_loading", "the port opens at once, and /ping says when the model is ready"),
     _leftover("chunked_read_timeout", "`option.predict_timeout` limits the wait for a token"),
+    _leftover("bad_request_http_code", "bad requests have the status that their contract says"),
     _leftover("prometheus", "metrics are at /metrics"),
     _leftover("health_check_override", "/ping says what is the case"),
     _leftover("timeout_http_code", "LMI does not use it either"),

@@ -49,7 +49,6 @@ class ServerSettings:
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None
-    bad_request_http_code: int = 400
     throttle_error_http_code: int = 503
     wlm_error_http_code: int = 503
     server_error_http_code: int = 500

@@ -9,7 +9,6 @@ from typing import Any
 
 from handlers.errors import InvalidParameter
 
-
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 """What engines can carry; no parameter means anything beyond."""
 

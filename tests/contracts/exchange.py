@@ -29,12 +29,18 @@ def request_of(document: Any, **settings: Any) -> GenerationRequest:
     return parse(document, **settings).requests[0]
 
 
-def refusal(document: Any, content_type: str = "application/json", **settings: Any) -> Reply:
+def attempt(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange | Reply:
+    """What comes of a call: it is understood, or answered without inference."""
     try:
-        parse(document, content_type, **settings)
+        return parse(document, content_type, **settings)
     except ContractError as error:
         return error.reply
-    raise AssertionError("the call was not refused")
+
+
+def refusal(document: Any, content_type: str = "application/json", **settings: Any) -> Reply:
+    reply = attempt(document, content_type, **settings)
+    assert isinstance(reply, Reply), "the call was not refused"
+    return reply
 
 
 def answer(document: Any, *deltas: TokenDelta, **settings: Any) -> bytes:

@@ -135,13 +135,12 @@ def test_do_sample_false_is_greedy_whatever_the_temperature(server: Server) -> N
 def test_typical_sampling_narrows_the_choice(server: Server) -> None:
     def texts(**parameters: object) -> set[str]:
         return {
-            server.invoke("Once", seed=seed, do_sample=True, temperature=2.0, max_new_tokens=4, **parameters).json()[
-                "generated_text"
-            ]
+            server.invoke("Once", seed=seed, do_sample=True, max_new_tokens=1, **parameters).json()["generated_text"]
             for seed in range(12)
         }
 
-    assert len(texts(typical_p=0.001)) < len(texts())
+    assert len(texts(typical_p=0.001)) == 1
+    assert len(texts()) > 3
 
 
 def test_n_gives_sequences_ranked_by_probability(server: Server) -> None:
