@@ -38,7 +38,9 @@ class Engine:
     kv_cache_gib: int
 
     def environment(self) -> dict[str, str]:
-        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib), "VLLM_NO_USAGE_STATS": "1"}
+        # No server writes a line for each request.
+        quiet = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
+        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib), **quiet}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ class HttpPeer(Peer):
 
 
 class Slipway(HttpPeer):
-    """Slipway over LMI's contract: streams carry log probabilities, whole answers do not."""
+    """Slipway over LMI's contract: streams with log probabilities, as LMI's are by default, and without."""
 
     name = "slipway"
     ready_path = "/ping"
@@ -138,10 +140,12 @@ class Slipway(HttpPeer):
         return [program, "serve", "--model-dir", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)]
 
     def variants(self, shape: Shape) -> list[str]:
-        return ["slipway"]
+        return ["slipway", "slipway+logprobs"] if shape.stream else ["slipway"]
 
     def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec:
-        parameters = {"max_new_tokens": shape.tokens, "ignore_eos_token": True}
+        parameters: dict[str, object] = {"max_new_tokens": shape.tokens, "ignore_eos_token": True}
+        if shape.stream and not variant.endswith("+logprobs"):
+            parameters["token_logprobs"] = False
         body: dict[str, object] = {"inputs": shape.prompt, "parameters": parameters}
         if shape.stream:
             body["stream"] = True

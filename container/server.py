@@ -18,6 +18,7 @@ import psutil
 import uvicorn
 
 from container.app import create_app
+from container.cork import CorkedHttpProtocol
 from container.lifecycle import Lifecycle, State
 from container.settings import Settings
 from handlers.engines.protocol import EngineStartError
@@ -48,7 +49,7 @@ class Process:
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._lifecycle, settings.server),
-                http="httptools",
+                http=CorkedHttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

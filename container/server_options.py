@@ -94,6 +94,13 @@ SERVED = (
         field="allow_multi_status",
         meaning="/ping answers 207 while the model loads",
     ),
+    Option(
+        key="coalesce_above",
+        parser=integer(0),
+        default="32",
+        field="coalesce_above",
+        meaning="From so many open streams on, a token may wait 10 ms for others of its stream; 0: never",
+    ),
     Option(key="cors_allowed_origin", parser=HEADER_VALUE, field="cors_allowed_origin", meaning="CORS origin"),
     Option(key="cors_allowed_methods", parser=HEADER_VALUE, field="cors_allowed_methods", meaning="CORS methods"),
     Option(key="cors_allowed_headers", parser=HEADER_VALUE, field="cors_allowed_headers", meaning="CORS headers"),

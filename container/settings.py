@@ -46,6 +46,7 @@ class ServerSettings:
     log_prompts: bool = False
     request_id_header: str = "x-request-id"
     allow_multi_status: bool = False
+    coalesce_above: int = 32
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None

@@ -32,6 +32,8 @@ class ModelSettings:
     tgi_compat: bool = False
     do_sample_inferred: bool = True
     """Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later)."""
+    token_logprobs: bool = True
+    """Tokens carry their log probability; computing them costs the engine time, and `log_prob` may be null."""
     strict_parameters: bool = False
     """Refuse unknown generation parameters instead of ignoring them."""
     dtype: str = "auto"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.engines.protocol import Engine, Generation
 from handlers.errors import Overloaded, RequestError
 from handlers.reply import ReplyWriter, Running
 from handlers.request import TokenDelta
+
+logger = logging.getLogger(__name__)
 
 
 class RollingBatchHandler:
@@ -27,6 +31,8 @@ class RollingBatchHandler:
             ContractError: the call was refused before inference; the error holds the reply.
         """
         exchange = contract.parse(call)
+        for note in exchange.notes:
+            logger.info("%s", note, extra={"request_id": call.request_id})
         delivery = _Delivery(self, exchange, writer)
         try:
             await delivery.submit()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from handlers.contracts.lmi_answer import JsonAnswer, RecordAnswer, Show
 from handlers.contracts.lmi_body import BodyError, decode
 from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
@@ -18,6 +20,7 @@ from handlers.request import GenerationRequest
 
 _FORMATTERS = ("json", "jsonlines", "sse")
 _TOP_LEVEL = {"inputs", "parameters", "stream"}
+_CACHED_PARAMETERS, _CACHED_KEY_BYTES = 1000, 500
 
 
 class LmiContract:
@@ -26,12 +29,14 @@ class LmiContract:
     def __init__(self, settings: ModelSettings, overload_status: int = 503) -> None:
         self._settings = settings
         self._overload_status = overload_status
+        self._known: dict[bytes, LmiParameters] = {}
         self._rules = ParameterRules(
             do_sample_inferred=settings.do_sample_inferred,
             details_by_default=settings.tgi_compat,
             typical_p=settings.rolling_batch == "lmi-dist",
             max_sequences=settings.max_rolling_batch_size,
             strict=settings.strict_parameters,
+            token_logprobs=settings.token_logprobs,
         )
 
     def parse(self, call: Call) -> Exchange:
@@ -47,11 +52,23 @@ class LmiContract:
         if stream is not None and not isinstance(stream, bool):
             raise _payload_error(f"`stream` must be true or false, got {_kind(stream)}")
         try:
-            parameters = read_parameters(values, self._rules)
+            parameters = self._parameters(values)
             return self._exchange(call, document, prompts, in_array, parameters, bool(stream))
         except InvalidParameter as error:
             failed = self._answer("", bool(stream), self._formatter(values.get("output_formatter"), bool(stream)))
             raise ContractError(failed.fail(error), error.message) from None
+
+    def _parameters(self, values: dict[str, Any]) -> LmiParameters:
+        """Clients send the same parameters again and again; reading them costs more than finding them."""
+        key = msgspec.json.encode(values)
+        parameters = self._known.get(key)
+        if parameters is None:
+            parameters = read_parameters(values, self._rules)
+            if len(key) <= _CACHED_KEY_BYTES:
+                if len(self._known) >= _CACHED_PARAMETERS:
+                    self._known.clear()
+                self._known[key] = parameters
+        return parameters
 
     def _exchange(
         self,
@@ -144,7 +161,7 @@ def _request(
         beam_search=parameters.beam_search,
         truncate_prompt_tokens=parameters.truncate,
         want_tokens=want_tokens,
-        want_logprobs=want_tokens,
+        want_logprobs=want_tokens and parameters.token_logprobs,
         want_prompt_tokens=show.details and show.prefill,
         top_tokens=parameters.top_n_tokens if show.details else 0,
     )

@@ -31,6 +31,7 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     beam_search: BeamSearch | None
     truncate: int | None
     top_n_tokens: int
+    token_logprobs: bool
     output_formatter: str | None
     ignored: tuple[str, ...]
     """Parameters without effect: unknown ones, and those that this engine's mode does not have."""
@@ -50,6 +51,7 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
     """Locally typical sampling is there (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
     max_sequences: int = 256
     strict: bool = False
+    token_logprobs: bool = True
 
 
 def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
@@ -80,6 +82,7 @@ def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiPara
         beam_search=beam_search,
         truncate=read.optional_integer("truncate", minimum=1),
         top_n_tokens=read.integer("top_n_tokens", 0, minimum=0),
+        token_logprobs=read.boolean("token_logprobs", rules.token_logprobs),
         output_formatter=read.optional_string("output_formatter"),
         ignored=(),
     )

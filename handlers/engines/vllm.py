@@ -21,7 +21,7 @@ from handlers.engines.beam_search import submit_beam_search
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.vllm_arguments import engine_arguments
-from handlers.engines.vllm_output import PushedState, check_seam, split_text
+from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, split_text, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
 from handlers.meter import Meter
@@ -78,6 +78,8 @@ class VllmEngine:
         # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
         llm.log_stats = llm.output_processor.log_stats = False
         llm.logger_manager = _SchedulerReports(self)
+        use_lean_decoder(llm.engine_core)
+        remember_end_token(llm.renderer)
         llm._run_output_handler()
         self._processor, self._core = llm.output_processor, llm.engine_core
         self._input = llm.input_processor

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,7 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
         # Compiling takes minutes on a CPU and gains little there.
         arguments["enforce_eager"] = True
     arguments.update(passed)
-    if on_cpu and "kv_cache_memory_bytes" not in passed:
+    if on_cpu and "kv_cache_memory_bytes" not in passed and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings, arguments)
     return arguments
 

@@ -10,6 +10,8 @@ tests/unit/test_vllm_seam.py:
 - `RequestState.from_new_request(...)`, whose result has `detokenizer`, `logprobs_processor`, `queue`;
 - `OutputProcessor.process_outputs` calls `detokenizer.update`, `logprobs_processor.update_from_output`,
   `make_request_output`, in this order, for each request of a step;
+- the renderer's `get_eos_token_id()` is asked for each request;
+- the engine core client reads `decoder` once, when its output task starts;
 - `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`.
 """
 
@@ -21,8 +23,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers.decoders import DecodeStream
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import (
     FastIncrementalDetokenizer,
@@ -30,6 +33,7 @@ from vllm.v1.engine.detokenizer import (
     uses_fast_detokenizer,
 )
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import EngineStartError, Sink
 from handlers.errors import EngineDead, GenerationFailed
@@ -62,6 +66,28 @@ def check_seam() -> None:
             raise EngineStartError(
                 f"this vLLM is not one that Slipway knows: {name} has no parameter {', '.join(missing)}"
             )
+
+
+class LeanDecoder(MsgpackDecoder):
+    """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
+
+    def dec_hook(self, t: type, obj: Any) -> Any:
+        """Convert what msgspec cannot; see `MsgpackDecoder`."""
+        if t is not np.ndarray:
+            return super().dec_hook(t, obj)
+        dtype, shape, data = obj
+        return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
+
+
+def use_lean_decoder(engine_core: Any) -> None:
+    """Read the engine's messages with `LeanDecoder`; to be called before the first message is read."""
+    engine_core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=engine_core.decoder.oob_tensor_provider)
+
+
+def remember_end_token(renderer: Any) -> None:
+    """The end token's id, which vLLM asks its pool of tokenizers for with each request, does not change."""
+    end_token_id = renderer.get_eos_token_id()
+    renderer.get_eos_token_id = lambda: end_token_id
 
 
 class _RecordingFast(FastIncrementalDetokenizer):
@@ -228,6 +254,11 @@ class PushedState(RequestState):
         pieces = self.pieces
         assert pieces is not None
         special = self.special_ids
+        if len(token_ids) == 1 and not self.top_tokens:
+            token_id = token_ids[0]
+            piece = pieces.pop() if pieces else ""
+            self.pending.append(Token(token_id, piece, logprobs[0] if logprobs else None, token_id in special))
+            return
         for i, token_id in enumerate(token_ids):
             # The token that ended the sequence is not detokenized and so has no piece.
             piece = pieces[i] if i < len(pieces) else ""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from container.push import PushedReply
+from container.push import Pacer, PushedReply
 from handlers.contracts.protocol import Reply
 
 pytestmark = pytest.mark.asyncio
@@ -39,7 +39,7 @@ async def settle() -> None:
 
 async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
     server = Server()
-    PushedReply(server.send, [(b"x", b"y")]).reply(Reply(424, "application/json", b"abc"))
+    PushedReply(server.send, [(b"x", b"y")], Pacer(0)).reply(Reply(424, "application/json", b"abc"))
     start, body = server.messages
     assert start["status"] == 424
     assert start["headers"] == [(b"content-type", b"application/json"), (b"content-length", b"3"), (b"x", b"y")]
@@ -48,7 +48,7 @@ async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
 
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
     server = Server()
-    reply = PushedReply(server.send, [])
+    reply = PushedReply(server.send, [], Pacer(0))
     reply.start(200, "text/event-stream")
     reply.write(b"a")
     reply.write(b"b")
@@ -60,7 +60,7 @@ async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> 
 
 async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
     server = Server()
-    reply = PushedReply(server.send, [])
+    reply = PushedReply(server.send, [], Pacer(0))
     reply.start(200, "text/plain")
     reply.write(b"a")
     server.writable.clear()
@@ -76,7 +76,7 @@ async def test_what_is_written_while_the_client_lags_is_merged_into_one_message(
 
 async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
     server = Server()
-    reply = PushedReply(server.send, [])
+    reply = PushedReply(server.send, [], Pacer(0))
     reply.start(200, "text/plain")
     expected = b""
     for number in range(50):
@@ -92,3 +92,35 @@ async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order
     reply.end(b"end")
     assert server.body == expected + b"end"
     assert server.messages[-1]["more_body"] is False
+
+
+async def test_in_a_crowd_the_middle_parts_of_a_stream_wait_for_each_other_but_not_the_first_and_last() -> None:
+    server, pacer = Server(), Pacer(1)
+    reply = PushedReply(server.send, [], pacer)
+    reply.start(200, "text/plain")
+    reply.write(b"first,")
+    assert server.body == b"first,"
+    reply.write(b"a,")
+    reply.write(b"b,")
+    assert server.body == b"first,"
+    await asyncio.sleep(Pacer.INTERVAL * 3)
+    assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,"]
+    reply.write(b"c,")
+    reply.end(b"last")
+    assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,", b"c,last"]
+    assert server.messages[-1]["more_body"] is False
+    assert pacer.open_streams == 0
+    await asyncio.sleep(Pacer.INTERVAL * 3)
+    assert len(server.messages) == 4
+
+
+async def test_a_stream_whose_client_left_makes_room_and_sends_nothing_more() -> None:
+    server, pacer = Server(), Pacer(1)
+    reply = PushedReply(server.send, [], pacer)
+    reply.start(200, "text/plain")
+    reply.write(b"first,")
+    reply.write(b"held")
+    for _ in range(2):
+        reply.close()
+    await asyncio.sleep(Pacer.INTERVAL * 3)
+    assert (server.body, pacer.open_streams) == (b"first,", 0)
