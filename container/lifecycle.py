@@ -16,6 +16,9 @@ from handlers.request import GenerationRequest, SamplingParameters
 
 logger = logging.getLogger(__name__)
 
+_GC_THRESHOLD = 20_000
+"""Requests leave no reference cycles behind, so there is little to look for."""
+
 
 class State(Enum):
     """What the container can do now."""
@@ -65,6 +68,7 @@ class Lifecycle:
         # What exists now lives as long as the process; the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD, 50, 50)
         if self._state is State.STARTING:
             self._state = State.READY
             logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)

@@ -52,6 +52,7 @@ class Process:
                 http=CorkedHttpProtocol,
                 ws="none",
                 lifespan="off",
+                proxy_headers=False,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -113,6 +113,7 @@ class _Delivery:
         self._release(self._held)
         for generation in self._generations:
             generation.cancel()
+        self._generations.clear()
 
     def _release(self, prompts: int) -> None:
         self._held -= prompts

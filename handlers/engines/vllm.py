@@ -246,13 +246,15 @@ class _VllmGeneration:
         self.states: list[PushedState] = []
 
     def cancel(self) -> None:
-        open_states = [state for state in self.states if not state.ended]
-        if not open_states:
-            return
-        for state in open_states:
-            state.ended = True
-            state.meter.aborted_requests += 1
-        self._task = asyncio.ensure_future(self._abort([state.request_id for state in open_states]))
+        known = self._llm.output_processor.request_states
+        running = [state for state in self.states if state.request_id in known]
+        self.states.clear()
+        for state in running:
+            if not state.ended:
+                state.end()
+                state.meter.aborted_requests += 1
+        if running and not self._llm.errored:
+            self._task = asyncio.ensure_future(self._abort([state.request_id for state in running]))
 
     async def _abort(self, request_ids: list[str]) -> None:
         try:

@@ -151,6 +151,16 @@ class _ErrorQueue:
             self._state.fail(EngineDead())
 
 
+class _Nobody:
+    """Stands where the error queue stood once a sequence has ended."""
+
+    def put(self, output: Any) -> None:
+        """Drop it: whoever waited has been told."""
+
+
+_NOBODY = _Nobody()
+
+
 class PushedState(RequestState):
     """One sequence of one request."""
 
@@ -182,7 +192,7 @@ class PushedState(RequestState):
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.tokenizer = tokenizer
         self.reader = self.logprobs_processor = _StepReader()
-        self.queue = _ErrorQueue(self)
+        self.queue: _ErrorQueue | _Nobody = _ErrorQueue(self)
         self.pieces: list[str] | None = None
         if self.want_tokens:
             recording = _RecordingFast if uses_fast_detokenizer(tokenizer) else _RecordingSlow
@@ -221,9 +231,14 @@ class PushedState(RequestState):
     def fail(self, error: GenerationFailed | EngineDead) -> None:
         """End the sequence with an error."""
         if not self.ended:
-            self.ended = True
+            self.end()
             self.meter.failed_requests += 1
             self.sink.on_error(error)
+
+    def end(self) -> None:
+        """Nothing more reaches the sink."""
+        self.ended = True
+        self.queue = _NOBODY  # the former one refers to us; without the cycle we are freed at once
 
     def _count(self, new_token_ids: list[int]) -> None:
         now, count, meter = time.monotonic(), len(new_token_ids), self.meter
@@ -292,7 +307,7 @@ class PushedState(RequestState):
             if finish_reason == VllmFinishReason.ERROR:
                 self.fail(GenerationFailed("the engine reported an internal error for this request"))
                 return
-            self.ended = True
+            self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
             delta.cumulative_logprob = self.cumulative_logprob
             delta.last = True
