@@ -8,7 +8,7 @@ DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
 LOCK := uv pip compile --python-version 3.11 --no-emit-index-url --no-emit-find-links --quiet --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live bench lock clean
+.PHONY: help install install-dev run test lint unit live bench image lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ live: install-dev ## Tests with the real engine and real clients
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks
+
+image: ## Build the container image slipway:cpu or slipway:gpu (needs docker)
+	docker build -f container/image/Dockerfile --build-arg DEVICE=$(DEVICE) $(if $(PIP_EXTRA_INDEX_URL),--build-arg PIP_EXTRA_INDEX_URL=$(PIP_EXTRA_INDEX_URL)) -t slipway:$(DEVICE) .
 
 lock: ## Renew requirements/*.txt (needs uv)
 	$(LOCK) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.in requirements/cpu.in -o requirements/cpu.txt
