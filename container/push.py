@@ -101,7 +101,8 @@ class PushedReply:
 
     def write(self, data: bytes) -> None:
         """Go on with it."""
-        if self.bytes_sent and self._pacer.crowded:
+        # What is held goes first, also when the crowd has thinned meanwhile.
+        if self._held or (self.bytes_sent and self._pacer.crowded):
             if not self._held:
                 self._pacer.hold(self)
             self._held.append(data)

@@ -76,7 +76,9 @@ class Process:
         loading.cancel()
         if self._stopping is not None:
             await self._stopping
-        if self._lifecycle.state is not State.STOPPED and loading.done():
+        if self._exit_code == EXIT_FAILED_TO_START:
+            _kill_children()  # an engine that was still being started
+        elif self._lifecycle.state is not State.STOPPED:
             await self._lifecycle.stop()
         return self._exit_code
 
@@ -113,10 +115,12 @@ class Process:
         self._stopping = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._lifecycle.drain(self._settings.server.drain_timeout)
-        await self._lifecycle.stop()
-        self._server.should_exit = True
-        logger.info("drained")
+        try:
+            await self._lifecycle.drain(self._settings.server.drain_timeout)
+            await self._lifecycle.stop()
+            logger.info("drained")
+        finally:
+            self._server.should_exit = True
 
     def _exit(self, code: int) -> None:
         self._exit_code = code

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.engines.protocol import Engine, Generation
-from handlers.errors import Overloaded, RequestError
+from handlers.errors import InvalidRequest, Overloaded, RequestError
 from handlers.reply import ReplyWriter, Running
-from handlers.request import TokenDelta
+from handlers.request import GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
+
+_SUBMITS_PER_TURN = 16
+"""After so many prompts of one call others get their turn on the event loop."""
 
 
 class RollingBatchHandler:
     """Serves one model through one engine.
 
-    At most `limit` prompts are in the engine at a time, running or waiting; further calls are refused at once.
+    At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
     """
 
     def __init__(self, engine: Engine, limit: int) -> None:
         self.engine = engine
         self._limit = limit
-        self.open_prompts = 0
+        self.open_sequences = 0
 
     async def handle(self, contract: Contract, call: Call, writer: ReplyWriter) -> Running | None:
         """Answer a call through `writer`; returns what cancels it, or None if the reply is complete.
@@ -37,21 +41,34 @@ class RollingBatchHandler:
         try:
             await delivery.submit()
         except RequestError as error:
+            if delivery.answered:  # by an earlier prompt of this call, which has failed already
+                return delivery
             delivery.cancel()
             raise ContractError(exchange.answer.fail(error), error.message) from None
+        except BaseException:
+            delivery.cancel()
+            raise
         return delivery
 
-    def admit(self, prompts: int) -> None:
+    def admit(self, sequences: int) -> None:
         """Take places for a call.
 
         Raises:
-            Overloaded: there are not enough.
+            InvalidRequest: the call would never fit.
+            Overloaded: there are not enough now.
         """
-        if self.open_prompts + prompts > self._limit:
+        if sequences > self._limit:
+            raise InvalidRequest(f"the request asks for {sequences} sequences; at most {self._limit} can be served")
+        if self.open_sequences + sequences > self._limit:
             raise Overloaded(
-                f"the queue is full: {self.open_prompts} of {self._limit} places are taken; try again later"
+                f"the queue is full: {self.open_sequences} of {self._limit} places are taken; try again later"
             )
-        self.open_prompts += prompts
+        self.open_sequences += sequences
+
+
+def _sequences(request: GenerationRequest) -> int:
+    """How many sequences a prompt has in the engine at a time."""
+    return request.beam_search.width if request.beam_search is not None else request.candidates
 
 
 class _Delivery:
@@ -69,13 +86,22 @@ class _Delivery:
 
     async def submit(self) -> None:
         requests, engine = self._exchange.requests, self._handler.engine
-        self._handler.admit(len(requests))
-        self._held = len(requests)
+        sequences = sum(map(_sequences, requests))
+        self._handler.admit(sequences)
+        self._held = sequences
         for index, request in enumerate(requests):
+            if index % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
+                await asyncio.sleep(0)
             generation = await engine.submit(request, _Prompt(self, index))
             self._generations.append(generation)
             if self._closed:  # an earlier prompt of this call has failed meanwhile
                 generation.cancel()
+                return
+
+    @property
+    def answered(self) -> bool:
+        """Whether the reply is complete."""
+        return self._closed
 
     def deliver(self, prompt: int, delta: TokenDelta) -> None:
         if self._closed:
@@ -83,7 +109,7 @@ class _Delivery:
         data = self._answer.feed(prompt, delta)
         if delta.last:
             self._open -= 1
-            self._release(1)
+            self._release(_sequences(self._exchange.requests[prompt]))
         if self._open == 0:
             self._finish(data)
         elif data:
@@ -115,9 +141,9 @@ class _Delivery:
             generation.cancel()
         self._generations.clear()
 
-    def _release(self, prompts: int) -> None:
-        self._held -= prompts
-        self._handler.open_prompts -= prompts
+    def _release(self, sequences: int) -> None:
+        self._held -= sequences
+        self._handler.open_sequences -= sequences
 
 
 class _Prompt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
-from math import inf
+from math import isfinite
 
 from handlers.contracts.lmi_errors import (
     JSON,
@@ -179,7 +179,7 @@ class RecordAnswer:
     def _record(self, token: Token) -> str:
         """A record up to where the token's own object has closed."""
         logprob = token.logprob
-        number = "null" if logprob is None or logprob == -inf else repr(logprob)
+        number = "null" if logprob is None or not isfinite(logprob) else repr(logprob)
         special = ""
         if token.special:
             special = ', "special": true' if self._show.tgi else ', "special_token": true'
@@ -223,7 +223,7 @@ def _tokens(tokens: Sequence[Token], show: Show) -> str:
 
 
 def _token(token: Token, show: Show) -> str:
-    number = "null" if token.logprob is None or token.logprob == -inf else repr(token.logprob)
+    number = "null" if token.logprob is None or not isfinite(token.logprob) else repr(token.logprob)
     key, special_key = ("logprob", "special") if show.tgi else ("log_prob", "special_token")
     special = f', "{special_key}": true' if token.special else ""
     return f'{{"id": {token.id}, "text": {quote(token.text)}, "{key}": {number}{special}}}'

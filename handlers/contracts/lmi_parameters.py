@@ -16,7 +16,7 @@ from handlers.request import BeamSearch, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
 
-_SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+_SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
 
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
     asked = read.boolean("do_sample", False)
     if read.has("do_sample") or not rules.do_sample_inferred:
         return asked
-    return any(read.has(name) for name in _SAMPLING_SWITCHES)
+    return any(read.has(name) for name in _SAMPLING_SWITCHES) or (rules.typical_p and read.has("typical_p"))
 
 
 def _seed(read: ParameterReader) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ from handlers.errors import InvalidParameter
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 """What engines can carry; no parameter means anything beyond."""
+
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
+"""Engines look for each of them after each token."""
+
+_DIGITS = re.compile("[0-9]{1,19}").fullmatch
 
 
 class ParameterReader:
@@ -50,7 +56,7 @@ class ParameterReader:
         value = self._take(name, None)
         if value is None:
             return None
-        if digits and isinstance(value, str) and value.isdecimal():
+        if digits and isinstance(value, str) and _DIGITS(value):
             value = int(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -97,6 +103,8 @@ class ParameterReader:
             raise _wrong(name, "a list of strings", value)
         if "" in value:
             raise InvalidParameter(name, "must not contain an empty string")
+        if len(value) > MAX_STRINGS or any(len(item) > MAX_STRING_LENGTH for item in value):
+            raise InvalidParameter(name, f"may hold {MAX_STRINGS} strings of {MAX_STRING_LENGTH} characters at most")
         return tuple(value)
 
     def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
@@ -118,7 +126,7 @@ class ParameterReader:
         biases = {}
         for token_id, bias in value.items():
             numeric = isinstance(bias, int | float) and not isinstance(bias, bool)
-            if not (token_id.isdecimal() and numeric and -100 <= bias <= 100):
+            if not (_DIGITS(token_id) and numeric and -100 <= bias <= 100):
                 raise InvalidParameter(
                     name, f"must map token ids to numbers from -100 to 100, got {_show({token_id: bias})}"
                 )

@@ -75,23 +75,23 @@ class _Search:
 
     async def run(self) -> None:
         try:
-            beams = await self._search()
+            self._emit(await self._search())
         except RequestError as error:
             self._sink.on_error(error)
         except Exception:
             logger.exception("request %s: beam search failed", self._request.request_id)
             self._sink.on_error(GenerationFailed("internal error in beam search"))
-        else:
-            self._emit(beams)
 
     async def _search(self) -> list[_Beam]:
         running, finished = [_Beam()], list[_Beam]()
         for step in range(self._limit):
             alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in running))
             pairs = zip(running, alternatives, strict=True)
-            grown = [self._grow(beam, token) for beam, tokens in pairs for token in tokens]
+            grown = [beam.extended(token, None) for beam, tokens in pairs for token in tokens]
             grown.sort(key=lambda beam: beam.logprob, reverse=True)
             best = grown[: 2 * self._options.width]
+            for beam in best:
+                beam.finish_reason = self._finish_reason(beam)
             finished += [beam for beam in best if beam.finish_reason is not None]
             running = [beam for beam in best if beam.finish_reason is None][: self._options.width]
             if not running or self._settled(running, finished):
@@ -134,24 +134,28 @@ class _Search:
                 return list(delta.tokens[0].top)
         raise GenerationFailed("the engine gave no token")
 
-    def _grow(self, beam: _Beam, token: Token) -> _Beam:
-        if token.id in self._eos_ids:
-            return beam.extended(token, FinishReason.EOS)
-        grown = beam.extended(token, None)
-        if token.id in self._stop_ids or self._has_stop_string(grown):
-            grown.finish_reason = FinishReason.STOP
-        return grown
+    def _finish_reason(self, beam: _Beam) -> FinishReason | None:
+        last = beam.tokens[-1].id
+        if last in self._eos_ids:
+            return FinishReason.EOS
+        if last in self._stop_ids or self._ends_with_stop_string(beam):
+            return FinishReason.STOP
+        return None
 
-    def _has_stop_string(self, beam: _Beam) -> bool:
+    def _ends_with_stop_string(self, beam: _Beam) -> bool:
         stop = self._request.sampling.stop
         if not stop:
             return False
-        text = "".join(token.text for token in self._texts(beam))
+        # A stop string that ends in the last token has its beginning in as many tokens as it has bytes, at most.
+        reach = 4 * max(map(len, stop)) + 1
+        ids = [token.id for token in beam.tokens]
+        tail = self._engine.detokenize(ids[-reach:], self._request.sampling.skip_special_tokens, ids[:-reach][-8:])
+        text = "".join(token.text for token in tail)
         return any(string in text for string in stop)
 
     def _texts(self, beam: _Beam) -> list[Token]:
         ids = [token.id for token in beam.tokens]
-        return self._engine.detokenize(ids, self._request.sampling.skip_special_tokens)
+        return self._engine.detokenize(ids, self._request.sampling.skip_special_tokens, self._prompt_ids)
 
     def _emit(self, beams: list[_Beam]) -> None:
         for rank, beam in enumerate(beams):

@@ -86,8 +86,10 @@ class Engine(Protocol):
     def tokenize(self, text: str) -> Sequence[int]:
         """Token ids of a prompt, special tokens included as the model wants them."""
 
-    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[Token]:
-        """Tokens with texts which, joined, are the text of `token_ids`."""
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        """Tokens with texts which, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
 
     def health(self) -> EngineHealth:
         """Whether the engine can serve. Cheap: asks no other process."""

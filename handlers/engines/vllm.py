@@ -17,12 +17,13 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.beam_search import submit_beam_search
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.vllm_arguments import engine_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, split_text, use_lean_decoder
-from handlers.engines.vllm_sampling import SamplingTranslator, sibling
+from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 4096
 """Characters above which a prompt is tokenized in a thread: below it the event loop waits for less than a step."""
+SUBMITS_PER_TURN = 16
+"""After so many sequences others get their turn on the event loop."""
 _WATCH_SECONDS = 0.25
 _SHUTDOWN_SECONDS = 1.0
 """What vLLM's processes have to end by themselves; by then nothing runs in them."""
@@ -53,8 +56,7 @@ class VllmEngine:
         check_seam()
         started = time.monotonic()
         try:
-            loading = asyncio.to_thread(self._load)
-            self._llm = await asyncio.wait_for(loading, self._settings.model_loading_timeout)
+            self._llm = await asyncio.wait_for(in_daemon_thread(self._load), self._settings.model_loading_timeout)
         except TimeoutError:
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
@@ -69,7 +71,8 @@ class VllmEngine:
         on_cpu = vllm.platforms.current_platform.is_cpu()
         arguments = engine_arguments(self._settings, on_cpu)
         if self._typical:
-            arguments["logits_processors"] = ["handlers.engines.vllm_typical:TypicalLogitsProcessor"]
+            own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"
+            arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
         self._args = AsyncEngineArgs(**arguments)
         return AsyncLLM.from_vllm_config(self._args.create_engine_config())
 
@@ -85,13 +88,17 @@ class VllmEngine:
         self._input = llm.input_processor
         self._tasks = await llm.get_supported_tasks()
         self._tokenizer = llm.get_tokenizer()
+        _forget_training(self._tokenizer)
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self.max_model_len: int = llm.model_config.max_model_len
-        self.max_top_tokens: int = llm.model_config.max_logprobs
+        vocabulary_size = llm.model_config.get_vocab_size()
+        most = llm.model_config.max_logprobs
+        self.max_top_tokens: int = vocabulary_size if most < 0 else most
+        self._characters_per_token = int(getattr(self._tokenizer, "max_chars_per_token", 0)) or 256
         self._translator = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
-            vocabulary_size=llm.model_config.get_vocab_size(),
+            vocabulary_size=vocabulary_size,
             typical=self._typical,
         )
         self.eos_token_ids = _eos_token_ids(llm)
@@ -134,6 +141,8 @@ class VllmEngine:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
         try:
             for index in range(request.candidates):
+                if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
+                    await asyncio.sleep(0)
                 await self._add(
                     request, token_ids, params if index == 0 else sibling(params, index), index, target, generation
                 )
@@ -165,6 +174,7 @@ class VllmEngine:
             supported_tasks=self._tasks,
             priority=request.priority,
         )
+        check_bad_words(params)
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
         state = PushedState.from_new_request(
@@ -186,12 +196,7 @@ class VllmEngine:
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """See `Engine.prompt_token_ids`."""
-        if not isinstance(request.prompt, str):
-            ids = list(request.prompt)
-        elif len(request.prompt) > LONG_PROMPT:
-            ids = list(await asyncio.to_thread(self.tokenize, request.prompt))
-        else:
-            ids = list(self.tokenize(request.prompt))
+        ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._tokenize_bounded(request)
         if request.truncate_prompt_tokens is not None:
             ids = _truncate(ids, request.truncate_prompt_tokens, self._special_ids)
         if not ids:
@@ -203,6 +208,24 @@ class VllmEngine:
             )
         return ids
 
+    async def _tokenize_bounded(self, request: GenerationRequest) -> list[int]:
+        text = str(request.prompt)
+        most = self.max_model_len * self._characters_per_token
+        if len(text) > most:
+            # Too long whatever its tokens are; tokenizing megabytes would cost seconds and gigabytes.
+            if request.truncate_prompt_tokens is None:
+                raise InvalidRequest(
+                    f"the prompt has {len(text)} characters; the model's context of {self.max_model_len} tokens "
+                    f"cannot hold it"
+                )
+            text = text[-most:]
+        try:
+            if len(text) > LONG_PROMPT:
+                return list(await asyncio.to_thread(self.tokenize, text))
+            return list(self.tokenize(text))
+        except Exception as error:
+            raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
+
     def tokenize(self, text: str) -> Sequence[int]:
         """See `Engine.tokenize`."""
         fast = getattr(self._tokenizer, "_tokenizer", None)
@@ -210,9 +233,11 @@ class VllmEngine:
         ids: Sequence[int] = fast.encode(text).ids if fast is not None else self._tokenizer.encode(text)
         return ids
 
-    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[Token]:
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
         """See `Engine.detokenize`."""
-        return split_text(self._tokenizer, token_ids, self._special_ids, skip_special_tokens)
+        return split_text(self._tokenizer, token_ids, self._special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
         """See `Engine.health`."""
@@ -279,6 +304,14 @@ class _SchedulerReports:
 
     def record_admission_rejection(self, reason: str) -> None:
         """vLLM's own admission limits are off; the queue is bounded before the engine."""
+
+
+def _forget_training(tokenizer: Any) -> None:
+    """Switch off truncation and padding that a tokenizer file may have kept from training."""
+    fast = getattr(tokenizer, "_tokenizer", None)
+    if fast is not None:
+        fast.no_truncation()
+        fast.no_padding()
 
 
 def _eos_token_ids(llm: AsyncLLM) -> frozenset[int]:

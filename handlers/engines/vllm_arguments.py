@@ -21,6 +21,9 @@ _GIB = 1 << 30
 _SHARE_OF_FREE_MEMORY = 0.3
 """Of the free memory, for the KV cache on a CPU; weights, their copy while loading and activations take the rest."""
 
+_WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
+"""vLLM's own handling of streams and logs, which Slipway does not use."""
+
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`.
@@ -76,6 +79,9 @@ def _parse(settings: ModelSettings) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for name, text in settings.engine_arguments.items():
         action = actions.get(name)
+        if name in _WITHOUT_EFFECT:
+            logger.warning("%s: option.%s has no effect here", settings.engine_argument_sources.get(name, name), name)
+            continue
         if action is None:
             _warn_unknown(name, settings, list(actions))
             continue

@@ -28,6 +28,7 @@ from tokenizers.decoders import DecodeStream
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import (
+    INVALID_PREFIX_ERR_MSG,
     FastIncrementalDetokenizer,
     SlowIncrementalDetokenizer,
     uses_fast_detokenizer,
@@ -226,6 +227,7 @@ class PushedState(RequestState):
             self._advance(finish_reason, stop_reason)
         except Exception:
             logger.exception("request %s: internal error while handling a token", self.external_req_id)
+            self.ended = False  # it may have been set just before the last delta failed
             self.fail(GenerationFailed("internal error while handling a token"))
 
     def fail(self, error: GenerationFailed | EngineDead) -> None:
@@ -271,7 +273,8 @@ class PushedState(RequestState):
         special = self.special_ids
         if len(token_ids) == 1 and not self.top_tokens:
             token_id = token_ids[0]
-            piece = pieces.pop() if pieces else ""
+            piece = pieces[0] if pieces else ""
+            pieces.clear()
             self.pending.append(Token(token_id, piece, logprobs[0] if logprobs else None, token_id in special))
             return
         for i, token_id in enumerate(token_ids):
@@ -355,18 +358,45 @@ class PushedState(RequestState):
 
 
 def split_text(
-    tokenizer: Any, token_ids: Sequence[int], special_ids: frozenset[int], skip_special_tokens: bool
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    special_ids: frozenset[int],
+    skip_special_tokens: bool,
+    prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Tokens whose texts, joined, are the text of `token_ids`; a character is never broken in two."""
-    texts = []
+    """Tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
+
+    A character that takes several tokens comes whole with the last of them.
+    """
     if uses_fast_detokenizer(tokenizer):
-        stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        texts = [stream.step(tokenizer._tokenizer, token_id) or "" for token_id in token_ids]
+        texts = _split_fast(tokenizer._tokenizer, token_ids, skip_special_tokens, prompt_ids)
     else:
-        length = 0
-        for end in range(1, len(token_ids) + 1):
-            text = tokenizer.decode(list(token_ids[:end]), skip_special_tokens=skip_special_tokens)
-            complete = not text.endswith("\ufffd")
-            texts.append(text[length:] if complete else "")
-            length = len(text) if complete else length
+        texts = _split_slow(tokenizer, token_ids, skip_special_tokens, prompt_ids)
     return [Token(i, text, None, i in special_ids) for i, text in zip(token_ids, texts, strict=True)]
+
+
+def _split_fast(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
+    stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip)
+    texts = []
+    for token_id in token_ids:
+        try:
+            texts.append(stream.step(tokenizer, token_id) or "")
+        except Exception as error:
+            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
+            if not str(error).startswith(INVALID_PREFIX_ERR_MSG):
+                raise
+            stream = DecodeStream(skip_special_tokens=skip)
+            texts.append(stream.step(tokenizer, token_id) or "")
+    return texts
+
+
+def _split_slow(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
+    before = list(prompt_ids)
+    length = len(tokenizer.decode(before, skip_special_tokens=skip)) if before else 0
+    texts = []
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode([*before, *token_ids[:end]], skip_special_tokens=skip)
+        complete = not text.endswith("\ufffd")
+        texts.append(text[length:] if complete else "")
+        length = len(text) if complete else length
+    return texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
+
+# What vLLM's newest model runner has room for; beyond it, it fails inside the engine and takes all requests with it.
+MAX_LISTED_TOKENS = 1024
+MAX_STOP_TOKENS = 100
+MAX_BAD_WORD_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +73,19 @@ class SamplingTranslator:
 
     def _check(self, request: GenerationRequest) -> None:
         s = request.sampling
-        self._check_token_ids("stop_token_ids", s.stop_token_ids)
-        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or ())
-        self._check_token_ids("logit_bias", s.logit_bias or ())
+        self._check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS)
+        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS)
+        self._check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS)
         if isinstance(request.prompt, tuple):
-            self._check_token_ids("prompt", request.prompt)
+            self._check_token_ids("prompt", request.prompt, self.max_model_len)
         if request.top_tokens > self.max_top_tokens:
             raise InvalidParameter(
                 "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
             )
 
-    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+    def _check_token_ids(self, name: str, token_ids: Collection[int], limit: int) -> None:
+        if len(token_ids) > limit:
+            raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
         # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
         largest = max(token_ids, default=0)
         if largest >= self.vocabulary_size:
@@ -98,5 +105,16 @@ def sibling(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of a further sequence of the same request; a seed gives each its own."""
     further = copy.copy(params)
     if params.seed is not None:
-        further.seed = params.seed + index
+        further.seed = (params.seed + index + 2**63) % 2**64 - 2**63
     return further
+
+
+def check_bad_words(params: SamplingParams) -> None:
+    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them.
+
+    Raises:
+        InvalidParameter: there are too many.
+    """
+    count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
+    if count > MAX_BAD_WORD_TOKENS:
+        raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")

@@ -160,6 +160,20 @@ def test_best_of_returns_the_most_probable_of_its_candidates(server: Server) -> 
     assert "best_of_sequences" not in best["details"]
 
 
+def test_beam_search_stops_at_a_stop_sequence(server: Server) -> None:
+    prompt = "The best thing about the sea is"
+    free = server.invoke(prompt, num_beams=2, max_new_tokens=8).json()["generated_text"]
+    stop = free.split()[2]
+    answer = server.invoke(prompt, num_beams=2, max_new_tokens=8, stop_sequences=[stop]).json()
+    texts = [answer["generated_text"], *(s["generated_text"] for s in answer["details"]["best_of_sequences"])]
+    assert not any(stop in text for text in texts)
+
+
+def test_a_seed_at_the_edge_of_its_range_serves_several_sequences(server: Server) -> None:
+    answer = server.invoke("Once", n=2, do_sample=True, seed=2**63 - 1, max_new_tokens=3)
+    assert answer.status_code == 200
+
+
 def test_beam_search_finds_the_beams_that_transformers_finds(server: Server, sample_model: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -211,7 +225,11 @@ BAD = [
     ({"inputs": "x", "parameters": {"top_n_tokens": 500, "details": True}}, "`top_n_tokens` must be at most"),
     ({"inputs": "x", "parameters": {"num_beams": 200}}, "`num_beams` must be at most"),
     ({"inputs": "x " * 3000}, "the prompt has"),
+    ({"inputs": "x " * 1_000_000}, "the prompt has 2000000 characters"),
     ({"inputs": 5}, "`inputs` must be a string"),
+    ({"inputs": "x", "parameters": {"allowed_token_ids": list(range(2000))}}, "at most 1024 token ids"),
+    ({"inputs": "x", "parameters": {"bad_words": ["unpronounceable " * 60] * 20}}, "`bad_words` must have at most"),
+    ({"inputs": "x", "parameters": {"n": 32, "do_sample": True, "best_of": 33}}, "`best_of` must be at most"),
     ({"inputs": "x", "parameters": {"top_k": 10**30}}, "`top_k` must be"),
     ({"inputs": "x", "parameters": {"seed": 10**30}}, "`seed` must be"),
 ]

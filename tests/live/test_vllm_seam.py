@@ -228,6 +228,14 @@ def test_a_bug_in_one_requests_sink_ends_that_request_alone(processor: Processor
     assert [delta.text for delta in sound.deltas] == [" one"]
 
 
+def test_a_bug_with_the_last_delta_still_ends_the_request(processor: Processor, tokenizer: Any) -> None:
+    broken = Failing()
+    processor.add("broken", broken)
+    processor.step(output("broken", tokenizer.encode(" one"), "LENGTH"))
+    assert [error.message for error in broken.errors] == ["internal error while handling a token"]
+    assert processor.processor.request_states == {}
+
+
 def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:
     sinks = [Recorder(), Recorder()]
     for name, sink in zip("ab", sinks, strict=True):

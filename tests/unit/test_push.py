@@ -124,3 +124,16 @@ async def test_a_stream_whose_client_left_makes_room_and_sends_nothing_more() ->
         reply.close()
     await asyncio.sleep(Pacer.INTERVAL * 3)
     assert (server.body, pacer.open_streams) == (b"first,", 0)
+
+
+async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinned() -> None:
+    server, other, pacer = Server(), Server(), Pacer(2)
+    stream, neighbour = PushedReply(server.send, [], pacer), PushedReply(other.send, [], pacer)
+    for reply in (stream, neighbour):
+        reply.start(200, "text/plain")
+        reply.write(b"1")
+    stream.write(b"2")
+    neighbour.end(b"")
+    stream.write(b"3")
+    stream.end(b"4")
+    assert server.body == b"1234"

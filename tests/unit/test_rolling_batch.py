@@ -1,0 +1,180 @@
+"""The handler's own book-keeping, against an engine that does what no real one can be made to do on demand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from handlers.contracts.lmi import LmiContract
+from handlers.contracts.protocol import ContractError, Reply
+from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
+from handlers.errors import EngineDead, GenerationFailed
+from handlers.meter import Meter
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+from handlers.rolling_batch import RollingBatchHandler
+from tests.contracts.exchange import MODEL, call
+
+pytestmark = pytest.mark.asyncio
+
+
+class Running:
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class ScriptedEngine:
+    """Keeps its sinks for the test to push into; may fail in submit."""
+
+    meter = Meter()
+    max_model_len = 100
+    max_top_tokens = 20
+    eos_token_ids = frozenset({0})
+
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
+        self.running: list[Running] = []
+        self.failures: dict[int, Exception] = {}
+
+    async def start(self) -> None: ...
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        if (failure := self.failures.get(len(self.sinks))) is not None:
+            if isinstance(failure, EngineDead):
+                self.sinks[0].on_error(failure)
+            raise failure
+        self.sinks.append(sink)
+        self.running.append(Running())
+        return self.running[-1]
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        return [1]
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        return [1]
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        return []
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(True)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(0, 0, 0.0)
+
+    async def stop(self) -> None: ...
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.started: list[tuple[int, str]] = []
+        self.written: list[bytes] = []
+        self.ended: list[bytes] = []
+
+    def reply(self, reply: Reply) -> None:
+        self.replies.append(reply)
+
+    def start(self, status: int, content_type: str) -> None:
+        self.started.append((status, content_type))
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def end(self, data: bytes) -> None:
+        self.ended.append(data)
+
+
+def last(text: str) -> TokenDelta:
+    return TokenDelta(text, finish_reason=FinishReason.LENGTH, token_count=1, last=True)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def handler(engine: ScriptedEngine) -> RollingBatchHandler:
+    return RollingBatchHandler(engine, limit=4)
+
+
+CONTRACT = LmiContract(MODEL)
+
+
+async def test_a_place_is_taken_while_a_call_runs_and_free_after(
+    handler: RollingBatchHandler, engine: ScriptedEngine
+) -> None:
+    writer = Writer()
+    running = await handler.handle(CONTRACT, call({"inputs": "x"}), writer)
+    assert running is not None
+    assert handler.open_sequences == 1
+    engine.sinks[0].on_delta(last("y"))
+    running.cancel()
+    assert handler.open_sequences == 0
+    assert [reply.body for reply in writer.replies] == [b'{"generated_text": "y"}']
+
+
+async def test_sequences_count_and_what_does_not_fit_is_refused(handler: RollingBatchHandler) -> None:
+    sampling = {"do_sample": True}
+    await handler.handle(CONTRACT, call({"inputs": ["a", "b", "c"]}), Writer())
+    with pytest.raises(ContractError) as full:
+        await handler.handle(CONTRACT, call({"inputs": "x", "parameters": sampling | {"n": 2}}), Writer())
+    assert full.value.reply.status == 503
+    with pytest.raises(ContractError) as never:
+        await handler.handle(CONTRACT, call({"inputs": ["a", "b"], "parameters": sampling | {"n": 3}}), Writer())
+    assert never.value.reply.status == 424
+    assert "at most 4 can be served" in never.value.reason
+    assert handler.open_sequences == 3
+
+
+@pytest.mark.parametrize("failure", [GenerationFailed("no"), ZeroDivisionError("a bug")])
+async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
+    handler: RollingBatchHandler, engine: ScriptedEngine, failure: Exception
+) -> None:
+    engine.failures[1] = failure
+    with pytest.raises((ContractError, ZeroDivisionError)):
+        await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), Writer())
+    assert handler.open_sequences == 0
+    assert [running.cancelled for running in engine.running] == [True]
+
+
+async def test_a_call_is_answered_once_when_the_engine_dies_while_it_is_submitted(
+    handler: RollingBatchHandler, engine: ScriptedEngine
+) -> None:
+    engine.failures[1] = EngineDead()
+    writer = Writer()
+    await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), writer)
+    assert [reply.status for reply in writer.replies] == [500]
+    assert handler.open_sequences == 0
+
+
+async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
+    handler: RollingBatchHandler, engine: ScriptedEngine
+) -> None:
+    writer = Writer()
+    await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), writer)
+    engine.sinks[0].on_delta(last("done"))
+    engine.sinks[1].on_error(GenerationFailed("it broke"))
+    engine.sinks[1].on_delta(last("late"))
+    assert [json.loads(reply.body)["error"] for reply in writer.replies] == ["it broke"]
+    assert all(running.cancelled for running in engine.running)
+    assert handler.open_sequences == 0
+
+
+async def test_a_stream_that_fails_midway_ends_with_the_error_record(
+    handler: RollingBatchHandler, engine: ScriptedEngine
+) -> None:
+    writer = Writer()
+    await handler.handle(CONTRACT, call({"inputs": "x", "stream": True}), writer)
+    engine.sinks[0].on_delta(TokenDelta(" a", [Token(7, " a", -0.5)], token_count=1))
+    engine.sinks[0].on_error(GenerationFailed("it broke"))
+    assert writer.started == [(200, "application/jsonlines")]
+    assert writer.written == [b'{"token": {"id": 7, "text": " a", "log_prob": -0.5}}\n']
+    assert json.loads(writer.ended[0])["details"]["finish_reason"] == "error"
