@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -19,10 +20,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
+from handlers.engines.token_text import split_text
 from handlers.engines.vllm_arguments import engine_arguments
-from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, split_text, use_lean_decoder
+from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
 from handlers.meter import Meter
@@ -31,8 +34,6 @@ from handlers.request import GenerationRequest, Token
 
 logger = logging.getLogger(__name__)
 
-LONG_PROMPT = 4096
-"""Characters above which a prompt is tokenized in a thread: below it the event loop waits for less than a step."""
 SUBMITS_PER_TURN = 16
 """After so many sequences others get their turn on the event loop."""
 _WATCH_SECONDS = 0.25
@@ -88,13 +89,12 @@ class VllmEngine:
         self._input = llm.input_processor
         self._tasks = await llm.get_supported_tasks()
         self._tokenizer = llm.get_tokenizer()
-        _forget_training(self._tokenizer)
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self.max_model_len: int = llm.model_config.max_model_len
         vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
-        self._characters_per_token = int(getattr(self._tokenizer, "max_chars_per_token", 0)) or 256
+        self._prompts = PromptTokenizer(self._tokenizer, self.max_model_len)
         self._translator = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
@@ -120,8 +120,9 @@ class VllmEngine:
         stalled = [s for s in self._processor.request_states.values() if s.last_at < overdue and not s.ended]
         for state in stalled:
             state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
-        if stalled and not self._llm.errored:
-            await self._llm.abort([state.request_id for state in stalled], internal=True)
+        if stalled:
+            with contextlib.suppress(EngineDeadError):
+                await self._llm.abort([state.request_id for state in stalled], internal=True)
 
     def _fail_all(self, error: EngineDead) -> None:
         for state in list(self._processor.request_states.values()):
@@ -196,42 +197,11 @@ class VllmEngine:
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """See `Engine.prompt_token_ids`."""
-        ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._tokenize_bounded(request)
-        if request.truncate_prompt_tokens is not None:
-            ids = _truncate(ids, request.truncate_prompt_tokens, self._special_ids)
-        if not ids:
-            raise InvalidRequest("the prompt has no tokens")
-        if len(ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the model's context of {self.max_model_len} tokens "
-                f"must hold it and at least one new token"
-            )
-        return ids
-
-    async def _tokenize_bounded(self, request: GenerationRequest) -> list[int]:
-        text = str(request.prompt)
-        most = self.max_model_len * self._characters_per_token
-        if len(text) > most:
-            # Too long whatever its tokens are; tokenizing megabytes would cost seconds and gigabytes.
-            if request.truncate_prompt_tokens is None:
-                raise InvalidRequest(
-                    f"the prompt has {len(text)} characters; the model's context of {self.max_model_len} tokens "
-                    f"cannot hold it"
-                )
-            text = text[-most:]
-        try:
-            if len(text) > LONG_PROMPT:
-                return list(await asyncio.to_thread(self.tokenize, text))
-            return list(self.tokenize(text))
-        except Exception as error:
-            raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
+        return await self._prompts.token_ids(request)
 
     def tokenize(self, text: str) -> Sequence[int]:
         """See `Engine.tokenize`."""
-        fast = getattr(self._tokenizer, "_tokenizer", None)
-        # The wrapper around `tokenizers` costs more than the tokenizing of a short prompt.
-        ids: Sequence[int] = fast.encode(text).ids if fast is not None else self._tokenizer.encode(text)
-        return ids
+        return self._prompts.tokenize(text)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
@@ -306,25 +276,8 @@ class _SchedulerReports:
         """vLLM's own admission limits are off; the queue is bounded before the engine."""
 
 
-def _forget_training(tokenizer: Any) -> None:
-    """Switch off truncation and padding that a tokenizer file may have kept from training."""
-    fast = getattr(tokenizer, "_tokenizer", None)
-    if fast is not None:
-        fast.no_truncation()
-        fast.no_padding()
-
-
 def _eos_token_ids(llm: AsyncLLM) -> frozenset[int]:
     configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
     ids = configured if isinstance(configured, list) else [configured]
     own = llm.get_tokenizer().eos_token_id
     return frozenset(ids if own is None else [*ids, own])
-
-
-def _truncate(ids: list[int], limit: int, special_ids: frozenset[int]) -> list[int]:
-    """Keep the last `limit` tokens, and the special tokens that the tokenizer puts in front."""
-    if len(ids) <= limit:
-        return ids
-    lead = next((i for i, token_id in enumerate(ids) if token_id not in special_ids), 0)
-    lead = min(lead, limit - 1)
-    return ids[:lead] + ids[len(ids) - (limit - lead) :]

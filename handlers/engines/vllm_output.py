@@ -24,11 +24,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers.decoders import DecodeStream
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import (
-    INVALID_PREFIX_ERR_MSG,
     FastIncrementalDetokenizer,
     SlowIncrementalDetokenizer,
     uses_fast_detokenizer,
@@ -37,6 +35,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import EngineStartError, Sink
+from handlers.engines.token_text import split_text
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -355,48 +354,3 @@ class PushedState(RequestState):
         for token, value in zip(tokens[1:], values, strict=False):
             token.logprob = value
         return tokens
-
-
-def split_text(
-    tokenizer: Any,
-    token_ids: Sequence[int],
-    special_ids: frozenset[int],
-    skip_special_tokens: bool,
-    prompt_ids: Sequence[int] = (),
-) -> list[Token]:
-    """Tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
-
-    A character that takes several tokens comes whole with the last of them.
-    """
-    if uses_fast_detokenizer(tokenizer):
-        texts = _split_fast(tokenizer._tokenizer, token_ids, skip_special_tokens, prompt_ids)
-    else:
-        texts = _split_slow(tokenizer, token_ids, skip_special_tokens, prompt_ids)
-    return [Token(i, text, None, i in special_ids) for i, text in zip(token_ids, texts, strict=True)]
-
-
-def _split_fast(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
-    stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip)
-    texts = []
-    for token_id in token_ids:
-        try:
-            texts.append(stream.step(tokenizer, token_id) or "")
-        except Exception as error:
-            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
-            if not str(error).startswith(INVALID_PREFIX_ERR_MSG):
-                raise
-            stream = DecodeStream(skip_special_tokens=skip)
-            texts.append(stream.step(tokenizer, token_id) or "")
-    return texts
-
-
-def _split_slow(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
-    before = list(prompt_ids)
-    length = len(tokenizer.decode(before, skip_special_tokens=skip)) if before else 0
-    texts = []
-    for end in range(1, len(token_ids) + 1):
-        text = tokenizer.decode([*before, *token_ids[:end]], skip_special_tokens=skip)
-        complete = not text.endswith("\ufffd")
-        texts.append(text[length:] if complete else "")
-        length = len(text) if complete else length
-    return texts

@@ -256,7 +256,7 @@ def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: 
 
 @pytest.mark.parametrize("text", ["plain", "日本語のテキスト", "😀👍🏽 mixed naïve", "\n\n  x"])
 def test_split_text_never_breaks_a_character(tokenizer: Any, text: str) -> None:
-    from handlers.engines.vllm_output import split_text
+    from handlers.engines.token_text import split_text
 
     tokens = split_text(tokenizer, tokenizer.encode(text), frozenset(), skip_special_tokens=True)
     assert "".join(token.text for token in tokens) == text

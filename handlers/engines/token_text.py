@@ -1,0 +1,59 @@
+"""What each token adds to a text, with any Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from handlers.request import Token
+
+_INVALID_PREFIX = "Invalid prefix encountered"
+"""How `tokenizers` begins to say that its stream has lost its place."""
+
+
+def split_text(
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    special_ids: frozenset[int],
+    skip_special_tokens: bool,
+    prompt_ids: Sequence[int] = (),
+) -> list[Token]:
+    """Tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
+
+    A character that takes several tokens comes whole with the last of them.
+    """
+    fast = getattr(tokenizer, "_tokenizer", None)
+    if fast is not None:
+        texts = _split_fast(fast, token_ids, skip_special_tokens, prompt_ids)
+    else:
+        texts = _split_slow(tokenizer, token_ids, skip_special_tokens, prompt_ids)
+    return [Token(i, text, None, i in special_ids) for i, text in zip(token_ids, texts, strict=True)]
+
+
+def _split_fast(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
+    stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip)
+    texts = []
+    for token_id in token_ids:
+        try:
+            texts.append(stream.step(tokenizer, token_id) or "")
+        except Exception as error:
+            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            stream = DecodeStream(skip_special_tokens=skip)
+            texts.append(stream.step(tokenizer, token_id) or "")
+    return texts
+
+
+def _split_slow(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
+    before = list(prompt_ids)
+    length = len(tokenizer.decode(before, skip_special_tokens=skip)) if before else 0
+    texts = []
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode([*before, *token_ids[:end]], skip_special_tokens=skip)
+        complete = not text.endswith("\ufffd")
+        texts.append(text[length:] if complete else "")
+        length = len(text) if complete else length
+    return texts
