@@ -175,7 +175,7 @@ class VllmEngine:
             supported_tasks=self._tasks,
             priority=request.priority,
         )
-        check_bad_words(params)
+        check_bad_words(core_request.sampling_params)
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
         state = PushedState.from_new_request(
