@@ -228,7 +228,10 @@ BAD = [
     ({"inputs": "x " * 1_000_000}, "the prompt has 2000000 characters"),
     ({"inputs": 5}, "`inputs` must be a string"),
     ({"inputs": "x", "parameters": {"allowed_token_ids": list(range(2000))}}, "at most 1024 token ids"),
-    ({"inputs": "x", "parameters": {"bad_words": ["unpronounceable " * 60] * 20}}, "`bad_words` must have at most"),
+    (
+        {"inputs": "x", "parameters": {"bad_words": [f"word{i} " * 60 for i in range(20)]}},
+        "`bad_words` must have at most",
+    ),
     ({"inputs": "x", "parameters": {"n": 32, "do_sample": True, "best_of": 33}}, "`best_of` must be at most"),
     ({"inputs": "x", "parameters": {"top_k": 10**30}}, "`top_k` must be"),
     ({"inputs": "x", "parameters": {"seed": 10**30}}, "`seed` must be"),
