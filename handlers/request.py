@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
 
 import msgspec
 
@@ -136,6 +135,3 @@ class TokenDelta(msgspec.Struct, gc=False):
     """On the first delta, if the request wants them."""
     last: bool = False
     """No further delta of this request follows."""
-
-
-EngineOptions = Mapping[str, Any]
