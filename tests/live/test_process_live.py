@@ -139,6 +139,19 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         assert server.invoke("Once").status_code == 500
 
 
+def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    environment = {"SERVING_FAIL_FAST": "true"}
+    with serving(tmp_path, environment, **engine_options) as server, ThreadPoolExecutor(1) as pool:
+        plain = pool.submit(server.invoke, "Once", **ENDLESS)
+        server.wait_for_metric("slipway_open_requests", 1, seconds=10)
+        time.sleep(1)
+        os.kill(server.engine_process(), signal.SIGKILL)
+        assert plain.result().status_code == 500
+        assert server.process.wait(20) == 137
+
+
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
