@@ -8,14 +8,12 @@ texts and their detokenization are real; only their meaning is not.
 from __future__ import annotations
 
 import pydoc_data.topics
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from container.sample_model import default_cache_dir
+from container.sample_model import default_cache_dir, make_once
 
 _FORMAT = 3  # raise it when what is written changes, so that older caches are not taken for it
 _SEED = 20
@@ -26,18 +24,7 @@ _END = "<|end|>"
 def prepare_tiny_model(cache_dir: Path | None = None) -> Path:
     """Return the tiny model's directory, making it first if needed."""
     target = (cache_dir or default_cache_dir()) / f"tiny-llama-v{_FORMAT}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write(partial)
-        partial.chmod(0o755)
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return target
+    return make_once(target, _write)
 
 
 def _write(directory: Path) -> None:

@@ -8,19 +8,14 @@ from typing import Any
 logger = logging.getLogger("slipway.access")
 
 
-class AccessLog:
-    """Writes method, path, status, duration and size; never a query string, a prompt or an answer."""
-
-    def write(self, scope: dict[str, Any], request_id: str, status: int, seconds: float, size: int) -> None:
-        """Log one finished request."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        logger.info(
-            "%s %s %d %.1f ms %d bytes",
-            scope["method"],
-            scope["path"],
-            status,
-            seconds * 1000,
-            size,
-            extra={"request_id": request_id},
-        )
+def log_request(scope: dict[str, Any], request_id: str, status: int, seconds: float, size: int) -> None:
+    """Log method, path, status, duration and size; never a query string, a prompt or an answer."""
+    logger.info(
+        "%s %s %d %.1f ms %d bytes",
+        scope["method"],
+        scope["path"],
+        status,
+        seconds * 1000,
+        size,
+        extra={"request_id": request_id},
+    )

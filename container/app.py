@@ -10,7 +10,6 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from container.access_log import AccessLog
 from container.health import ping
 from container.inference import InferenceEndpoint
 from container.lifecycle import Lifecycle
@@ -40,7 +39,7 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Application:
     """The application for one model's service."""
     counts = HttpCounts()
     metrics = Metrics(lifecycle, counts)
-    inference = InferenceEndpoint(lifecycle, settings, counts, AccessLog())
+    inference = InferenceEndpoint(lifecycle, settings, counts)
     document = openapi_document(lifecycle.model)
     page = openapi_page(document)
 

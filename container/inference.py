@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from container.access_log import AccessLog
+from container.access_log import log_request
 from container.lifecycle import Lifecycle, State
 from container.metrics import HttpCounts
 from container.push import Headers, Message, Pacer, PushedReply, Send
@@ -41,13 +41,13 @@ class _Refused(Exception):
 class InferenceEndpoint:
     """An ASGI application for the inference routes of one model."""
 
-    def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts, access: AccessLog) -> None:
+    def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts) -> None:
         self._lifecycle, self._settings = lifecycle, settings
         self._model = lifecycle.model.name
         self._id_header = settings.request_id_header.lower().encode()
         self._pacer = Pacer(settings.coalesce_above)
         self._standing_headers = standing_headers(settings)
-        self._counts, self._access = counts, access
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -75,7 +75,7 @@ class InferenceEndpoint:
         # A client that went away before the end is counted as 499, as proxies do.
         status = writer.status if writer.finished else 499
         self._counts.count(scope["path"], status, seconds)
-        self._access.write(scope, identity, status, seconds, writer.bytes_sent)
+        log_request(scope, identity, status, seconds, writer.bytes_sent)
 
     async def _serve(
         self, scope: Scope, headers: dict[bytes, bytes], identity: str, receive: Receive, writer: PushedReply
@@ -97,8 +97,7 @@ class InferenceEndpoint:
             logger.info("refused: %s", error.reason, extra={"request_id": identity})
             writer.reply(error.reply)
             return
-        if running is not None:
-            await _until_closed(receive, running)
+        await _until_closed(receive, running)
 
     def _service(self) -> Service:
         state, service = self._lifecycle.state, self._lifecycle.service
@@ -124,11 +123,6 @@ class InferenceEndpoint:
         if announced.isdigit() and int(announced) > limit:
             raise _Refused(_TOO_LARGE, [(b"connection", b"close")])
         message = await receive()
-        if message["type"] == "http.request" and not message.get("more_body", False):
-            body: bytes = message.get("body", b"")
-            if len(body) > limit:
-                raise _Refused(_TOO_LARGE, [(b"connection", b"close")])
-            return body
         parts, size = [], 0
         while message["type"] == "http.request":
             parts.append(message.get("body", b""))

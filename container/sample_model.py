@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,20 @@ def prepare(cache_dir: Path | None = None) -> Path:
     """
     cache = cache_dir or default_cache_dir()
     target = cache / f"{MODEL_NAME}-v{_FORMAT}"
+    return make_once(target, lambda directory: _convert(_gguf_directory(), directory))
+
+
+def make_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Return the directory `target`, having `write` fill it first if it is not there; see `prepare`."""
     if target.is_dir():
         return target
-    source = _gguf_directory()
-    cache.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
 
     from filelock import FileLock
 
-    with FileLock(cache / f"{target.name}.lock"):
+    with FileLock(target.parent / f"{target.name}.lock"):
         if not target.is_dir():
-            _convert_into(source, target)
+            _write_whole(target, write)
     return target
 
 
@@ -68,12 +73,12 @@ def _gguf_directory() -> Path:
     return directory
 
 
-def _convert_into(source: Path, target: Path) -> None:
+def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     for stale in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(stale, ignore_errors=True)  # an interrupted run's; we hold the lock
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _convert(source, partial)
+        write(partial)
         partial.chmod(0o755)
         partial.rename(target)
     except BaseException:

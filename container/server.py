@@ -89,8 +89,6 @@ class Process:
             logger.critical("the model cannot be served: %s", error)
             self._exit(EXIT_FAILED_TO_START)
             return
-        except asyncio.CancelledError:
-            raise
         except Exception:
             logger.critical("the model cannot be served: internal error", exc_info=True)
             self._exit(EXIT_FAILED_TO_START)

@@ -46,7 +46,6 @@ class Meter:
         "failed_requests",
         "finished_requests",
         "inter_token",
-        "last_token_at",
         "prompt_tokens",
         "queue_time",
         "started_requests",
@@ -61,8 +60,6 @@ class Meter:
         self.failed_requests = 0
         self.prompt_tokens = 0
         self.tokens = 0
-        self.last_token_at = 0.0
-        """Monotonic seconds at which the engine last produced a token for anybody."""
         self.time_to_first_token = Distribution(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token = Distribution(INTER_TOKEN_BUCKETS)
         self.queue_time = Distribution(QUEUE_BUCKETS)

@@ -28,8 +28,8 @@ class RollingBatchHandler:
         self._limit = limit
         self.open_sequences = 0
 
-    async def handle(self, contract: Contract, call: Call, writer: ReplyWriter) -> Running | None:
-        """Answer a call through `writer`; returns what cancels it, or None if the reply is complete.
+    async def handle(self, contract: Contract, call: Call, writer: ReplyWriter) -> Running:
+        """Answer a call through `writer`; returns what cancels it.
 
         Raises:
             ContractError: the call was refused before inference; the error holds the reply.

@@ -138,8 +138,7 @@ class RecordAnswer:
         self._prompt = prompt
         self._show = show
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
-        self._head = self._before + '{"token": {"id": '
-        self._logprob_key = ', "logprob": ' if show.tgi else ', "log_prob": '
+        self._head = self._before + '{"token": '
         self._sequence = _Sequence()
         self._top: list[Token] = []
 
@@ -178,12 +177,7 @@ class RecordAnswer:
 
     def _record(self, token: Token) -> str:
         """A record up to where the token's own object has closed."""
-        logprob = token.logprob
-        number = "null" if logprob is None or not isfinite(logprob) else repr(logprob)
-        special = ""
-        if token.special:
-            special = ', "special": true' if self._show.tgi else ', "special_token": true'
-        return f'{self._head}{token.id}, "text": {quote(token.text)}{self._logprob_key}{number}{special}}}'
+        return self._head + _token(token, self._show)
 
     def _end(self) -> str:
         sequence, show = self._sequence, self._show

@@ -63,7 +63,7 @@ class VllmEngine:
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         except EngineStartError:
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
         await self._attach()
         logger.info("engine ready after %.1f s", time.monotonic() - started)

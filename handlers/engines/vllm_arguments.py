@@ -47,7 +47,7 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
         arguments["enforce_eager"] = True
     arguments.update(passed)
     if on_cpu and "kv_cache_memory_bytes" not in passed and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings, arguments)
+        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings)
     return arguments
 
 
@@ -128,7 +128,7 @@ def _warn_unknown(name: str, settings: ModelSettings, known: list[str]) -> None:
     logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
 
 
-def _cpu_kv_cache_bytes(settings: ModelSettings, arguments: dict[str, Any]) -> int:
+def _cpu_kv_cache_bytes(settings: ModelSettings) -> int:
     """Size the KV cache from free memory; vLLM's own default wants nearly all of the machine's."""
     free = psutil.virtual_memory().available
     weights = _weights_bytes(Path(settings.model_id))

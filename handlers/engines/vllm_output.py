@@ -244,7 +244,6 @@ class PushedState(RequestState):
     def _count(self, new_token_ids: list[int]) -> None:
         now, count, meter = time.monotonic(), len(new_token_ids), self.meter
         meter.tokens += count
-        meter.last_token_at = now
         if self.token_count:
             meter.inter_token.observe((now - self.last_at) / count)
         else:
@@ -270,12 +269,6 @@ class PushedState(RequestState):
         pieces = self.pieces
         assert pieces is not None
         special = self.special_ids
-        if len(token_ids) == 1 and not self.top_tokens:
-            token_id = token_ids[0]
-            piece = pieces[0] if pieces else ""
-            pieces.clear()
-            self.pending.append(Token(token_id, piece, logprobs[0] if logprobs else None, token_id in special))
-            return
         for i, token_id in enumerate(token_ids):
             # The token that ended the sequence is not detokenized and so has no piece.
             piece = pieces[i] if i < len(pieces) else ""

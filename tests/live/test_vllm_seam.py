@@ -10,21 +10,10 @@ import numpy as np
 import pytest
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import EngineDead, RequestError
+from handlers.errors import EngineDead
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.errors: list[RequestError] = []
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        self.deltas.append(delta)
-
-    def on_error(self, error: RequestError) -> None:
-        self.errors.append(error)
+from tests.recorder import Recorder
 
 
 class Failing(Recorder):

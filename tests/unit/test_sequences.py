@@ -1,20 +1,9 @@
 from __future__ import annotations
 
 from handlers.engines.sequences import SequenceGroup
-from handlers.errors import GenerationFailed, RequestError
+from handlers.errors import GenerationFailed
 from handlers.request import FinishReason, Token, TokenDelta
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.errors: list[RequestError] = []
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        self.deltas.append(delta)
-
-    def on_error(self, error: RequestError) -> None:
-        self.errors.append(error)
+from tests.recorder import Recorder
 
 
 def finished(sequence: int, text: str, logprob: float, prompt_tokens: list[Token] | None = None) -> TokenDelta:

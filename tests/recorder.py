@@ -1,0 +1,18 @@
+"""A sink that keeps what it is given."""
+
+from __future__ import annotations
+
+from handlers.errors import RequestError
+from handlers.request import TokenDelta
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.errors: list[RequestError] = []
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.deltas.append(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self.errors.append(error)
