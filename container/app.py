@@ -44,7 +44,7 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Application:
     page = openapi_page(document)
 
     async def show_ping(_: Request) -> Response:
-        return _response(ping(lifecycle, settings.allow_multi_status))
+        return _response(ping(lifecycle, settings))
 
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})

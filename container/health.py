@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from json.encoder import encode_basestring
+
 from container.lifecycle import Lifecycle, State
+from container.settings import ServerSettings
 from handlers.contracts.lmi_errors import JSON
 from handlers.contracts.protocol import Reply
 
@@ -15,13 +18,18 @@ _STATUS = {
 }
 
 
-def ping(lifecycle: Lifecycle, allow_multi_status: bool) -> Reply:
-    """LMI's body and status texts. Unlike LMI, 200 means that the model generates.
+def ping(lifecycle: Lifecycle, settings: ServerSettings) -> Reply:
+    """LMI's body and status texts, and a `reason` where the model has failed. Unlike LMI, 200 means that it can serve.
 
     `allow_multi_status`: a model that is loading is 207, which some probes take for alive, instead of 503.
+    `workers_health_check`: a custom handler with fewer workers than it should have is 500, as in LMI.
     """
-    status, text = _STATUS[lifecycle.state]
-    if lifecycle.state is State.STARTING and allow_multi_status:
+    state = lifecycle.state
+    status, text = _STATUS[state]
+    if state is State.STARTING and settings.allow_multi_status:
         status = 207
+    if state is State.READY and lifecycle.short_of_workers:
+        status, text = (500 if settings.workers_health_check else 200), "Unhealthy"
+    reason = f',\n    "reason": {encode_basestring(lifecycle.reason)}' if state is State.FAILED else ""
     name = lifecycle.model.name
-    return Reply(status, JSON, f'{{\n  "{name}": {{\n    "status": "{text}"\n  }}\n}}\n'.encode())
+    return Reply(status, JSON, f'{{\n  "{name}": {{\n    "status": "{text}"{reason}\n  }}\n}}\n'.encode())

@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, parse_qsl
 
 from container.access_log import log_request
 from container.lifecycle import Lifecycle, State
 from container.metrics import HttpCounts
 from container.push import Headers, Message, Pacer, PushedReply, Send
+from container.request_headers import request_headers
 from container.request_id import request_id
 from container.response_headers import standing_headers
 from container.settings import ServerSettings
@@ -87,12 +88,17 @@ class InferenceEndpoint:
         body = await self._body(headers, receive)
         if body is None:
             return
-        content_type = headers.get(b"content-type", b"").decode("latin-1")
         if self._settings.log_prompts:
             logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
-        call = Call(body=body, content_type=content_type, request_id=identity)
+        call = Call(
+            body=body,
+            content_type=headers.get(b"content-type", b"").decode("latin-1"),
+            request_id=identity,
+            headers=request_headers(scope["headers"]),
+            query=tuple(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)),
+        )
         try:
-            running = await service.handler.handle(service.lmi, call, writer)
+            running = await service.invocations.handle(call, writer)
         except ContractError as error:
             logger.info("refused: %s", error.reason, extra={"request_id": identity})
             writer.reply(error.reply)

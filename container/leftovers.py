@@ -9,7 +9,7 @@ from __future__ import annotations
 from container.option import Option
 from container.option_parsers import ANYTHING
 
-_FOR_DYNAMIC_BATCH = "it belongs to dynamic batching"
+_FOR_TRANSFORMERS = "it belongs to `option.rolling_batch=scheduler` and `disable`"
 _FOR_TENSORRT = "it belongs to TensorRT-LLM"
 _FOR_LMI_DIST = "it belongs to lmi-dist"
 _ONE_PROCESS = "one engine serves all requests of the model"
@@ -21,17 +21,43 @@ def _leftover(key: str, remark: str, quiet: frozenset[str] = frozenset()) -> Opt
 
 _OFF = frozenset({"false"})
 
-LEFTOVERS = (
-    _leftover("option.mpi_mode", _ONE_PROCESS, _OFF),
-    _leftover("option.enable_streaming", "`stream` in the request chooses streaming", _OFF),
-    _leftover("option.parallel_loading", _ONE_PROCESS, _OFF),
-    _leftover("option.pythonExecutable", _ONE_PROCESS),
-    _leftover("option.default_accept", "it belongs to scikit-learn and XGBoost models"),
+TRANSFORMERS = tuple(
+    _leftover(f"option.{name}", _FOR_TRANSFORMERS)
+    for name in (
+        *("device_map", "load_in_8bit", "load_in_4bit", "low_cpu_mem_usage", "disable_flash_attn"),
+        *("attn_implementation", "is_peft_model", "normalize"),
+    )
+)
+"""Arguments of transformers' engines, and leftovers elsewhere."""
+
+TENSORRT = (
     _leftover("option.kv_cache_free_gpu_mem_fraction", f"{_FOR_TENSORRT}; see `option.gpu_memory_utilization`"),
     _leftover("option.max_output_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
     _leftover("option.max_input_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
     _leftover("option.max_num_tokens", f"{_FOR_TENSORRT}; see `option.max_rolling_batch_prefill_tokens`"),
-    *(_leftover(key, _ONE_PROCESS, frozenset({"1"})) for key in ("minWorkers", "maxWorkers")),
+    *(
+        _leftover(f"option.{name}", _FOR_TENSORRT)
+        for name in (
+            *("tokens_per_block", "batch_scheduler_policy", "enable_kv_cache_reuse", "backend", "enable_trt_overlap"),
+            *("use_custom_all_reduce", "max_num_sequences", "multi_block_mode", "use_fused_mlp", "logits_dtype"),
+            *("use_fp8_context_fmha", "trtllm_checkpoint_path", "load_by_shard", "baichuan_model_version"),
+            *("chatglm_model_version", "gpt_model_version", "rotary_base", "rotary_dim", "rotary_scaling_type"),
+            *("rotary_scaling_factor", "smoothquant_alpha", "smoothquant_per_token", "smoothquant_per_channel"),
+            *("multi_query_mode", "awq_format", "awq_calib_size", "q_format", "calib_size", "calib_batch_size"),
+        )
+    ),
+)
+"""Arguments of TensorRT-LLM, and leftovers elsewhere."""
+
+ENGINE_LEFTOVERS = {"scheduler": TRANSFORMERS, "disable": TRANSFORMERS, "trtllm": TENSORRT}
+"""By engine: what is no leftover there, but one of its arguments."""
+
+LEFTOVERS = (
+    *TRANSFORMERS,
+    *TENSORRT,
+    _leftover("option.mpi_mode", _ONE_PROCESS, _OFF),
+    _leftover("option.parallel_loading", _ONE_PROCESS, _OFF),
+    _leftover("option.default_accept", "it belongs to scikit-learn and XGBoost models"),
     *(
         _leftover(f"{device}.{key}", _ONE_PROCESS, frozenset({"1"}))
         for device in ("gpu", "cpu")
@@ -49,26 +75,7 @@ LEFTOVERS = (
         )
     ),
     *(_leftover(f"option.{name}", _ONE_PROCESS) for name in ("waiting_steps", "cluster_size", "device_id")),
-    *(
-        _leftover(f"option.{name}", _FOR_DYNAMIC_BATCH)
-        for name in (
-            *("stop_sequence", "device_map", "load_in_8bit", "load_in_4bit", "low_cpu_mem_usage"),
-            *("disable_flash_attn", "is_peft_model", "normalize"),
-        )
-    ),
-    *(
-        _leftover(f"option.{name}", _FOR_TENSORRT)
-        for name in (
-            *("tokens_per_block", "batch_scheduler_policy", "enable_kv_cache_reuse", "backend", "enable_trt_overlap"),
-            *("use_custom_all_reduce", "max_num_sequences", "multi_block_mode", "use_fused_mlp", "logits_dtype"),
-            *("use_fp8_context_fmha", "trtllm_checkpoint_path", "load_by_shard", "baichuan_model_version"),
-            *("chatglm_model_version", "gpt_model_version", "rotary_base", "rotary_dim", "rotary_scaling_type"),
-            *("rotary_scaling_factor", "smoothquant_alpha", "smoothquant_per_token", "smoothquant_per_channel"),
-            *("multi_query_mode", "awq_format", "awq_calib_size", "q_format", "calib_size", "calib_batch_size"),
-        )
-    ),
-    *(_leftover(key, _FOR_DYNAMIC_BATCH) for key in ("max_batch_delay",)),
-    *(_leftover(key, _ONE_PROCESS) for key in ("max_idle_time", "load_on_devices", "retry_threshold")),
+    _leftover("load_on_devices", _ONE_PROCESS),
     *(
         _leftover(f"{device}{key}", "memory is the engine's business; see `option.gpu_memory_utilization`")
         for device in ("", "gpu.", "cpu.")

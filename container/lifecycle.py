@@ -1,4 +1,4 @@
-"""The states of the container: starting, ready, draining, stopped; failed when the engine is gone."""
+"""The states of the container: starting, ready, draining, stopped; failed when it cannot serve any more."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from enum import Enum
 
 from container.settings import Settings
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import Engine, EngineStartError
 from handlers.engines.stream import generate
-from handlers.entry_point import Service, load_service
+from handlers.entry_point import Limits, Service, load_service
 from handlers.request import GenerationRequest, SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Lifecycle:
         self._server = settings.server
         self.service: Service | None = None
         """None until the model is loaded."""
-        self._state = State.STARTING
+        self._state, self._failure = State.STARTING, ""
         self.open_calls = 0
         """Calls that were let in and are not answered yet."""
 
@@ -46,24 +46,44 @@ class Lifecycle:
     def state(self) -> State:
         """The state, as true as can be told without asking another process."""
         service = self.service
-        if self._state is State.READY and service is not None and not service.engine.health().alive:
+        if self._state is State.READY and service is not None and not service.runtime.health().alive:
             return State.FAILED
         return self._state
 
+    @property
+    def reason(self) -> str:
+        """Why the model has failed; empty if it has not."""
+        if self._state is State.READY and self.service is not None:
+            return self.service.runtime.health().reason
+        return self._failure
+
+    @property
+    def short_of_workers(self) -> bool:
+        """Whether a custom handler has fewer workers than it should, as one is being started again."""
+        custom = self.service.custom if self.service is not None else None
+        if custom is None:
+            return False
+        status = custom.status()
+        return status.ready < status.min_workers
+
     async def start(self) -> None:
-        """Load the model and generate a first token; ready only after that.
+        """Load the model and let an engine generate a first token; ready only after that.
 
         Raises:
             EngineStartError: the model cannot be loaded, or cannot generate.
         """
         started = time.monotonic()
         try:
-            self.service = await load_service(
-                self.model, self._server.job_queue_size, self._server.throttle_error_http_code
+            limits = Limits(
+                queue_size=self._server.job_queue_size,
+                overload_status=self._server.throttle_error_http_code,
+                unavailable_status=self._server.wlm_error_http_code,
             )
-            await self._warm_up(self.service)
-        except BaseException:
-            self._state = State.FAILED
+            self.service = await load_service(self.model, limits)
+            if self.service.engine is not None:
+                await _warm_up(self.service.engine)
+        except BaseException as error:
+            self._state, self._failure = State.FAILED, str(error)
             raise
         # What exists now lives as long as the process; the collector need not look at it again.
         gc.collect()
@@ -72,15 +92,6 @@ class Lifecycle:
         if self._state is State.STARTING:
             self._state = State.READY
             logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)
-
-    async def _warm_up(self, service: Service) -> None:
-        request = GenerationRequest(
-            request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
-        )
-        async for delta in generate(service.engine, request):
-            if delta.token_count:
-                return
-        raise EngineStartError("the engine started but generated nothing")
 
     async def drain(self, limit: float) -> None:
         """Let no call in any more and wait for those inside, at most `limit` seconds."""
@@ -92,7 +103,17 @@ class Lifecycle:
             logger.warning("%d requests were still running after %g s of draining; ending them", self.open_calls, limit)
 
     async def stop(self) -> None:
-        """Free the engine."""
+        """Free the engine or end the workers."""
         self._state = State.STOPPED
         if self.service is not None:
-            await self.service.engine.stop()
+            await self.service.runtime.stop()
+
+
+async def _warm_up(engine: Engine) -> None:
+    request = GenerationRequest(
+        request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
+    )
+    async for delta in generate(engine, request):
+        if delta.token_count:
+            return
+    raise EngineStartError("the engine started but generated nothing")

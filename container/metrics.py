@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from container.lifecycle import Lifecycle, State
 from handlers.engines.protocol import EngineStatus
 from handlers.meter import Distribution, Meter
+from handlers.workers.pool_status import PoolStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -54,9 +55,12 @@ class Metrics(Collector):
         """See `prometheus_client`."""
         yield from self._http()
         yield from self._container()
-        if self._lifecycle.service is not None:
-            yield from self._generation(self._lifecycle.service.engine.meter)
-            yield from self._engine(self._lifecycle.service.engine.status())
+        service = self._lifecycle.service
+        if service is not None and service.engine is not None:
+            yield from self._generation(service.engine.meter)
+            yield from self._engine(service.engine.status())
+        if service is not None and service.custom is not None:
+            yield from self._workers(service.custom.status())
 
     def _http(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
@@ -89,6 +93,12 @@ class Metrics(Collector):
         yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
         yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
         yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
+
+    def _workers(self, status: PoolStatus) -> Iterable[Metric]:
+        yield _gauge("slipway_workers", "Worker processes of the custom handler that can serve.", status.ready)
+        yield _gauge("slipway_workers_busy", "Worker processes that have a call.", status.busy)
+        yield _gauge("slipway_queue_length", "Calls that wait for a worker.", status.queue_length)
+        yield _counter("slipway_worker_failures", "Crashes and hangs of worker processes.", status.failures)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

@@ -61,12 +61,6 @@ def has_model(model_dir: Path) -> bool:
     return os.path.isfile(model_dir / CONFIG_FILE)
 
 
-def custom_code(model_dir: Path) -> str | None:
-    """The file name of a custom handler: model.py or <directory>.py (lmi.md 2.7)."""
-    names = ("model.py", f"{model_dir.name}.py")
-    return next((name for name in names if os.path.isfile(model_dir / name)), None)
-
-
 def resolve_model_id(text: str, model_dir: Path) -> str:
     """What the engine loads: an absolute path, or a hub id.
 

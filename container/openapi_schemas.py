@@ -25,7 +25,7 @@ PARAMETERS: dict[str, Any] = {
     "top_k": _field("integer", "Sample from so many tokens; 0 and -1 from all.", default=0, minimum=-1),
     "top_p": _field("number", "Sample from this mass of probability.", default=1.0, exclusiveMinimum=0, maximum=1),
     "min_p": _field("number", "Least probability, relative to the best token.", default=0.0, minimum=0, maximum=1),
-    "typical_p": _field("number", "Locally typical sampling (option.rolling_batch=lmi-dist).", default=1.0),
+    "typical_p": _field("number", "Locally typical sampling (option.rolling_batch lmi-dist, scheduler).", default=1.0),
     "max_new_tokens": _field("integer", "Limit on new tokens.", default=30, minimum=1),
     "details": _field("boolean", "Show details of the generation.", default=False),
     "return_full_text": _field("boolean", "Put the prompt in front of generated_text.", default=False),

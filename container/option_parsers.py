@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -46,11 +47,6 @@ def _non_empty(text: str) -> str:
     if not text:
         raise ValueError(text)
     return text
-
-
-def _quantization(text: str) -> str:
-    # LMI's own name for what vLLM calls bitsandbytes (lmi.md 2.12).
-    return "bitsandbytes" if text.lower() == "bitsandbytes8" else _non_empty(text)
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser:
@@ -112,10 +108,35 @@ def integer_or(word: str, minimum: int) -> Parser:
     return Parser(convert, f"{number.allowed}, or {word}")
 
 
+def _milliseconds(text: str) -> float:
+    return int(integer(0).convert(text)) / 1000
+
+
+def _strings(text: str) -> str:
+    values = json.loads(text)
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise ValueError(text)
+    return text
+
+
+_FUNCTION_NAME = re.compile(r"\w+")
+_BUILT_IN_FORMATTERS = ("json", "jsonlines", "sse")
+
+
+def _formatter(text: str) -> str:
+    if text.lower() in _BUILT_IN_FORMATTERS:
+        return text.lower()
+    if not _FUNCTION_NAME.fullmatch(text):
+        raise ValueError(text)
+    return text
+
+
 ANYTHING = Parser(lambda text: text, "anything")
+STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
 TEXT = Parser(_non_empty, "text that is not empty")
-QUANTIZATION = Parser(_quantization, TEXT.allowed)
 BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
+FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")
+MILLISECONDS = Parser(_milliseconds, "milliseconds, an integer of at least 0")
 SECONDS = Parser(_positive, "seconds, a number above 0")
 HTTP_ERROR = integer(400, 599)
 HEADER_NAME = matching(_HEADER_NAME, "the name of an HTTP header")

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from container.handler_options import ENTRY_POINT
+from container.handler_options import OPTIONS as HANDLER_OPTIONS
 from container.leftovers import LEFTOVERS
 from container.option import Option
 from container.option_parsers import (
     BOOLEAN,
     DTYPE,
-    QUANTIZATION,
+    FORMATTER,
+    MILLISECONDS,
     SECONDS,
+    STRINGS,
     TEXT,
     Parser,
     Scalar,
@@ -24,10 +28,7 @@ from container.option_parsers import (
 )
 
 PREFIX = "option."
-
-_CUSTOM_CODE = "custom handlers and formatters are not run; leave it out"
-_DYNAMIC_BATCH = "requests are batched continuously; leave it out"
-_NO_VIRTUAL_ENVIRONMENT = "packages of a model are not installed; put them into the image"
+_ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
 
 
 def _refused(key: str, parser: Parser, serves: tuple[Scalar, ...], meaning: str, advice: str) -> Option:
@@ -52,12 +53,36 @@ SERVED = (
     ),
     Option(
         key="option.rolling_batch",
-        parser=choice(("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "tnx", "disable")),
+        parser=choice({name: name for name in _ENGINES} | {"tnx": "vllm"}),
         default="auto",
         field="rolling_batch",
-        serves=frozenset({"auto", "vllm", "lmi-dist"}),
-        advice="use auto",
-        meaning="Continuous batching, on vLLM; `lmi-dist` adds that backend's `typical_p`",
+        remark="it runs on vLLM",
+        quiet=frozenset(_ENGINES),
+        meaning="The engine: `vllm`, `scheduler` (transformers' continuous batching), `auto` (the first that can run "
+        "the model), `lmi-dist` (vLLM, with that backend's `typical_p`), `trtllm`; `disable` is dynamic batch",
+    ),
+    Option(
+        key="batch_size",
+        parser=integer(1, 100_000),
+        default="1",
+        field="batch_size",
+        aliases=("max_dynamic_batch_size", "option.batch_size"),
+        meaning="Prompts of a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: "
+        "calls that it gets together",
+    ),
+    Option(
+        key="max_batch_delay",
+        parser=MILLISECONDS,
+        default="100",
+        field="max_batch_delay",
+        meaning="Milliseconds that the first of a dynamic batch waits for others",
+    ),
+    Option(
+        key="option.enable_streaming",
+        parser=choice(("false", "true", "huggingface")),
+        default="false",
+        field="enable_streaming",
+        meaning="Stream the answers of the dynamic batch",
     ),
     Option(
         key="option.max_rolling_batch_size",
@@ -68,12 +93,17 @@ SERVED = (
         meaning="Sequences that run together",
     ),
     Option(
+        key="option.stop_sequence",
+        parser=STRINGS,
+        field="stop_sequence",
+        meaning="Stop strings of every request of the dynamic batch",
+    ),
+    Option(
         key="option.output_formatter",
-        parser=choice(("json", "jsonlines", "sse", "json_chat", "jsonlines_chat", "sse_chat", "3p", "3p_stream")),
+        parser=FORMATTER,
         field="output_formatter",
-        serves=frozenset({"json", "jsonlines", "sse"}),
-        advice="chat requests choose their own format; leave it out",
-        meaning="Format of answers; without it, the request decides",
+        meaning="Format of answers: `json`, `jsonlines`, `sse`, or a function of the model's `model.py`; without it, "
+        "the request decides",
     ),
     Option(
         key="option.tgi_compat",
@@ -145,7 +175,7 @@ SERVED = (
     ),
     Option(
         key="option.quantize",
-        parser=QUANTIZATION,
+        parser=TEXT,
         argument="quantization",
         aliases=("option.quantization",),
         meaning="How weights are quantized: `awq`, `gptq`, `fp8`, `bitsandbytes`, ...",
@@ -166,29 +196,12 @@ SERVED = (
     ),
 )
 
+HANDLER = (ENTRY_POINT, *HANDLER_OPTIONS)
+
 NOT_SERVED = (
     _refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
-    _refused("batch_size", integer(1), (1,), "Size of a dynamic batch", _DYNAMIC_BATCH),
-    _refused("max_dynamic_batch_size", integer(1), (1,), "Size of a dynamic batch", _DYNAMIC_BATCH),
-    _refused("option.batch_size", integer(1), (1,), "Size of a dynamic batch", _DYNAMIC_BATCH),
-    Option(
-        key="option.entryPoint",
-        parser=TEXT,
-        serves=frozenset({"djl_python.huggingface"}),
-        variables=("DJL_ENTRY_POINT",),
-        meaning="Module or file of the handler",
-        advice=_CUSTOM_CODE,
-    ),
     _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
     _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
-    _refused("option.handler", TEXT, ("handle",), "Function of a custom handler", _CUSTOM_CODE),
-    _refused(
-        "option.async_mode",
-        BOOLEAN,
-        (False,),
-        "Newer handler with another schema",
-        "the rolling-batch schema is served",
-    ),
     _refused("option.enable_lora", BOOLEAN, (False,), "Adapters", "merge the adapter into the model"),
     _refused("option.enable_stateful_sessions", BOOLEAN, (False,), "Sessions", "keep the state in the client"),
     _refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
@@ -203,12 +216,14 @@ NOT_SERVED = (
         meaning="What the model does; `text-generation` is `generate`",
         advice="only text generation is served",
     ),
-    _refused("option.env", TEXT, (), "Variables of the handler's process", "set them in the container's environment"),
-    _refused("option.enable_venv", BOOLEAN, (False,), "Virtual environment for each model", _NO_VIRTUAL_ENVIRONMENT),
     _refused("option.lmcache_auto_config", BOOLEAN, (False,), "LMCache", "use `option.kv_transfer_config`"),
     _refused("option.lmcache_config_file", TEXT, (), "LMCache", "use `option.kv_transfer_config`"),
 )
 
+ENGINE_ASYNC_MODE = _refused(
+    "option.async_mode", BOOLEAN, (False,), "Newer handler with another schema", "the rolling-batch schema is served"
+)
+"""Without a custom handler."""
 
-MODEL_OPTIONS = (*SERVED, *NOT_SERVED, *LEFTOVERS)
+MODEL_OPTIONS = (*SERVED, *HANDLER, *NOT_SERVED, *LEFTOVERS)
 BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in (option.key, *option.aliases)}

@@ -57,10 +57,11 @@ _VARIABLES = frozenset(
     {
         *(name for pair in TRANSLATIONS for name in pair),
         *(name for name, _ in SAGEMAKER_MODEL_KEYS),
-        *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT"),
+        *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT", "DJL_OFFLINE"),
+        *("PYTHON_EXECUTABLE",),
         *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
         *("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_BIND_TO_PORT"),
-        *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_SECURE_MODE"),
+        *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_SECURE_MODE", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
     }
 )
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
@@ -222,6 +223,8 @@ def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) 
     layer: dict[str, Value] = {}
     if "SAGEMAKER_BIND_TO_PORT" in variables:
         layer["port"] = variables["SAGEMAKER_BIND_TO_PORT"]
+    if "SAGEMAKER_HEALTH_CHECK_OVERRIDE" in variables:
+        layer["workers_health_check"] = variables["SAGEMAKER_HEALTH_CHECK_OVERRIDE"]
     if "SAGEMAKER_MAX_REQUEST_SIZE" in variables:
         layer["max_request_size"] = variables["SAGEMAKER_MAX_REQUEST_SIZE"]
     elif megabytes := variables.get("SAGEMAKER_MAX_PAYLOAD_IN_MB"):

@@ -9,6 +9,7 @@ written meanwhile is merged into one message.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any
 
@@ -17,6 +18,13 @@ from handlers.contracts.protocol import Reply
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+
+_FRAMING = frozenset({"content-length", "transfer-encoding", "connection", "content-type"})
+_BODILESS = frozenset({204, 304})
+"""RFC 9110, 8.6: neither length nor body."""
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+").fullmatch
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 class Pacer:
@@ -84,19 +92,27 @@ class PushedReply:
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply, with its length."""
+        if reply.status in _BODILESS:
+            self._start(reply.status, "", [], reply.headers)
+            self.end(b"")
+            return
         length = str(len(reply.body)).encode()
-        self._start(reply.status, reply.content_type, [(b"content-length", length)])
+        self._start(reply.status, reply.content_type, [(b"content-length", length)], reply.headers)
         self.end(reply.body)
 
-    def start(self, status: int, content_type: str) -> None:
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Begin a reply whose length is not known; it goes out in chunks."""
-        self._start(status, content_type, [])
+        self._start(status, content_type, [], headers)
         self._streaming = True
         self._pacer.open_streams += 1
 
-    def _start(self, status: int, content_type: str, more: Headers) -> None:
+    def _start(self, status: int, content_type: str, framing: Headers, more: tuple[tuple[str, str], ...]) -> None:
         self.status = status
-        headers = [(b"content-type", content_type.encode("latin-1")), *more, *self._headers]
+        headers = [(b"content-type", content_type.encode("latin-1"))] if content_type else []
+        headers += framing
+        if more:
+            headers += _own(more)
+        headers += self._headers
         self._push({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, data: bytes) -> None:
@@ -149,6 +165,11 @@ class PushedReply:
             return
         self._resume = asyncio.ensure_future(self._finish(steps, waiting_for))
 
+    async def drain(self) -> None:
+        """Wait until no more than what the connection itself holds is unsent."""
+        while self._resume is not None and not self._resume.done():
+            await asyncio.wait({self._resume})
+
     async def _finish(self, steps: Generator[Any, None, None], waiting_for: Any) -> None:
         await _Continued(steps, waiting_for)
         while self._backlog:
@@ -169,3 +190,12 @@ class _Continued:
     def __await__(self) -> Generator[Any, None, None]:
         yield self._waiting_for  # the future that the coroutine waits for; now the task does
         yield from self._steps
+
+
+def _own(headers: tuple[tuple[str, str], ...]) -> Headers:
+    """Headers that a handler has set: valid ones, without those that the server itself is answerable for."""
+    return [
+        (name.lower().encode(), _UNPRINTABLE.sub(" ", value).strip().encode("utf-8"))
+        for name, value in headers
+        if _HEADER_NAME(name) and name.lower() not in _FRAMING
+    ]

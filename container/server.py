@@ -30,6 +30,8 @@ EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
+_FAILED_SECONDS = 3.0
+"""How long a model that failed to load can be asked for its reason."""
 
 
 class _Server(uvicorn.Server):
@@ -87,18 +89,24 @@ class Process:
             await self._lifecycle.start()
         except EngineStartError as error:
             logger.critical("the model cannot be served: %s", error)
-            self._exit(EXIT_FAILED_TO_START)
+            await self._fail_to_start()
             return
         except Exception:
             logger.critical("the model cannot be served: internal error", exc_info=True)
-            self._exit(EXIT_FAILED_TO_START)
+            await self._fail_to_start()
             return
         await self._watch_engine()
+
+    async def _fail_to_start(self) -> None:
+        """Let /ping say why for a while, as LMI does (lmi.md 1.9), then exit."""
+        self._exit_code = EXIT_FAILED_TO_START
+        await asyncio.sleep(_FAILED_SECONDS)
+        self._server.should_exit = True
 
     async def _watch_engine(self) -> None:
         while self._lifecycle.state is not State.FAILED:
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
-        logger.critical("the engine has died; /ping now answers 500")
+        logger.critical("%s; /ping now answers 500", self._lifecycle.reason)
         if self._settings.server.fail_fast:
             await self._lifecycle.drain(1.0)  # its clients get their errors first
             self._exit(EXIT_ENGINE_DIED)
@@ -156,4 +164,7 @@ def serve(settings: Settings) -> int:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     import uvloop
 
+    if settings.model.formatters is not None:
+        # LMI runs a model's code in its directory, and the code may read files from there.
+        os.chdir(settings.model.model_dir)
     return uvloop.run(Process(settings).run())

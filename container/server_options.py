@@ -95,6 +95,21 @@ SERVED = (
         meaning="/ping answers 207 while the model loads",
     ),
     Option(
+        key="health_check_override",
+        parser=BOOLEAN,
+        default="false",
+        field="health_check_override",
+        meaning="A custom handler counts as healthy however often its workers crash",
+    ),
+    Option(
+        key="workers_health_check",
+        parser=BOOLEAN,
+        default="false",
+        field="workers_health_check",
+        variables=("SAGEMAKER_HEALTH_CHECK_OVERRIDE",),
+        meaning="/ping answers 500 while a custom handler has fewer workers than `minWorkers`",
+    ),
+    Option(
         key="coalesce_above",
         parser=integer(0),
         default="32",
@@ -171,7 +186,6 @@ LEFTOVERS = (
     _leftover("chunked_read_timeout", "`option.predict_timeout` limits the wait for a token"),
     _leftover("bad_request_http_code", "bad requests have the status that their contract says"),
     _leftover("prometheus", "metrics are at /metrics"),
-    _leftover("health_check_override", "/ping says what is the case"),
     _leftover("timeout_http_code", "LMI does not use it either"),
     *(
         _leftover(f"error_rate_{kind}", "errors of requests do not make /ping fail")

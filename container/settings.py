@@ -7,19 +7,18 @@ there is.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from container import model_location as location
-from container import options, server_options
+from container import server_options
 from container.addresses import Address, AddressError
-from container.leftovers import LEFTOVERS
-from container.masking import HIDDEN, quoted
-from container.option import Option
+from container.masking import quoted
+from container.model_fields import model_fields
 from container.properties import Value
-from container.resolution import DEFAULT, Resolution, SettingEntry
+from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources, read_sources
 from handlers.model_settings import ModelSettings
 
@@ -46,6 +45,8 @@ class ServerSettings:
     log_prompts: bool = False
     request_id_header: str = "x-request-id"
     allow_multi_status: bool = False
+    health_check_override: bool = False
+    workers_health_check: bool = False
     coalesce_above: int = 32
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
@@ -88,7 +89,9 @@ def load_settings(
     sources = read_sources(model_dir, environ, command_line or {}, found)
     _refuse_modes(sources, found)
     server = _server_fields(sources, found)
-    model = _model_fields(sources, found)
+    model = model_fields(sources, found)
+    if server["health_check_override"] and model.get("handler") is not None:
+        model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
     if found.problems:
         raise SettingsError(tuple(dict.fromkeys(found.problems)))
     return Settings(
@@ -101,13 +104,6 @@ def _refuse_modes(sources: Sources, found: Resolution) -> None:
         value = sources.variables.get(name)
         if value is not None and value.text.strip().lower() == "true":
             found.problems.append(f"{name} is true ({value.source}): {what}: not served by this version of Slipway")
-    if (file := location.custom_code(sources.model_dir)) is not None:
-        found.problems.append(
-            f"{file} is in the model directory: not served by this version of Slipway; "
-            "custom handlers and formatters are not run: take the file out"
-        )
-    if os.path.isfile(sources.model_dir / "requirements.txt"):
-        found.warnings.append("requirements.txt in the model directory is ignored: put its packages into the image")
 
 
 def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
@@ -143,95 +139,3 @@ def _check_management(layer: Mapping[str, Value], fields: Mapping[str, Any], fou
             f"management_address is {quoted('', management.text)} ({management.source}): a second listener is not "
             f"served by this version of Slipway; leave it out (served: http://{fields['host']}:{fields['port']})"
         )
-
-
-def _model_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
-    fields: dict[str, Any] = {"model_dir": sources.model_dir, "engine_arguments": {}, "engine_argument_sources": {}}
-    for option in options.SERVED:
-        value = found.take(option, sources.model, sources.variables)
-        if option.field is not None:
-            fields[option.field] = value
-        elif option.argument is not None and value is not None:
-            _add_argument(fields, option.argument, str(value), _source(option, sources.model))
-    for option in (*options.NOT_SERVED, *LEFTOVERS):
-        found.take(option, sources.model, sources.variables)
-    _take_others(sources, fields, found)
-    _set_tensor_parallel(fields)
-    _set_model(sources, fields, found)
-    if "HF_TOKEN" in sources.variables:
-        found.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
-    return fields
-
-
-def _source(option: Option, layer: Mapping[str, Value]) -> str:
-    return next(layer[key].source for key in (option.key, *option.aliases) if key in layer)
-
-
-def _add_argument(fields: dict[str, Any], name: str, text: str, source: str) -> None:
-    fields["engine_arguments"][name] = text
-    fields["engine_argument_sources"][name] = source
-
-
-def _take_others(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
-    """What Slipway does not know: `option.<name>` is the engine's, anything else goes nowhere."""
-    for key, value in sources.model.items():
-        if key in options.BY_KEY:
-            continue
-        name = key.removeprefix(options.PREFIX)
-        if name and name != key:
-            _add_argument(fields, name, value.text, value.source)
-            found.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
-            continue
-        meant = f"{options.PREFIX}{key}"
-        hint = f"; {meant} is meant" if meant in options.BY_KEY else "; options of the engine start with option."
-        found.ignore(key, value, f"the model has no such setting{hint}")
-
-
-def _set_tensor_parallel(fields: dict[str, Any]) -> None:
-    if fields["tensor_parallel_degree"] == "max":
-        fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
-
-
-def _set_model(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
-    """Turn option.model_id, or what stands in for it, into what the engine loads; and name it."""
-    given = sources.model.get("option.model_id")
-    variable = sources.variables.get("HF_MODEL_ID")
-    by_variable = given is None and variable is not None
-    if given is not None and variable is not None and given.text.strip() != variable.text.strip():
-        found.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
-    _set_revision(sources, fields, by_variable, found)
-    value = given or variable
-    if value is None:
-        _set_own_model(sources.model_dir, fields, found)
-    elif fields["model_id"] is not None:
-        try:
-            fields["model_id"] = location.resolve_model_id(fields["model_id"], sources.model_dir)
-        except location.ModelNotFound as error:
-            found.problems.append(f"option.model_id is {quoted('', value.text)} ({value.source}): {error}")
-    fields["name"] = found.take(server_options.MODEL_NAME_OPTION, sources.server)
-    if fields["name"] is None and fields["model_id"] is not None:
-        fields["name"] = location.model_name(fields["model_id"], sources.model_dir, by_variable)
-        found.entries.append(SettingEntry("model_name", fields["name"], DEFAULT))
-
-
-def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool, found: Resolution) -> None:
-    """HF_REVISION belongs to HF_MODEL_ID (lmi.md 2.5); beside another model it would name the wrong commit."""
-    revision = sources.variables.get("HF_REVISION")
-    if revision is None or "option.revision" in sources.model:
-        return
-    if not by_variable:
-        found.ignore("HF_REVISION", revision, "it goes with HF_MODEL_ID; use option.revision")
-        return
-    fields["revision"] = revision.text.strip()
-    found.replace(SettingEntry("option.revision", fields["revision"], revision.source))
-
-
-def _set_own_model(model_dir: Path, fields: dict[str, Any], found: Resolution) -> None:
-    if not location.has_model(model_dir):
-        found.problems.append(
-            f"there is no model: give option.model_id in serving.properties or HF_MODEL_ID in the environment, or put "
-            f"the model with its {location.CONFIG_FILE} into the model directory ({model_dir})"
-        )
-        return
-    fields["model_id"] = str(model_dir)
-    found.replace(SettingEntry("option.model_id", str(model_dir), DEFAULT, "the model directory"))

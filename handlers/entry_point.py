@@ -3,46 +3,104 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi_dynamic import LmiDynamicContract
+from handlers.contracts.lmi_formatters import FormatterContract
 from handlers.contracts.protocol import Contract
-from handlers.engines.protocol import Engine
+from handlers.custom_handler import CustomHandler
+from handlers.engine_choice import chosen, engine_factory
+from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engines.protocol import Engine, EngineHealth
+from handlers.formatter_thread import FormatterThread
+from handlers.formatters import load_formatters
 from handlers.model_settings import ModelSettings
-from handlers.rolling_batch import RollingBatchHandler
+from handlers.reply import Handler
 
-EngineFactory = Callable[[ModelSettings], Engine]
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server sets for every model."""
+
+    queue_size: int
+    """Requests that may wait beyond those that run."""
+    overload_status: int
+    """What a client gets beyond that."""
+    unavailable_status: int
+    """What a client gets while no worker of a custom handler lives."""
+
+
+class Runtime(Protocol):
+    """What lives as long as the model is loaded: an engine, or the workers of a custom handler."""
+
+    def health(self) -> EngineHealth:
+        """Whether it can serve."""
+
+    async def stop(self) -> None:
+        """Free everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A loaded model with its engine, its handler and the contracts that it speaks."""
+    """A loaded model."""
 
     settings: ModelSettings
-    engine: Engine
-    handler: RollingBatchHandler
-    lmi: Contract
+    invocations: Handler
+    """Answers `/invocations` and `/predictions`."""
+    runtime: Runtime
+    engine: Engine | None = None
+    """None where a custom handler generates."""
+    custom: CustomHandler | None = None
 
 
-async def load_service(settings: ModelSettings, queue_size: int, overload_status: int) -> Service:
-    """Choose the engine and handler that the settings ask for, and load the model.
-
-    `queue_size`: how many prompts may wait beyond those that the engine runs; `overload_status`: what LMI clients get
-    beyond that.
+async def load_service(settings: ModelSettings, limits: Limits) -> Service:
+    """Choose the handler and the engine that the settings ask for, and load the model.
 
     Raises:
         EngineStartError: the model cannot be loaded.
     """
-    make_engine = await asyncio.to_thread(_engine_factory, settings)
+    if settings.handler is not None:
+        return await _load_custom(settings, limits)
+    formatters = await asyncio.to_thread(load_formatters, settings) if settings.formatters is not None else None
+    settings = await asyncio.to_thread(chosen, settings)
+    make_engine = await asyncio.to_thread(engine_factory, settings)
     engine = make_engine(settings)
     await engine.start()
-    handler = RollingBatchHandler(engine, settings.max_rolling_batch_size + queue_size)
-    return Service(settings, engine, handler, LmiContract(settings, overload_status))
+    handler = EngineHandler(engine, _running(settings) + limits.queue_size)
+    contract = _contract(settings, limits, engine)
+    if formatters is None:
+        return Service(settings, ContractHandler(handler, contract), engine, engine)
+    formatted = FormatterContract(
+        contract,
+        settings,
+        read=formatters.input,
+        write=formatters.output,
+        writes_tokens=formatters.output_takes_tokens,
+        tokenizer=engine.tokenizer,
+        overload_status=limits.overload_status,
+    )
+    thread = FormatterThread(settings.predict_timeout)
+    return Service(settings, ContractHandler(handler, formatted, thread), engine, engine)
 
 
-def _engine_factory(settings: ModelSettings) -> EngineFactory:
-    # Importing vLLM takes seconds; by now /ping is being answered.
-    from handlers.engines.vllm import VllmEngine
+async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
+    custom = CustomHandler(
+        settings,
+        queue_size=limits.queue_size,
+        overload_status=limits.overload_status,
+        unavailable_status=limits.unavailable_status,
+    )
+    await custom.start()
+    return Service(settings, custom, custom, custom=custom)
 
-    return VllmEngine
+
+def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:
+    if settings.rolling_batch == "disable":
+        return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
+    return LmiContract(settings, limits.overload_status)
+
+
+def _running(settings: ModelSettings) -> int:
+    return settings.batch_size if settings.rolling_batch == "disable" else settings.max_rolling_batch_size

@@ -12,6 +12,36 @@ from typing import Literal
 
 RollingBatch = Literal["auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable"]
 OutputFormatter = Literal["json", "jsonlines", "sse"]
+Streaming = Literal["false", "true", "huggingface"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerSettings:
+    """A customer's handler, which runs in worker processes. Source: contracts/lmi.md sections 2.7, 2.10, 2.15 and 7."""
+
+    entry_point: str
+    """The absolute path of a `.py` file, or the name of a module."""
+    function: str = "handle"
+    properties: Mapping[str, str] = field(default_factory=dict)
+    """What the handler's first call sees: the model's settings without `option.`, all text."""
+    min_workers: int = 1
+    max_workers: int = 1
+    async_mode: bool = False
+    """The function is a coroutine function, and calls of it run together (`option.async_mode`)."""
+    rolling_batch: bool = False
+    """The function is called again and again with all active requests (contracts/lmi.md section 7.7)."""
+    python_executable: str | None = None
+    """None: the interpreter that runs this process."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process (`option.env`)."""
+    enable_venv: bool = False
+    """Packages of `requirements.txt` go into an environment of the model's own even where they need not."""
+    offline: bool = False
+    """Install `requirements.txt` without an index (DJL_OFFLINE)."""
+    retry_threshold: int = 0
+    """So many crashes or hangs of workers are survived; one more and the model has failed."""
+    max_idle_time: float = 60.0
+    """Seconds after which an idle worker beyond `min_workers` ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +72,20 @@ class ModelSettings:
     tensor_parallel_max: bool = False
     """"max" was asked for; only the engine can count the GPUs."""
     pipeline_parallel_degree: int = 1
+    batch_size: int = 1
+    """Prompts, or calls of a custom handler, that are run together as one dynamic batch."""
+    max_batch_delay: float = 0.1
+    """Seconds that the first of a dynamic batch waits for others."""
+    enable_streaming: Streaming = "false"
+    """Answers of the dynamic batch are streamed."""
+    handler: HandlerSettings | None = None
+    """A customer's handler instead of an engine."""
+    stop_sequences: tuple[str, ...] = ()
+    """Stop strings of every request of the dynamic batch (`option.stop_sequence`)."""
+    formatters: Path | None = None
+    """A `model.py` that may have input and output formatters for the engine."""
+    formatter_function: str | None = None
+    """The output formatter's name in it, where `option.output_formatter` is no built-in one."""
     predict_timeout: float = 240.0
     """Seconds without any new token after which a request fails."""
     model_loading_timeout: float = 1800.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Call, Reply
 
 
 class ReplyWriter(Protocol):
@@ -13,14 +13,28 @@ class ReplyWriter(Protocol):
     def reply(self, reply: Reply) -> None:
         """Send a whole reply."""
 
-    def start(self, status: int, content_type: str) -> None:
-        """Begin a reply whose length is not known."""
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """Begin a reply whose length is not known; an empty content type is left out."""
 
     def write(self, data: bytes) -> None:
         """Go on with it."""
 
     def end(self, data: bytes) -> None:
         """Finish it with these last bytes, which may be empty."""
+
+    async def drain(self) -> None:
+        """Wait until the client has taken most of what was written; at once where it keeps up or has gone."""
+
+
+class Handler(Protocol):
+    """Answers the calls of one route."""
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        """Answer a call through `writer`; returns what cancels it.
+
+        Raises:
+            ContractError: the call was refused before inference; the error holds the reply.
+        """
 
 
 class Running(Protocol):

@@ -33,7 +33,8 @@ class LmiContract:
         self._rules = ParameterRules(
             do_sample_inferred=settings.do_sample_inferred,
             details_by_default=settings.tgi_compat,
-            typical_p=settings.rolling_batch == "lmi-dist",
+            typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
+            trtllm=settings.rolling_batch == "trtllm",
             max_sequences=settings.max_rolling_batch_size,
             strict=settings.strict_parameters,
             token_logprobs=settings.token_logprobs,

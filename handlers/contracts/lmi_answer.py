@@ -22,7 +22,7 @@ from handlers.contracts.protocol import Reply
 from handlers.errors import Overloaded, RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "eos_token",
     FinishReason.STOP: "stop_sequence",
@@ -194,7 +194,7 @@ def _text(prompt: str, sequence: _Sequence, show: Show) -> str:
 
 
 def _counts(sequence: _Sequence) -> str:
-    reason = f'"{_FINISH_REASONS[sequence.finish_reason]}"' if sequence.finish_reason else "null"
+    reason = f'"{FINISH_REASONS[sequence.finish_reason]}"' if sequence.finish_reason else "null"
     return f'"finish_reason": {reason}, "generated_tokens": {sequence.count}'
 
 

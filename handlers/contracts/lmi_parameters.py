@@ -1,6 +1,7 @@
 """LMI generation parameters: their types, ranges and defaults, and what they mean to an engine.
 
-Source: LMI schema v0.31, GenerationParameters with the vLLM and LmiDist tables; contracts/lmi.md sections 3.3 to 3.5.
+Source: LMI schema v0.31, GenerationParameters with the vLLM, LmiDist and TensorRT-LLM tables; contracts/lmi.md
+sections 3.3 to 3.5.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
+
+_CHOICE = (1.0, 0, 1.0)
+"""Temperature, top_k and top_p of sampling where a request leaves them out."""
+_TRTLLM_CHOICE = (1.0, 5, 0.85)
+"""The same on TensorRT-LLM, from the schema's table for sampling."""
 
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
@@ -49,6 +55,8 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
     details_by_default: bool = False
     typical_p: bool = False
     """Locally typical sampling is there (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
+    trtllm: bool = False
+    """The names and defaults of TensorRT-LLM's table."""
     max_sequences: int = 256
     strict: bool = False
     token_logprobs: bool = True
@@ -60,7 +68,7 @@ def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiPara
     Raises:
         InvalidParameter: naming the parameter, its value and what is allowed.
     """
-    read = ParameterReader(values)
+    read = ParameterReader(_without_switch(values) if rules.trtllm else values)
     sequences, candidates = _sequences(read, rules)
     beam_search = _beam_search(read, rules)
     sampling = _sampling(read, rules)
@@ -86,7 +94,12 @@ def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiPara
         output_formatter=read.optional_string("output_formatter"),
         ignored=(),
     )
-    return msgspec.structs.replace(parameters, ignored=_ignored(read, rules))
+    return msgspec.structs.replace(parameters, ignored=_ignored(values, read, rules))
+
+
+def _without_switch(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings."""
+    return {name: value for name, value in values.items() if name != "stop" or not isinstance(value, bool)}
 
 
 def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
@@ -111,22 +124,24 @@ def _beam_search(read: ParameterReader, rules: ParameterRules) -> BeamSearch | N
 
 
 def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameters:
-    temperature = read.number("temperature", 1.0, minimum=0.0)
-    top_k = read.integer("top_k", 0, minimum=-1)
-    top_p = read.number("top_p", 1.0, above=0.0, maximum=1.0)
+    defaults = _TRTLLM_CHOICE if rules.trtllm else _CHOICE
+    temperature = read.number("temperature", defaults[0], minimum=0.0)
+    top_k = read.integer("top_k", defaults[1], minimum=-1)
+    top_p = _top_p(read, rules, defaults[2])
     min_p = read.number("min_p", 0.0, minimum=0.0, maximum=1.0)
     typical_p = read.number("typical_p", 1.0, above=0.0, maximum=1.0)
     max_tokens = _max_tokens(read)
-    min_tokens = read.integer("min_tokens", read.integer("min_new_tokens", 0, minimum=0), minimum=0)
-    if min_tokens > max_tokens:
-        raise InvalidParameter(
-            "min_tokens", f"must not be above the limit on new tokens ({max_tokens}), got {min_tokens}"
-        )
+    min_tokens = _min_tokens(read, rules, max_tokens)
     stop = read.strings("stop_sequences") + read.strings("stop")
+    samples = _samples(read, rules)
+    if rules.trtllm:
+        # TensorRT-LLM has no do_sample, and takes top_k and top_p both 0 as greedy decoding; top_p alone at 0 is off.
+        samples = samples and (top_k > 0 or top_p > 0.0)
+        top_k, top_p = (top_k, top_p or 1.0) if samples else (0, 1.0)
     return SamplingParameters(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=temperature if _samples(read, rules) else 0.0,
+        temperature=temperature if samples else 0.0,
         top_k=max(top_k, 0),
         top_p=top_p,
         min_p=min_p,
@@ -141,10 +156,27 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
         ignore_eos=read.boolean("ignore_eos_token", read.boolean("ignore_eos", False)),
         skip_special_tokens=read.boolean("skip_special_tokens", True),
         spaces_between_special_tokens=read.boolean("spaces_between_special_tokens", True),
-        bad_words=read.strings("bad_words"),
+        bad_words=read.strings("bad_words") + (read.strings("bad_sequences") if rules.trtllm else ()),
         logit_bias=read.logit_bias("logit_bias"),
         allowed_token_ids=read.integers("allowed_token_ids", minimum=0) or None,
     )
+
+
+def _top_p(read: ParameterReader, rules: ParameterRules, default: float) -> float:
+    if rules.trtllm:
+        return read.number("top_p", default, minimum=0.0, maximum=1.0)
+    return read.number("top_p", default, above=0.0, maximum=1.0)
+
+
+def _min_tokens(read: ParameterReader, rules: ParameterRules, max_tokens: int) -> int:
+    name = "min_tokens"
+    min_tokens = read.integer(name, read.integer("min_new_tokens", 0, minimum=0), minimum=0)
+    if rules.trtllm and read.has("min_length"):
+        name = "min_length"
+        min_tokens = read.integer(name, 1, minimum=0)
+    if min_tokens > max_tokens:
+        raise InvalidParameter(name, f"must not be above the limit on new tokens ({max_tokens}), got {min_tokens}")
+    return min_tokens
 
 
 def _max_tokens(read: ParameterReader) -> int:
@@ -164,7 +196,7 @@ def _seed(read: ParameterReader) -> int | None:
     return None if seed == -1 else seed
 
 
-def _ignored(read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
+def _ignored(values: Mapping[str, Any], read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
     unknown = read.unread() - {"stream", "cached_prompt"}
     if unknown and rules.strict:
         name = min(unknown)
@@ -172,4 +204,6 @@ def _ignored(read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
     ignored = sorted(unknown)
     if read.has("typical_p") and not rules.typical_p:
         ignored.append("typical_p")
+    if rules.trtllm and isinstance(values.get("stop"), bool):
+        ignored.append("stop")
     return tuple(ignored)

@@ -21,6 +21,10 @@ class Call:
     content_type: str = ""
     """As sent, parameters included; empty if absent."""
     request_id: str
+    headers: tuple[tuple[str, str], ...] = ()
+    """All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count."""
+    query: tuple[tuple[str, str], ...] = ()
+    """Query parameters, decoded, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,10 @@ class Reply:
 
     status: int
     content_type: str
+    """Empty: the reply has no such header."""
     body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    """Further response headers."""
 
 
 class ContractError(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from handlers.errors import RequestError
 from handlers.meter import Meter
@@ -60,6 +60,8 @@ class Engine(Protocol):
     max_top_tokens: int
     """How many alternatives a token may carry."""
     eos_token_ids: frozenset[int]
+    tokenizer: Any
+    """The model's tokenizer, of Hugging Face's kind; known once it has started."""
 
     async def start(self) -> None:
         """Load the model.

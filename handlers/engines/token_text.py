@@ -9,6 +9,8 @@ from tokenizers.decoders import DecodeStream
 
 from handlers.request import Token
 
+_CONTEXT = 16
+"""Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds."""
 _INVALID_PREFIX = "Invalid prefix encountered"
 """How `tokenizers` begins to say that its stream has lost its place."""
 
@@ -24,12 +26,24 @@ def split_text(
 
     A character that takes several tokens comes whole with the last of them.
     """
+    prompt_ids = decoding_context(tokenizer, prompt_ids, skip_special_tokens)
     fast = getattr(tokenizer, "_tokenizer", None)
     if fast is not None:
         texts = _split_fast(fast, token_ids, skip_special_tokens, prompt_ids)
     else:
         texts = _split_slow(tokenizer, token_ids, skip_special_tokens, prompt_ids)
     return [Token(i, text, None, i in special_ids) for i, text in zip(token_ids, texts, strict=True)]
+
+
+def decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
+    """What of a prompt a decoder has to see in front of the answer: its end, for a token's text may depend on it.
+
+    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
+    character's rest, and then give the prompt as if it were part of the answer.
+    """
+    end = prompt_ids[-_CONTEXT:]
+    text: str = tokenizer.decode(end, skip_special_tokens=skip_special_tokens) if end else ""
+    return () if text.endswith("\ufffd") else end
 
 
 def _split_fast(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:

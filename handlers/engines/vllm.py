@@ -88,13 +88,13 @@ class VllmEngine:
         self._processor, self._core = llm.output_processor, llm.engine_core
         self._input = llm.input_processor
         self._tasks = await llm.get_supported_tasks()
-        self._tokenizer = llm.get_tokenizer()
-        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        self.tokenizer = llm.get_tokenizer()
+        self._special_ids = frozenset(self.tokenizer.all_special_ids)
         self.max_model_len: int = llm.model_config.max_model_len
         vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
-        self._prompts = PromptTokenizer(self._tokenizer, self.max_model_len)
+        self._prompts = PromptTokenizer(self.tokenizer, self.max_model_len)
         self._translator = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
@@ -179,7 +179,7 @@ class VllmEngine:
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
         state = PushedState.from_new_request(
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             request=core_request,
             prompt=None,
             parent_req=None,
@@ -188,7 +188,7 @@ class VllmEngine:
             log_stats=False,
             stream_interval=1,
         )
-        state.attach(request, index, sink, self.meter, self._tokenizer, self._special_ids, core_request)
+        state.attach(request, index, sink, self.meter, self.tokenizer, self._special_ids, core_request)
         # Registered before the first await, so that no output can come before its state.
         self._processor.request_states[core_request.request_id] = state
         self._processor.external_req_ids[request.request_id].append(core_request.request_id)
@@ -207,7 +207,7 @@ class VllmEngine:
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
         """See `Engine.detokenize`."""
-        return split_text(self._tokenizer, token_ids, self._special_ids, skip_special_tokens, prompt_ids)
+        return split_text(self.tokenizer, token_ids, self._special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
         """See `Engine.health`."""

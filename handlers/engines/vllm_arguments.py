@@ -21,6 +21,8 @@ _GIB = 1 << 30
 _SHARE_OF_FREE_MEMORY = 0.3
 """Of the free memory, for the KV cache on a CPU; weights, their copy while loading and activations take the rest."""
 
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
+"""Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
 
@@ -92,7 +94,7 @@ def _parse(settings: ModelSettings) -> dict[str, Any]:
 def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSettings) -> dict[str, Any]:
     source = settings.engine_argument_sources.get(name, f"option.{name}")
     flag = next(option for option in action.option_strings if option.startswith("--"))
-    text = text.strip()
+    text = _LMI_NAMES.get((name, text.strip().lower()), text.strip())
     try:
         if action.nargs == 0:
             arguments = [_switch(flag, text, action)]

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi_parameters import ParameterRules, read_parameters
 from handlers.contracts.protocol import Reply
+from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 from tests.contracts.exchange import MODEL, attempt, call, parse, refusal, request_of
 
@@ -128,6 +130,88 @@ def test_log_probs_are_asked_for_only_where_the_answer_shows_them() -> None:
 def test_truncate_and_typical_p_are_for_the_engine() -> None:
     assert request_of({"inputs": "x", "parameters": {"truncate": 5}}).truncate_prompt_tokens == 5
     assert sampling({"rolling_batch": "lmi-dist"}, typical_p=0.5).typical_p == 0.5
+
+
+TRTLLM = ParameterRules(trtllm=True)
+
+
+def on_trtllm(**parameters: Any) -> SamplingParameters:
+    return read_parameters(parameters, TRTLLM).sampling
+
+
+def test_the_defaults_on_tensorrt_llm_are_thirty_greedy_tokens() -> None:
+    assert on_trtllm() == SamplingParameters(max_tokens=30)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "choice"),
+    [
+        ({"do_sample": True}, (1.0, 5, 0.85)),
+        ({"temperature": 0.5}, (0.5, 5, 0.85)),
+        ({"do_sample": True, "top_k": 0}, (1.0, 0, 0.85)),
+        ({"do_sample": True, "top_p": 1.0}, (1.0, 5, 1.0)),
+        ({"do_sample": True, "top_p": 0}, (1.0, 5, 1.0)),
+        ({"do_sample": True, "temperature": 1.5, "top_k": 7, "top_p": 0.5}, (1.5, 7, 0.5)),
+        ({"do_sample": True, "top_k": 0, "top_p": 0}, (0.0, 0, 1.0)),
+        ({"top_k": 0, "top_p": 0.0, "temperature": 0.7}, (0.0, 0, 1.0)),
+        ({"do_sample": False, "temperature": 0.5, "top_k": 3}, (0.0, 0, 1.0)),
+    ],
+)
+def test_sampling_on_tensorrt_llm_has_its_own_defaults(
+    parameters: dict[str, Any], choice: tuple[float, int, float]
+) -> None:
+    sampling = on_trtllm(**parameters)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == choice
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "meaning"),
+    [
+        ("min_length", 3, "min_tokens", 3),
+        ("min_tokens", 3, "min_tokens", 3),
+        ("bad_sequences", ["a", "b"], "bad_words", ("a", "b")),
+        ("stop", ["a"], "stop", ("a",)),
+        ("stop_sequences", ["a"], "stop", ("a",)),
+        ("presence_penalty", 0.5, "presence_penalty", 0.5),
+        ("frequency_penalty", 0.5, "frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5, "repetition_penalty", 1.5),
+        ("seed", 7, "seed", 7),
+    ],
+)
+def test_tensorrt_llms_names_are_translated(name: str, value: Any, field: str, meaning: Any) -> None:
+    assert getattr(on_trtllm(**{name: value}), field) == meaning
+
+
+def test_length_penalty_on_tensorrt_llm_belongs_to_beam_search() -> None:
+    parameters = read_parameters({"num_beams": 2, "length_penalty": 0.5}, TRTLLM)
+    assert parameters.beam_search == BeamSearch(width=2, length_penalty=0.5)
+
+
+def test_a_boolean_stop_has_no_effect_on_tensorrt_llm_and_is_refused_elsewhere() -> None:
+    parameters = read_parameters({"stop": True}, TRTLLM)
+    assert (parameters.sampling.stop, parameters.ignored) == ((), ("stop",))
+    with pytest.raises(InvalidParameter, match="`stop` must be a list of strings, got true"):
+        read_parameters({"stop": True}, ParameterRules())
+
+
+@pytest.mark.parametrize("name", ["min_length", "bad_sequences"])
+def test_names_of_tensorrt_llm_are_unknown_elsewhere(name: str) -> None:
+    assert read_parameters({name: 1}, ParameterRules()).ignored == (name,)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"min_length": 31}, "`min_length` must not be above the limit on new tokens (30), got 31"),
+        ({"bad_sequences": [1]}, "`bad_sequences` must be a list of strings, got [1]"),
+        ({"top_p": -0.1}, "`top_p` must be at least 0, got -0.1"),
+        ({"n": 2, "top_k": 0, "top_p": 0}, "`n` above 1 needs sampling"),
+    ],
+)
+def test_a_bad_parameter_is_refused_on_tensorrt_llm_too(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        read_parameters(parameters, TRTLLM)
+    assert refused.value.message.startswith(message)
 
 
 def test_unknown_parameters_and_fields_are_ignored_and_noted() -> None:

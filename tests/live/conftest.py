@@ -34,17 +34,28 @@ def engine_options(sample_model: Path) -> dict[str, object]:
     return {"model_id": sample_model, **ENGINE}
 
 
+@pytest.fixture(scope="session", params=["lmi-dist", "scheduler"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """Each rolling-batch engine in turn; vLLM as LMI's lmi-dist, which has all parameters."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """A server as LMI's lmi-dist, which has all parameters; the default formatter."""
-    with serving(tmp_path_factory.mktemp("server"), rolling_batch="lmi-dist", **engine_options) as running:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    """A server with the default formatter."""
+    with serving(tmp_path_factory.mktemp("server"), rolling_batch=engine, **engine_options) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def tgi_server(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+def tgi_server(
+    tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
+) -> Iterator[Server]:
     """A server in TGI's clothes."""
-    with serving(tmp_path_factory.mktemp("tgi"), tgi_compat="true", **engine_options) as running:
+    with serving(tmp_path_factory.mktemp("tgi"), rolling_batch=engine, tgi_compat="true", **engine_options) as running:
         yield running
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -117,6 +118,31 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.returncode
+
+
+@contextlib.contextmanager
+def serving_copy(
+    fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
+) -> Iterator[Server]:
+    """A server for a copy of a model directory; `properties` are lines without `option.`."""
+    server = start_copy(fixture, directory, environment, properties, **options)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def start_copy(
+    fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
+) -> Server:
+    """A server that has just been started for a copy of a model directory."""
+    model_dir = directory / "model"
+    shutil.copytree(fixture, model_dir, ignore=shutil.ignore_patterns("__pycache__"))
+    write_model(model_dir, **options)
+    with (model_dir / "serving.properties").open("a") as file:
+        file.write(properties + "\n")
+    return Server(model_dir, directory / "server.log", environment or {})
 
 
 @contextlib.contextmanager

@@ -219,7 +219,6 @@ def test_tgi_answers_have_details_by_default(tgi_server: Server) -> None:
 
 BAD = [
     ({"inputs": "x", "parameters": {"temperature": -1}}, "`temperature` must be at least 0"),
-    ({"inputs": "x", "parameters": {"temperature": 3, "do_sample": True}}, "temperature"),
     ({"inputs": "x", "parameters": {"stop_token_ids": [10**9]}}, "vocabulary"),
     ({"inputs": "x", "parameters": {"logit_bias": {"999999": 1}}}, "vocabulary"),
     ({"inputs": "x", "parameters": {"top_n_tokens": 500, "details": True}}, "`top_n_tokens` must be at most"),
@@ -227,7 +226,6 @@ BAD = [
     ({"inputs": "x " * 3000}, "the prompt has"),
     ({"inputs": "x " * 1_000_000}, "the prompt has 2000000 characters"),
     ({"inputs": 5}, "`inputs` must be a string"),
-    ({"inputs": "x", "parameters": {"allowed_token_ids": list(range(2000))}}, "at most 1024 token ids"),
     (
         {"inputs": "x", "parameters": {"bad_words": [f"word{i} " * 60 for i in range(20)]}},
         "`bad_words` must have at most",
@@ -235,6 +233,10 @@ BAD = [
     ({"inputs": "x", "parameters": {"n": 32, "do_sample": True, "best_of": 33}}, "`best_of` must be at most"),
     ({"inputs": "x", "parameters": {"top_k": 10**30}}, "`top_k` must be"),
     ({"inputs": "x", "parameters": {"seed": 10**30}}, "`seed` must be"),
+]
+BAD_FOR_VLLM = [
+    ({"inputs": "x", "parameters": {"temperature": 3, "do_sample": True}}, "temperature"),
+    ({"inputs": "x", "parameters": {"allowed_token_ids": list(range(2000))}}, "at most 1024 token ids"),
 ]
 
 
@@ -246,6 +248,18 @@ def test_bad_requests_are_424_and_say_what_was_wrong(
     response = server.client.post("/invocations", json=document | {"stream": stream})
     assert response.status_code == 424
     assert response.headers["content-type"] == "application/json"
+    assert message in response.json()["error"]
+
+
+@pytest.mark.parametrize(("document", "message"), BAD_FOR_VLLM)
+def test_what_vllm_alone_cannot_do_is_refused_by_it_alone(
+    server: Server, engine: str, document: dict[str, Any], message: str
+) -> None:
+    response = server.client.post("/invocations", json=document)
+    if engine == "scheduler":
+        assert response.status_code == 200
+        return
+    assert response.status_code == 424
     assert message in response.json()["error"]
 
 

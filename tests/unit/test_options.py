@@ -17,7 +17,6 @@ from container.option_parsers import (
     HEADER_NAME,
     HTTP_ERROR,
     MODEL_NAME,
-    QUANTIZATION,
     SECONDS,
     TEXT,
     Parser,
@@ -57,8 +56,6 @@ ALL_OPTIONS = (*options.MODEL_OPTIONS, *server_options.SERVER_OPTIONS)
         (DTYPE, "bfloat16", "bfloat16"),
         (DTYPE, "half", "float16"),
         (DTYPE, "auto", "auto"),
-        (QUANTIZATION, "bitsandbytes8", "bitsandbytes"),
-        (QUANTIZATION, "awq", "awq"),
         (choice(("json", "sse")), "Json", "json"),
         (TEXT, " a b ", "a b"),
         (MODEL_NAME, "my-model_1.0", "my-model_1.0"),
@@ -96,7 +93,6 @@ def test_a_parser_takes_what_it_allows(parser: Parser, text: str, expected: Any)
         (DTYPE, "int8"),
         (DTYPE, "fp8"),
         (TEXT, " "),
-        (QUANTIZATION, ""),
         (MODEL_NAME, "a/b"),
         (HTTP_ERROR, "200"),
         (HEADER_NAME, "a b"),
@@ -141,7 +137,11 @@ def defaults(settings: type) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("option", "settings"),
     [
-        *((option, ModelSettings) for option in options.SERVED if option.field not in (None, "model_id")),
+        *(
+            (option, ModelSettings)
+            for option in options.SERVED
+            if option.field not in (None, "model_id", "stop_sequence")
+        ),
         *((option, ServerSettings) for option in server_options.SERVED),
     ],
     ids=lambda parameter: getattr(parameter, "key", None),

@@ -9,11 +9,11 @@ import pytest
 
 from handlers.contracts.lmi import LmiContract
 from handlers.contracts.protocol import ContractError, Reply
+from handlers.engine_handler import EngineHandler
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.rolling_batch import RollingBatchHandler
 from tests.contracts.exchange import MODEL, call
 
 pytestmark = pytest.mark.asyncio
@@ -101,15 +101,15 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def handler(engine: ScriptedEngine) -> RollingBatchHandler:
-    return RollingBatchHandler(engine, limit=4)
+def handler(engine: ScriptedEngine) -> EngineHandler:
+    return EngineHandler(engine, limit=4)
 
 
 CONTRACT = LmiContract(MODEL)
 
 
 async def test_a_place_is_taken_while_a_call_runs_and_free_after(
-    handler: RollingBatchHandler, engine: ScriptedEngine
+    handler: EngineHandler, engine: ScriptedEngine
 ) -> None:
     writer = Writer()
     running = await handler.handle(CONTRACT, call({"inputs": "x"}), writer)
@@ -121,7 +121,7 @@ async def test_a_place_is_taken_while_a_call_runs_and_free_after(
     assert [reply.body for reply in writer.replies] == [b'{"generated_text": "y"}']
 
 
-async def test_sequences_count_and_what_does_not_fit_is_refused(handler: RollingBatchHandler) -> None:
+async def test_sequences_count_and_what_does_not_fit_is_refused(handler: EngineHandler) -> None:
     sampling = {"do_sample": True}
     await handler.handle(CONTRACT, call({"inputs": ["a", "b", "c"]}), Writer())
     with pytest.raises(ContractError) as full:
@@ -136,7 +136,7 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(handler: Rolling
 
 @pytest.mark.parametrize("failure", [GenerationFailed("no"), ZeroDivisionError("a bug")])
 async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
-    handler: RollingBatchHandler, engine: ScriptedEngine, failure: Exception
+    handler: EngineHandler, engine: ScriptedEngine, failure: Exception
 ) -> None:
     engine.failures[1] = failure
     with pytest.raises((ContractError, ZeroDivisionError)):
@@ -146,7 +146,7 @@ async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
 
 
 async def test_a_call_is_answered_once_when_the_engine_dies_while_it_is_submitted(
-    handler: RollingBatchHandler, engine: ScriptedEngine
+    handler: EngineHandler, engine: ScriptedEngine
 ) -> None:
     engine.failures[1] = EngineDead()
     writer = Writer()
@@ -156,7 +156,7 @@ async def test_a_call_is_answered_once_when_the_engine_dies_while_it_is_submitte
 
 
 async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
-    handler: RollingBatchHandler, engine: ScriptedEngine
+    handler: EngineHandler, engine: ScriptedEngine
 ) -> None:
     writer = Writer()
     await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), writer)
@@ -169,7 +169,7 @@ async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
 
 
 async def test_a_stream_that_fails_midway_ends_with_the_error_record(
-    handler: RollingBatchHandler, engine: ScriptedEngine
+    handler: EngineHandler, engine: ScriptedEngine
 ) -> None:
     writer = Writer()
     await handler.handle(CONTRACT, call({"inputs": "x", "stream": True}), writer)

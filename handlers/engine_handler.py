@@ -1,13 +1,15 @@
-"""Continuous batching: each call goes to the engine at once, which batches by itself."""
+"""From a call to an engine and back: each call goes to the engine at once, which batches by itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.engines.protocol import Engine, Generation
-from handlers.errors import InvalidRequest, Overloaded, RequestError
+from handlers.errors import GenerationFailed, InvalidRequest, Overloaded, RequestError
+from handlers.formatter_thread import FormatterThread
 from handlers.reply import ReplyWriter, Running
 from handlers.request import GenerationRequest, TokenDelta
 
@@ -17,7 +19,7 @@ _SUBMITS_PER_TURN = 16
 """After so many prompts of one call others get their turn on the event loop."""
 
 
-class RollingBatchHandler:
+class EngineHandler:
     """Serves one model through one engine.
 
     At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
@@ -28,16 +30,20 @@ class RollingBatchHandler:
         self._limit = limit
         self.open_sequences = 0
 
-    async def handle(self, contract: Contract, call: Call, writer: ReplyWriter) -> Running:
+    async def handle(
+        self, contract: Contract, call: Call, writer: ReplyWriter, thread: FormatterThread | None = None
+    ) -> Running:
         """Answer a call through `writer`; returns what cancels it.
+
+        `thread`: where the contract runs, if it is one that may block.
 
         Raises:
             ContractError: the call was refused before inference; the error holds the reply.
         """
-        exchange = contract.parse(call)
+        exchange = contract.parse(call) if thread is None else await thread.run(partial(contract.parse, call))
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
-        delivery = _Delivery(self, exchange, writer)
+        delivery = _Delivery(self, exchange, writer, thread)
         try:
             await delivery.submit()
         except RequestError as error:
@@ -66,6 +72,17 @@ class RollingBatchHandler:
         self.open_sequences += sequences
 
 
+class ContractHandler:
+    """One contract on one engine; see `handlers.reply.Handler`."""
+
+    def __init__(self, handler: EngineHandler, contract: Contract, thread: FormatterThread | None = None) -> None:
+        self._handler, self._contract, self._thread = handler, contract, thread
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        """See `Handler.handle`."""
+        return await self._handler.handle(self._contract, call, writer, self._thread)
+
+
 def _sequences(request: GenerationRequest) -> int:
     """How many sequences a prompt has in the engine at a time."""
     return request.beam_search.width if request.beam_search is not None else request.candidates
@@ -74,10 +91,15 @@ def _sequences(request: GenerationRequest) -> int:
 class _Delivery:
     """One call on its way: passes deltas to the answer, and the answer's bytes to the writer."""
 
-    __slots__ = ("_answer", "_closed", "_exchange", "_generations", "_handler", "_held", "_open", "_started", "_writer")
+    __slots__ = (
+        *("_answer", "_closed", "_exchange", "_generations", "_handler", "_held", "_open", "_started", "_thread"),
+        "_writer",
+    )
 
-    def __init__(self, handler: RollingBatchHandler, exchange: Exchange, writer: ReplyWriter) -> None:
-        self._handler, self._exchange, self._writer = handler, exchange, writer
+    def __init__(
+        self, handler: EngineHandler, exchange: Exchange, writer: ReplyWriter, thread: FormatterThread | None
+    ) -> None:
+        self._handler, self._exchange, self._writer, self._thread = handler, exchange, writer, thread
         self._answer = exchange.answer
         self._generations: list[Generation] = []
         self._open = len(exchange.requests)
@@ -106,7 +128,21 @@ class _Delivery:
     def deliver(self, prompt: int, delta: TokenDelta) -> None:
         if self._closed:
             return
-        data = self._answer.feed(prompt, delta)
+        if self._thread is None:
+            self._send(prompt, delta, self._answer.feed(prompt, delta))
+        else:
+            self._thread.submit(partial(self._answer.feed, prompt, delta), partial(self._formatted, prompt, delta))
+
+    def _formatted(self, prompt: int, delta: TokenDelta, outcome: bytes | BaseException) -> None:
+        if isinstance(outcome, bytes):
+            self._send(prompt, delta, outcome)
+        else:
+            error = outcome if isinstance(outcome, RequestError) else GenerationFailed(f"internal error: {outcome}")
+            self.fail(error)
+
+    def _send(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
+        if self._closed:
+            return
         if delta.last:
             self._open -= 1
             self._release(_sequences(self._exchange.requests[prompt]))

@@ -1,0 +1,92 @@
+"""The settings of a customer's handler: `HandlerSettings`, and the properties that its first call sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from container import options
+from container.handler_options import OPTIONS, assignments
+from container.properties import Value
+from container.resolution import Resolution, SettingEntry
+from container.setting_sources import Sources
+from handlers.model_settings import HandlerSettings
+
+_BY_DEVICE = {"min_workers": "minWorkers", "max_workers": "maxWorkers"}
+_TRUE = frozenset({"true", "1", "yes", "on"})
+
+
+def handler_settings(
+    sources: Sources, entry_point: str, model: Mapping[str, Any], found: Resolution
+) -> HandlerSettings | None:
+    """The handler's settings; None where something is wrong with them, which is then among the problems."""
+    layer = _for_this_device(sources.model)
+    problems = len(found.problems)
+    fields: dict[str, Any] = {
+        option.field: found.take(option, layer, sources.variables) for option in OPTIONS if option.field
+    }
+    fields["rolling_batch"] = _rolling_batch(sources.model)
+    _record_others(sources.model, found)
+    if len(found.problems) > problems:
+        return None
+    fields["environment"] = assignments(fields["environment"]) if fields["environment"] else {}
+    fields["max_workers"] = _most_workers(fields, layer, found)
+    fields["python_executable"] = _executable(fields["python_executable"], found)
+    offline = sources.variables.get("DJL_OFFLINE")
+    return HandlerSettings(
+        entry_point=entry_point,
+        properties=_properties(sources, model),
+        offline=offline is not None and offline.text.strip().lower() in _TRUE,
+        **fields,
+    )
+
+
+def _for_this_device(layer: Mapping[str, Value]) -> dict[str, Value]:
+    """`gpu.minWorkers` and the like go before `minWorkers` on such a machine (lmi.md 2.10)."""
+    device = "gpu" if os.path.exists("/dev/nvidia0") else "cpu"
+    own = {key: layer[f"{device}.{key}"] for key in _BY_DEVICE.values() if f"{device}.{key}" in layer}
+    return {**layer, **own}
+
+
+def _rolling_batch(layer: Mapping[str, Value]) -> bool:
+    """A handler that the settings give a rolling batch is called with all active requests (lmi.md 7.7)."""
+    value = layer.get("option.rolling_batch")
+    return value is not None and value.text.strip().lower() != "disable"
+
+
+def _most_workers(fields: Mapping[str, Any], layer: Mapping[str, Value], found: Resolution) -> int:
+    least, most = fields["min_workers"], fields["max_workers"]
+    if "maxWorkers" in layer and most < least:
+        found.warnings.append(f"maxWorkers ({layer['maxWorkers'].source}) is below minWorkers: {least} run")
+    return int(max(least, most))
+
+
+def _executable(text: Any, found: Resolution) -> str | None:
+    if text is None:
+        return None
+    path = shutil.which(str(text))
+    if path is None:
+        found.problems.append(f'option.pythonExecutable is "{text}": there is no such program')
+    return path
+
+
+def _record_others(layer: Mapping[str, Value], found: Resolution) -> None:
+    recorded = {entry.name for entry in found.entries}
+    for key, value in layer.items():
+        known = options.BY_KEY.get(key)
+        if key not in recorded and (known is None or known.key not in recorded):
+            found.entries.append(SettingEntry(key, value.text, value.source, "for the handler"))
+
+
+def _properties(sources: Sources, model: Mapping[str, Any]) -> dict[str, str]:
+    """What LMI tells a handler: every setting of the model, without `option.` (lmi.md 7.1)."""
+    properties = {key.removeprefix(options.PREFIX): value.text for key, value in sources.model.items()}
+    named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
+    if named and model["model_id"] is not None:
+        properties["model_id"] = model["model_id"]
+    for variable in ("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE"):
+        if variable in sources.variables:
+            properties.setdefault(variable.lower(), sources.variables[variable].text)
+    return properties

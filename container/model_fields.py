@@ -1,0 +1,187 @@
+"""The fields of `ModelSettings`: of an engine's model, or of a customer's handler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from container import custom_code, options
+from container import model_location as location
+from container.handler_fields import handler_settings
+from container.handler_options import ENTRY_POINT, FUNCTION
+from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
+from container.masking import HIDDEN, quoted
+from container.model_name import set_model
+from container.option import Option
+from container.properties import Value
+from container.resolution import Resolution, SettingEntry
+from container.setting_sources import Sources
+
+_FORMATTERS = ("json", "jsonlines", "sse")
+_FOR_HANDLERS = frozenset({"batch_size", "max_batch_delay", "option.predict_timeout", "option.model_loading_timeout"})
+"""What a custom handler's model shares with an engine's."""
+
+
+def model_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
+    """Fill the fields of `ModelSettings`; what is wrong is added to `found.problems`."""
+    function = str(found.take(FUNCTION, sources.model) or FUNCTION.default)
+    code = custom_code.find_code(sources.model_dir, function)
+    entry_point = _entry_point(sources, code, found)
+    if entry_point is not None:
+        return _with_handler(sources, entry_point, found)
+    return _with_engine(sources, code, found)
+
+
+def _entry_point(sources: Sources, code: custom_code.Code | None, found: Resolution) -> str | None:
+    """The handler's file or module; None where an engine serves."""
+    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
+    text = found.take(ENTRY_POINT, sources.model, sources.variables)
+    if text is None or given is None:
+        return str(code.path) if code is not None and (code.has_handler or not _engine_has_model(sources)) else None
+    name = str(text)
+    if name in custom_code.BUILT_IN or name in custom_code.FORMER:
+        _use_built_in(name, given, sources, found)
+        return None
+    try:
+        return custom_code.entry_point(name, sources.model_dir)
+    except custom_code.CodeNotFound as error:
+        found.problems.append(f'{ENTRY_POINT.key} is "{name}" ({given.source}): {error}')
+        return None
+
+
+def _engine_has_model(sources: Sources) -> bool:
+    named = "option.model_id" in sources.model or "HF_MODEL_ID" in sources.variables
+    return named or location.has_model(sources.model_dir)
+
+
+def _use_built_in(name: str, given: Value, sources: Sources, found: Resolution) -> None:
+    if name in custom_code.FORMER:
+        found.warnings.append(f"{ENTRY_POINT.key} is {name} ({given.source}): option.rolling_batch chooses the engine")
+    if name == "djl_python.tensorrt_llm":
+        sources.model.setdefault("option.rolling_batch", Value("trtllm", given.source))
+
+
+def _with_handler(sources: Sources, entry_point: str, found: Resolution) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model_dir": sources.model_dir}
+    for option in options.SERVED:
+        if option.key in _FOR_HANDLERS and option.field is not None:
+            fields[option.field] = found.take(option, sources.model, sources.variables)
+    set_model(sources, fields, found, required=False)
+    fields["handler"] = handler_settings(sources, entry_point, fields, found)
+    return fields
+
+
+def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolution) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model_dir": sources.model_dir, "engine_arguments": {}, "engine_argument_sources": {}}
+    for option in options.SERVED:
+        value = found.take(option, sources.model, sources.variables)
+        if option.field is not None:
+            fields[option.field] = value
+        elif option.argument is not None and value is not None:
+            _add_argument(fields, option.argument, str(value), _source(option, sources.model))
+    _set_batching(sources, fields, found)
+    _set_formatters(sources, fields, code, found)
+    for option in (*options.NOT_SERVED, options.ENGINE_ASYNC_MODE):
+        found.take(option, sources.model, sources.variables)
+    _take_leftovers(sources, fields, found)
+    _take_others(sources, fields, found)
+    _set_tensor_parallel(fields)
+    set_model(sources, fields, found, required=True)
+    if "HF_TOKEN" in sources.variables:
+        found.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
+    return fields
+
+
+def _set_batching(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
+    """A batch size chooses dynamic batch, whatever the engine is (lmi.md 2.8)."""
+    fields["stop_sequences"] = _stop_sequences(fields.pop("stop_sequence", None))
+    if (fields["batch_size"] or 1) > 1 and fields["rolling_batch"] != "disable":
+        given = sources.model.get("option.rolling_batch")
+        if given is not None and given.text.strip().lower() != "auto":
+            found.warnings.append(
+                f"batch_size above 1 goes before option.rolling_batch ({given.source}): dynamic batch"
+            )
+        fields["rolling_batch"] = "disable"
+        source = next(sources.model[key].source for key in _keys("batch_size") if key in sources.model)
+        found.replace(SettingEntry("option.rolling_batch", "disable", source, "dynamic batch"))
+    if fields["rolling_batch"] == "disable":
+        if fields["enable_streaming"] not in (None, "false") and (fields["batch_size"] or 1) > 1:
+            found.problems.append("option.enable_streaming is on, but batch_size is above 1: give one of them")
+        return
+    for key in ("max_batch_delay", "option.enable_streaming", "option.stop_sequence"):
+        given = sources.model.get(key)
+        if given is not None and given.text.strip().lower() != "false":
+            found.warnings.append(f"{key} ({given.source}) is ignored: it belongs to dynamic batch")
+
+
+def _keys(key: str) -> tuple[str, ...]:
+    option = options.BY_KEY[key]
+    return (option.key, *option.aliases)
+
+
+def _stop_sequences(text: str | None) -> tuple[str, ...]:
+    return tuple(json.loads(text)) if text else ()
+
+
+def _set_formatters(sources: Sources, fields: dict[str, Any], code: custom_code.Code | None, found: Resolution) -> None:
+    if code is not None:
+        fields["formatters"] = code.path
+    name = fields["output_formatter"]
+    if name is None or name in _FORMATTERS:
+        return
+    if code is None:
+        given = sources.model["option.output_formatter"]
+        found.problems.append(
+            f"option.output_formatter is {quoted('', given.text)} ({given.source}): not served by this version of "
+            f"Slipway; allowed: json, jsonlines, sse, or a function of model.py, which is not in the model directory"
+        )
+    fields["formatter_function"], fields["output_formatter"] = name, None
+
+
+def _take_leftovers(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
+    arguments = {option.key for option in ENGINE_LEFTOVERS.get(fields["rolling_batch"] or "", ())}
+    for option in LEFTOVERS:
+        if option.key not in arguments:
+            found.take(option, sources.model, sources.variables)
+        elif (value := sources.model.get(option.key)) is not None:
+            _pass_on(option.key, value, fields, found)
+    for option in options.HANDLER:
+        value = sources.model.get(option.key)
+        if option in (ENTRY_POINT, FUNCTION) or option.key == options.ENGINE_ASYNC_MODE.key or value is None:
+            continue
+        if value.text.strip() != option.default:
+            found.ignore(option.key, value, "it belongs to custom handlers, and the model has none")
+
+
+def _take_others(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
+    """What Slipway does not know: `option.<name>` is the engine's, anything else goes nowhere."""
+    for key, value in sources.model.items():
+        if key in options.BY_KEY:
+            continue
+        name = key.removeprefix(options.PREFIX)
+        if name and name != key:
+            _pass_on(key, value, fields, found)
+            continue
+        meant = f"{options.PREFIX}{key}"
+        hint = f"; {meant} is meant" if meant in options.BY_KEY else "; options of the engine start with option."
+        found.ignore(key, value, f"the model has no such setting{hint}")
+
+
+def _pass_on(key: str, value: Value, fields: dict[str, Any], found: Resolution) -> None:
+    _add_argument(fields, key.removeprefix(options.PREFIX), value.text, value.source)
+    found.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
+
+
+def _source(option: Option, layer: Mapping[str, Value]) -> str:
+    return next(layer[key].source for key in (option.key, *option.aliases) if key in layer)
+
+
+def _add_argument(fields: dict[str, Any], name: str, text: str, source: str) -> None:
+    fields["engine_arguments"][name] = text
+    fields["engine_argument_sources"][name] = source
+
+
+def _set_tensor_parallel(fields: dict[str, Any]) -> None:
+    if fields["tensor_parallel_degree"] == "max":
+        fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True

@@ -1,0 +1,74 @@
+"""Answers of handlers in async mode (contracts/lmi.md section 7.1)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+from djl_python.outputs import Output
+
+
+def create_non_stream_output(
+    data: str | Mapping[str, Any],
+    properties: Mapping[str, Any] | None = None,
+    error: str | None = None,
+    code: int | None = None,
+) -> Output:
+    """The whole answer. A mapping is written as JSON, and a line feed added; properties become headers."""
+    return _create_output(data, True, "application/json", properties or {}, error, code)
+
+
+def create_stream_chunk_output(
+    data: str | Mapping[str, Any], last_chunk: bool, error: str | None = None, code: int | None = None
+) -> Output:
+    """One chunk of an answer. A mapping is written as JSON, and a line feed added."""
+    return _create_output(data, last_chunk, "application/jsonlines", {}, error, code)
+
+
+async def handle_streaming_response(
+    response: AsyncIterator[Any],
+    stream_output_formatter: Callable[..., Any],
+    accumulate_chunks: bool = False,
+    **kwargs: Any,
+) -> AsyncGenerator[Output, None]:
+    """Each chunk of `response` as an Output, up to the one that the formatter calls the last.
+
+    The formatter is called with a chunk and `kwargs` and returns `(text, last)`; with `accumulate_chunks` it is also
+    given `history` and returns `(text, last, history)`. When it fails, a last chunk with status 424 says so.
+    """
+    history: Any = []
+    async for chunk in response:
+        try:
+            if accumulate_chunks:
+                data, last, history = stream_output_formatter(chunk, history=history, **kwargs)
+            else:
+                data, last = stream_output_formatter(chunk, **kwargs)
+        except Exception as error:
+            logging.exception("The formatter of the streamed answer failed")
+            yield create_stream_chunk_output("", True, error=str(error), code=424)
+            return
+        yield create_stream_chunk_output(data, last)
+        if last:
+            return
+
+
+def _create_output(
+    data: str | Mapping[str, Any],
+    last: bool,
+    content_type: str,
+    properties: Mapping[str, Any],
+    error: str | None,
+    code: int | None,
+) -> Output:
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    chunk: dict[str, Any] = {"data": text + "\n", "last": last}
+    if error:
+        chunk["error"] = error
+    if code:
+        chunk["code"] = code
+    output = Output().add_property("Content-Type", content_type)
+    for name, value in properties.items():
+        output.add_property(name, value)
+    return output.add(Output.binary_encode(chunk))

@@ -1,0 +1,88 @@
+"""Bodies of text formats, images and MessagePack. What is wrong with a body is said in a ValueError."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+from djl_python.lazy_import import require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Body = bytes | bytearray
+
+
+def read_text(body: Body) -> str:
+    """UTF-8 text."""
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The body is not UTF-8: byte 0x{body[error.start]:02x} at {error.start}") from error
+
+
+def read_json(body: Body) -> Any:
+    """One JSON document."""
+    return _parse_json(read_text(body), "The body")
+
+
+def read_json_lines(body: Body) -> Any:
+    """A list of documents, one a line, blank lines ignored. A single document, on however many lines, is itself."""
+    text = read_text(body)
+    try:
+        return _parse_json(text, "The body")
+    except ValueError:
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        if len(lines) < 2:
+            raise
+    return [_parse_json(line, f"Line {number} of the body") for number, line in lines]
+
+
+def _parse_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{what} is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON: {error}") from error
+
+
+def read_csv(body: Body) -> list[dict[str, str]]:
+    """Rows by the names of the header."""
+    try:
+        return list(csv.DictReader(io.StringIO(read_text(body).removeprefix("\ufeff"), newline="")))
+    except csv.Error as error:
+        raise ValueError(f"The body is not CSV: {error}") from error
+
+
+def read_msgpack(body: Body) -> Any:
+    """One MessagePack document, by `msgpack` or else by `msgspec`."""
+    try:
+        msgpack = require("msgpack", "a MessagePack body")
+    except ImportError:
+        return _read_msgpack_with_msgspec(body)
+    try:
+        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise ValueError(f"The body is not MessagePack: {error}") from error
+
+
+def _read_msgpack_with_msgspec(body: Body) -> Any:
+    msgspec = require("msgspec", "a MessagePack body", "msgpack (or msgspec)")
+    try:
+        return require("msgspec.msgpack", "a MessagePack body").decode(body)
+    except (ValueError, RecursionError, TypeError, msgspec.MsgspecError) as error:
+        raise ValueError(f"The body is not MessagePack: {error}") from error
+
+
+def read_image(body: Body) -> Image:
+    """A Pillow image. Decoded now: Pillow would otherwise report a broken image only when its pixels are used."""
+    pillow = require("PIL.Image", "an image body", "Pillow")
+    try:
+        image: Image = pillow.open(io.BytesIO(body))
+        image.load()
+    except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+        raise ValueError(f"The body is not an image that can be read: {error}") from error
+    return image

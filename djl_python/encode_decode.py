@@ -1,0 +1,135 @@
+"""Bodies by content type: what came in, and what goes out (contracts/lmi.md sections 3.1 and 5.3)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from djl_python.content_types import Kind, kind_of
+from djl_python.inputs import Input
+from djl_python.lazy_import import require
+from djl_python.outputs import Output
+
+_CSV_HEADERS = ("question", "context", "inputs")
+
+
+def decode(inputs: Input, content_type: str | None, key: str | None = None, require_csv_headers: bool = True) -> Any:
+    """The request's document: JSON as it is, other content as `{"inputs": ...}`.
+
+    Raises:
+        KeyError: there is nothing under the key.
+        ValueError: the body is broken.
+        ImportError: the package that reads such a body is not installed.
+    """
+    match kind_of(content_type):
+        case Kind.UNKNOWN:
+            return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
+        case Kind.JSON:
+            return inputs.get_as_json(key=key)
+        case Kind.JSON_LINES:
+            return inputs.get_as_json_lines(key=key)
+        case Kind.MSGPACK:
+            return inputs.get_as_msgpack(key=key)
+        case Kind.CSV:
+            which = {"key": key} if key else {}
+            return decode_csv(inputs, require_headers=require_csv_headers, **which)
+        case Kind.PLAIN:
+            return {"inputs": [inputs.get_as_string(key=key)]}
+        case Kind.FORM:
+            return {"inputs": inputs.get_as_string(key=key)}
+        case Kind.IMAGE:
+            return {"inputs": inputs.get_as_image(key=key)}
+        case Kind.NPZ:
+            return {"inputs": inputs.get_as_npz(key=key)}
+        case Kind.ND_LIST | Kind.NPY:
+            return {"inputs": inputs.get_as_numpy(key=key)}
+        case _:
+            return {"inputs": inputs.get_as_bytes(key=key)}
+
+
+def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
+    """Adds a prediction in the form that the client accepts; NDList where it is none of JSON, CSV and npz.
+
+    Raises:
+        ValueError, TypeError: the prediction cannot be written in that form.
+    """
+    match kind_of(content_type):
+        case Kind.UNKNOWN | Kind.JSON:
+            outputs.add_as_json(prediction, key=key)
+            outputs.add_property("Content-Type", "application/json")
+        case Kind.CSV:
+            outputs.add_as_string(encode_csv(prediction), key=key)
+            outputs.add_property("Content-Type", "text/csv")
+        case Kind.NPZ:
+            outputs.add_as_npz(prediction, key=key)
+            outputs.add_property("Content-Type", "tensor/npz")
+        case _:
+            outputs.add_as_numpy(prediction, key=key)
+            outputs.add_property("Content-Type", "tensor/ndlist")
+
+
+def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
+    """CSV as `{"inputs": [...]}`; without a header, as a two-dimensional array of numbers.
+
+    With a header, the column `inputs` alone is taken if there is one, else whole rows.
+
+    Raises:
+        ValueError: the header names no column that is needed, or what should be a number is none.
+    """
+    text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
+    if not require_headers:
+        return _numbers(text)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if not any(wanted in name.lower() for name in reader.fieldnames or () for wanted in _CSV_HEADERS):
+        raise ValueError(
+            "You need to provide the correct CSV with Header columns to use it with the default handler: "
+            f"one of {', '.join(_CSV_HEADERS)}"
+        )
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(f"The body is not CSV: {error}") from error
+    return {"inputs": [row["inputs"] for row in rows] if "inputs" in (reader.fieldnames or ()) else rows}
+
+
+def encode_csv(content: Any) -> str:
+    """CSV of a list of mappings, which a header with all their keys precedes, or of rows of values.
+
+    Raises:
+        ValueError: the content is neither.
+    """
+    rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
+    if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
+        raise ValueError(f"CSV needs rows, not {type(content).__name__}")
+    rows = list(rows)
+    stream = io.StringIO(newline="")
+    if all(isinstance(row, Mapping) for row in rows):
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        writer = csv.DictWriter(stream, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        csv.writer(stream, lineterminator="\n").writerows(_row(row) for row in rows)
+    return stream.getvalue()
+
+
+def _row(row: Any) -> Sequence[Any]:
+    if isinstance(row, Mapping):
+        raise ValueError("CSV needs rows that are all mappings, or none")
+    return row if isinstance(row, (list, tuple)) else [row]
+
+
+def _numbers(text: str) -> Any:
+    numpy = require("numpy", "CSV without a header")
+    rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    if not rows or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError("The CSV body has no rows, or rows of different length")
+    try:
+        numbers = numpy.array([[float(cell) for cell in row] for row in rows])
+    except ValueError as error:
+        raise ValueError("CSV contains non-numeric data. Please provide numeric data only.") from error
+    if numpy.isnan(numbers).any():
+        raise ValueError("CSV contains non-numeric data. Please provide numeric data only.")
+    return numbers

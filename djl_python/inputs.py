@@ -1,0 +1,195 @@
+"""What a handler is called with: properties, and content read as the handler wants it.
+
+Source: contracts/lmi.md section 7.2.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from djl_python import wire
+from djl_python.body_readers import read_csv, read_image, read_json, read_json_lines, read_msgpack, read_text
+from djl_python.content_types import Kind, kind_of
+from djl_python.np_util import from_nd_list, from_npz
+from djl_python.pair_list import PairList
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+_INDEX = slice(6, 9)
+_NAME = slice(10, None)
+
+
+class Input:
+    """A request, several batched requests, or, when it has no content, the call that initializes a handler."""
+
+    def __init__(self) -> None:
+        self.function_name: str | None = None
+        self.properties: dict[str, Any] = {}
+        self.content = PairList()
+
+    def __str__(self) -> str:
+        lines = [f"{key}: {self.get_data(key)}" for key in self.content.get_keys()]
+        return "\n".join([f"properties: {self.properties}", *lines])
+
+    def get_function_name(self) -> str | None:
+        """The handler function that is to be called."""
+        return self.function_name
+
+    def get_properties(self) -> dict[str, Any]:
+        """Headers and attributes of a request; the model's configuration in the initializing call."""
+        return self.properties
+
+    def get_property(self, key: str) -> Any:
+        """A property, whatever its case; None if there is none."""
+        return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
+
+    def get_content(self) -> PairList:
+        """The content entries; the body of a request is `data`."""
+        return self.content
+
+    def contains_key(self, key: str) -> bool:
+        """Whether there is content under the key; case matters."""
+        return self.content.get(key) is not None
+
+    def is_empty(self) -> bool:
+        """No content entries: the call that initializes the handler."""
+        return self.content.is_empty()
+
+    def is_batch(self) -> bool:
+        """Whether this holds batched requests."""
+        return "batch_size" in self.properties
+
+    def get_batch_size(self) -> int:
+        """The number of batched requests; 1 if this is no batch."""
+        return int(self.properties.get("batch_size", 1))
+
+    def get_batches(self) -> list[Input]:
+        """The requests of a batch, each as an Input of its own; `[self]` if this is no batch.
+
+        A key is `batch_NNN.name`, where any one character may stand for the dot. Properties without such a prefix
+        belong to the batch and are left out.
+
+        Raises:
+            ValueError: a content key has no such prefix, or a number is not below the batch size.
+        """
+        if not self.is_batch():
+            return [self]
+        batch = [Input() for _ in range(self.get_batch_size())]
+        for key, value in self.properties.items():
+            if _is_batch_key(key):
+                self._item(batch, key).properties[key[_NAME]] = value
+        for content_key, value in zip(self.content.keys, self.content.values, strict=True):
+            if content_key is None or not _is_batch_key(content_key):
+                raise ValueError(f"Unexpected key in batch input: {content_key}")
+            self._item(batch, content_key).content.add(content_key[_NAME], value)
+        return batch
+
+    @staticmethod
+    def _item(batch: list[Input], key: str) -> Input:
+        index = int(key[_INDEX])
+        if index >= len(batch):
+            raise ValueError(f"The key {key} does not belong to a batch of {len(batch)}")
+        return batch[index]
+
+    def get_data(self, key: str | None = None) -> Any:
+        """The content as its content type says: see `docs/handler_sdk.md` for the table.
+
+        Raises:
+            KeyError: there is nothing under the key.
+            ValueError: the content is broken.
+            ImportError: the package that reads such content is not installed.
+        """
+        match kind_of(self.get_property("content-type")):
+            case Kind.ND_LIST | Kind.NPY:
+                return self.get_as_numpy(key)
+            case Kind.NPZ:
+                return self.get_as_npz(key)
+            case Kind.JSON_LINES:
+                return self.get_as_json_lines(key)
+            case Kind.JSON:
+                return self.get_as_json(key)
+            case Kind.MSGPACK:
+                return self.get_as_msgpack(key)
+            case Kind.PLAIN | Kind.CSV | Kind.TEXT | Kind.FORM:
+                return self.get_as_string(key)
+            case Kind.IMAGE:
+                return self.get_as_image(key)
+            case _:
+                return self.get_as_bytes(key)
+
+    def get_as_bytes(self, key: str | None = None) -> Any:
+        """The bytes under the key; without a key those of `data`, else of the first entry. None without any content.
+
+        Raises:
+            KeyError: there is nothing under the key.
+        """
+        if self.content.is_empty():
+            return None
+        value = self.content.get(key or "data")
+        if value is not None:
+            return value
+        if key:
+            raise KeyError(f"requested data for key:{key} is not found!")
+        return self.content.value_at(0)
+
+    def get_as_string(self, key: str | None = None) -> str:
+        """The content as UTF-8 text. Raises KeyError, and ValueError if there is none or it is not UTF-8."""
+        return read_text(self._body(key))
+
+    def get_as_json(self, key: str | None = None) -> Any:
+        """The content as one JSON document. Raises KeyError and ValueError."""
+        return read_json(self._body(key))
+
+    def get_as_json_lines(self, key: str | None = None) -> Any:
+        """A list of JSON documents, one a line; a single document as itself. Raises KeyError and ValueError."""
+        return read_json_lines(self._body(key))
+
+    def get_as_msgpack(self, key: str | None = None) -> Any:
+        """The content as MessagePack. Raises KeyError and ValueError, and ImportError without a package for it."""
+        return read_msgpack(self._body(key))
+
+    def get_as_image(self, key: str | None = None) -> Image:
+        """The content as a Pillow image, already decoded. Raises KeyError, ValueError, and ImportError."""
+        return read_image(self._body(key))
+
+    def get_as_numpy(self, key: str | None = None) -> list[NDArray[Any]]:
+        """Arrays of NDList, npz or npy content. Raises KeyError, ValueError, and ImportError without numpy."""
+        return from_nd_list(self._body(key))
+
+    def get_as_npz(self, key: str | None = None) -> list[NDArray[Any]]:
+        """Arrays of npz content, never unpickled. Raises KeyError, ValueError, and ImportError without numpy."""
+        return from_npz(self._body(key))
+
+    def get_as_csv(self, key: str | None = None) -> list[dict[str, str]]:
+        """Rows of CSV content as mappings from the header's names. Raises KeyError and ValueError."""
+        return read_csv(self._body(key))
+
+    def read(self, conn: wire.Receiver) -> None:
+        """Reads LMI's wire form. Raises ValueError if the connection ends too early."""
+        for _ in range(wire.read_int16(conn)):
+            name = wire.read_utf8(conn) or ""
+            self.properties[name] = wire.read_utf8(conn)
+        for _ in range(wire.read_int16(conn)):
+            key = wire.read_utf8(conn)
+            self.content.add(key, wire.read_exactly(conn, wire.read_int32(conn)))
+        self.function_name = self.properties.get("handler")
+
+    def _body(self, key: str | None) -> bytes | bytearray:
+        value = self.get_as_bytes(key)
+        if value is None:
+            raise ValueError("The input has no content")
+        return value if isinstance(value, (bytes, bytearray)) else _as_bytes(value)
+
+
+def _as_bytes(value: Any) -> bytes:
+    """Content that was put there by a test or by another handler rather than by a client."""
+    if isinstance(value, memoryview):
+        return bytes(value)
+    return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8")
+
+
+def _is_batch_key(key: str) -> bool:
+    return key.startswith("batch_") and key[_INDEX].isdecimal() and key[_INDEX].isascii() and len(key) >= 10

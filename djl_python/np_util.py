@@ -1,0 +1,200 @@
+"""NDList, npz and npy: arrays as bytes.
+
+Source: contracts/lmi.md section 7.5. Nothing here unpickles: an array of Python objects is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from djl_python.lazy_import import require
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAGIC_NUMBER = "NDAR"
+VERSION = 3
+_ZIP_MAGIC = b"PK"
+_NPY_MAGIC = b"\x93NUMPY"
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+_BROKEN_FILE = (
+    ValueError,
+    EOFError,
+    OSError,
+    KeyError,
+    MemoryError,  # what the header claims, not what was sent
+    NotImplementedError,
+    OverflowError,
+    RuntimeError,  # an encrypted archive
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def to_nd_list(np_list: Any) -> bytearray:
+    """NDList bytes of a list of arrays, or of one array, in little-endian order.
+
+    Raises:
+        ValueError: an array holds something other than numbers.
+    """
+    numpy = require("numpy", "NDList")
+    arrays = np_list if isinstance(np_list, (list, tuple)) else [np_list]
+    encoded = bytearray(struct.pack(">i", len(arrays)))
+    for array in arrays:
+        encoded += _encode_array(numpy.asarray(array))
+    return encoded
+
+
+def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
+    """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable.
+
+    Raises:
+        ValueError: the bytes are broken, or hold Python objects.
+    """
+    data = bytes(encoded)
+    if data.startswith(_ZIP_MAGIC):
+        return from_npz(data)
+    if data.startswith(_NPY_MAGIC):
+        return [from_npy(data)]
+    return list(_read_arrays(_Reader(data)))
+
+
+def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
+    """The arrays of an npz file, in the file's order. Raises ValueError."""
+    numpy = require("numpy", "an npz body")
+    try:
+        archive = numpy.load(io.BytesIO(data), allow_pickle=False)
+        if not hasattr(archive, "files"):
+            raise ValueError("it is no zip archive")
+        with archive:
+            arrays = [archive[name] for name in archive.files]
+    except _BROKEN_FILE as error:
+        raise ValueError(f"The npz body cannot be read: {error}") from error
+    # numpy hands out the bytes of a member that is no array.
+    if not all(isinstance(array, numpy.ndarray) for array in arrays):
+        raise ValueError("The npz body holds something other than arrays")
+    return arrays
+
+
+def from_npy(data: bytes | bytearray) -> NDArray[Any]:
+    """The array of an npy file. Raises ValueError."""
+    numpy = require("numpy", "an npy body")
+    try:
+        array: NDArray[Any] = numpy.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except _BROKEN_FILE as error:
+        raise ValueError(f"The npy body cannot be read: {error}") from error
+    return array
+
+
+def to_npz(arrays: Any) -> bytes:
+    """An npz file of a list of arrays. Raises ValueError for an array of Python objects."""
+    numpy = require("numpy", "an npz body")
+    values = [numpy.asarray(array) for array in arrays]
+    if any(value.dtype.hasobject for value in values):
+        raise ValueError("An npz body cannot hold an array of Python objects")
+    file = io.BytesIO()
+    numpy.savez(file, *values)
+    return file.getvalue()
+
+
+def _encode_array(array: NDArray[Any]) -> bytes:
+    if array.dtype.name not in _TYPES:
+        raise ValueError(f"NDList cannot hold an array of {array.dtype}")
+    data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes("C")
+    rank = array.ndim
+    return b"".join(
+        (
+            _short_string(MAGIC_NUMBER),
+            struct.pack(">ib", VERSION, 0),  # no name
+            _short_string("default"),
+            _short_string(array.dtype.name.upper()),
+            struct.pack(f">i{rank}qi", rank, *array.shape, rank),
+            struct.pack(">h", ord("?")) * rank,
+            b"<",
+            struct.pack(">i", len(data)),
+            data,
+        )
+    )
+
+
+def _short_string(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack(">h", len(data)) + data
+
+
+class _Reader:
+    """Reads on from where it is; what is not there is a ValueError."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, size: int) -> bytes:
+        """The next bytes."""
+        end = self._at + size
+        if size < 0 or end > len(self._data):
+            raise ValueError(f"NDList ends too early: {size} bytes wanted at {self._at} of {len(self._data)}")
+        part, self._at = self._data[self._at : end], end
+        return part
+
+    def integer(self, code: str) -> int:
+        """The next integer, by its `struct` code."""
+        return int(struct.unpack(">" + code, self.take(struct.calcsize(">" + code)))[0])
+
+    def string(self) -> str:
+        """The next string with a 16-bit length."""
+        return self.take(self.integer("h")).decode("utf-8")
+
+
+def _read_arrays(reader: _Reader) -> Iterator[NDArray[Any]]:
+    count = reader.integer("i")
+    if count < 0:
+        raise ValueError(f"NDList has a negative number of arrays: {count}")
+    for _ in range(count):
+        yield _read_array(reader)
+
+
+def _read_array(reader: _Reader) -> NDArray[Any]:
+    numpy = require("numpy", "NDList")
+    magic, version = reader.string(), reader.integer("i")
+    if (magic, version) != (MAGIC_NUMBER, VERSION):
+        raise ValueError(f"NDList array begins with {magic!r} {version} instead of {MAGIC_NUMBER!r} {VERSION}")
+    if reader.take(1) == b"\1":
+        reader.string()  # the name, which numpy arrays do not have
+    reader.string()  # the storage format
+    dtype = _numeric_dtype(numpy, reader.string())
+    shape = _read_shape(reader)
+    order = reader.take(1).decode("latin-1")
+    if order not in "<>":
+        raise ValueError(f"NDList array has an unknown byte order: {order!r}")
+    data = reader.take(reader.integer("i"))
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"NDList array of shape {shape} and type {dtype} does not take {len(data)} bytes")
+    stored: NDArray[Any] = numpy.frombuffer(data, numpy.dtype(order + dtype.str[1:])).reshape(shape)
+    return stored.astype(dtype)
+
+
+def _numeric_dtype(numpy: Any, name: str) -> np.dtype[Any]:
+    plain = "bool" if name == "BOOLEAN" else name.lower()
+    if plain not in _TYPES:
+        raise ValueError(f"NDList array has an unknown type: {name!r}")
+    dtype: np.dtype[Any] = numpy.dtype(plain)
+    return dtype
+
+
+def _read_shape(reader: _Reader) -> tuple[int, ...]:
+    rank = reader.integer("i")
+    shape = tuple(reader.integer("q") for _ in range(rank))
+    if rank < 0 or any(size < 0 for size in shape):
+        raise ValueError(f"NDList array has an impossible shape: rank {rank}, {shape}")
+    reader.take(2 * reader.integer("i"))  # the layout
+    return shape

@@ -1,0 +1,86 @@
+"""A list of key-value pairs that keeps order and allows a key more than once (contracts/lmi.md section 7.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+class PairList:
+    """Content of an `Input` or an `Output`: `keys[i]` belongs to `values[i]`."""
+
+    def __init__(
+        self,
+        keys: Sequence[str | None] | None = None,
+        values: Sequence[Any] | None = None,
+        pair_list: Iterable[tuple[str | None, Any]] | None = None,
+        pair_map: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes keys and values, or pairs, or a mapping.
+
+        Raises:
+            ValueError: keys and values differ in length.
+        """
+        self.keys: list[str | None] = list(keys or ())
+        self.values: list[Any] = list(values or ())
+        if len(self.keys) != len(self.values):
+            raise ValueError(f"{len(self.keys)} keys do not go with {len(self.values)} values")
+        for key, value in pair_list or ():
+            self.add(key, value)
+        for key, value in (pair_map or {}).items():
+            self.add(key, value)
+
+    def add(
+        self,
+        key: str | None = None,
+        value: Any = None,
+        index: int | None = None,
+        pair: tuple[str | None, Any] | None = None,
+    ) -> None:
+        """Adds a pair at the end, or before `index`. A value of None is ignored."""
+        if pair is not None:
+            key, value = pair
+        if value is None:
+            return
+        where = len(self.keys) if index is None else index
+        self.keys.insert(where, key)
+        self.values.insert(where, value)
+
+    def add_all(self, other: PairList | Mapping[str, Any] | None) -> None:
+        """Adds all pairs of another list, or of a mapping, at the end."""
+        if other is None:
+            return
+        pairs = zip(other.keys, other.values, strict=True) if isinstance(other, PairList) else other.items()
+        for key, value in list(pairs):
+            self.add(key, value)
+
+    def size(self) -> int:
+        """The number of pairs."""
+        return len(self.keys)
+
+    def is_empty(self) -> bool:
+        """No pairs."""
+        return not self.keys
+
+    def get(self, key: str | None) -> Any:
+        """The first value under the key; None if there is none."""
+        return self.values[self.keys.index(key)] if key in self.keys else None
+
+    def key_at(self, index: int) -> str | None:
+        """The key of one pair. Raises IndexError."""
+        return self.keys[index]
+
+    def value_at(self, index: int) -> Any:
+        """The value of one pair. Raises IndexError."""
+        return self.values[index]
+
+    def get_keys(self) -> list[str | None]:
+        """All keys, in order."""
+        return self.keys
+
+    def get_values(self) -> list[Any]:
+        """All values, in order."""
+        return self.values
+
+    def __repr__(self) -> str:
+        return f"PairList({list(zip(self.keys, self.values, strict=True))!r})"

@@ -1,0 +1,135 @@
+"""One request of a rolling batch: what came, what has been generated, what is to be sent.
+
+Source: contracts/lmi.md sections 8.2 and 8.4.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from djl_python.output_formatter import (
+    WHOLE_DOCUMENT,
+    Formatter,
+    adapt_legacy_output_formatter,
+    get_output_formatter,
+)
+from djl_python.request_io import RequestOutput, TextGenerationOutput, TextInput, Token
+from djl_python.utils import is_streaming
+
+_OUTPUT_TYPES = {"RequestOutput", "TextGenerationOutput"}
+
+
+class Request:
+    """A request of a rolling batch."""
+
+    def __init__(self, request_input: TextInput) -> None:
+        """Takes the client's parameters where a custom input formatter has set no `server_parameters`."""
+        self.id = request_input.request_id
+        self.request_input = request_input
+        self.input_text = request_input.input_text
+        self.adapter = request_input.adapters
+        self.last_token = False
+        if not request_input.server_parameters:
+            request_input.server_parameters = dict(request_input.parameters)
+        self.parameters: dict[str, Any] = request_input.server_parameters
+        name = self.parameters.pop("output_formatter", request_input.output_formatter)
+        stream = bool(self.parameters.pop("stream", False))
+        # How the answer looks is not the engine's business.
+        self.parameters.pop("details", None)
+        self.output_formatter, self.content_type = get_output_formatter(name, stream, request_input.tgi_compat)
+        request_input.output_formatter = self.output_formatter
+        self.legacy_formatter = _is_legacy(self.output_formatter)
+        self.request_output = TextGenerationOutput(request_id=self.id, input=request_input)
+        self._next_text = ""
+        self._error_message: str | None = None
+        self._error_code: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Request id: {self.id} Input {self.input_text} Finished {self.last_token}>"
+
+    def set_next_token(
+        self, next_token: Token | str, last_token: bool = False, finish_reason: str | None = None
+    ) -> None:
+        """Adds a generated token; a string makes a token without an id."""
+        token = Token(-1, next_token) if isinstance(next_token, str) else next_token
+        token.request_id = self.id
+        self.request_output.set_next_token(token, is_last_token=last_token, finish_reason=finish_reason)
+        self.last_token = last_token
+        if last_token:
+            self.request_output.finished = True
+
+    def get_next_token(self) -> str:
+        """What is to be sent now; the same text until `reset_next_token`.
+
+        Raises:
+            RuntimeError: a custom formatter of a streamed request does not go on to the next token.
+        """
+        if not self._next_text:
+            self._next_text = self._format()
+        return self._next_text
+
+    def reset_next_token(self) -> None:
+        """The text has been sent."""
+        self._next_text = ""
+
+    def is_last_token(self) -> bool:
+        """The request has finished."""
+        return self.last_token
+
+    def get_content_type(self) -> str | None:
+        """The Content-Type header; a custom formatter has none."""
+        return self.content_type
+
+    def get_error_message(self) -> str | None:
+        """Why inference failed, if it did."""
+        return self._error_message
+
+    def set_error_message(self, error_message: str) -> None:
+        """Why inference failed."""
+        self._error_message = error_message
+
+    def get_error_code(self) -> int | None:
+        """The HTTP status of a failure."""
+        return self._error_code
+
+    def set_error_code(self, code: int) -> None:
+        """The HTTP status of a failure."""
+        self._error_code = code
+
+    def get_client_request_id(self) -> str | None:
+        """The request id of the HTTP request."""
+        return self.request_input.client_request_id
+
+    def _format(self) -> str:
+        if self.legacy_formatter:
+            return adapt_legacy_output_formatter(self.request_output)
+        if self.output_formatter in WHOLE_DOCUMENT:
+            return self.output_formatter(self.request_output)
+        is_custom = self.content_type is None
+        if is_custom and not is_streaming(self.request_input.parameters):
+            return self.output_formatter(self.request_output)
+        return self._format_unread_tokens()
+
+    def _format_unread_tokens(self) -> str:
+        sequence, text = self.request_output.best_sequence, ""
+        while sequence.has_next_token():
+            unread = sequence.unread
+            text += self.output_formatter(self.request_output)
+            if sequence.unread == unread:
+                raise RuntimeError("The output formatter of a streamed request must call get_next_token()")
+        return text
+
+
+def _is_legacy(formatter: Formatter) -> bool:
+    """Whether the formatter is called with single tokens (section 8.2): by the annotation of its first parameter.
+
+    An annotation may be text. A function of one parameter cannot be of the legacy kind.
+    """
+    parameters = list(inspect.signature(formatter).parameters.values())
+    if len(parameters) < 2:
+        return False
+    annotation = parameters[0].annotation
+    if isinstance(annotation, str):
+        return annotation.strip("'\"").rpartition(".")[2] not in _OUTPUT_TYPES
+    return not (isinstance(annotation, type) and issubclass(annotation, RequestOutput))

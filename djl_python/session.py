@@ -1,0 +1,82 @@
+"""A client's session: values that stay on disk between requests (contracts/lmi.md section 10)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from djl_python.lazy_import import require
+
+if TYPE_CHECKING:
+    import numpy as np
+
+EXPIRATION = ".expiration_ts"
+"""The key under which a session's end is kept, in seconds since the epoch."""
+
+
+class Session:
+    """A directory with one file for each key.
+
+    Values are pickled: only what the handler itself has put into the directory is ever read from it.
+    """
+
+    def __init__(self, session_id: str, session_root: str, expiration_ts: float | None = None) -> None:
+        """`expiration_ts` is in seconds since the epoch; without it, what the directory says holds."""
+        self.session_id = session_id
+        self.files_path = os.path.join(session_root, session_id)
+        self.expiration_ts: float | None = self.get(EXPIRATION) if expiration_ts is None else expiration_ts
+
+    def put(self, key: str, value: Any) -> None:
+        """Keeps a value. Other processes see the old value or the new one, never a part of it."""
+        path = self._path(key)
+        with tempfile.NamedTemporaryFile(dir=self.files_path, prefix=".put-", delete=False) as file:
+            try:
+                pickle.dump(value, file)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    def get(self, key: str, d: Any = None) -> Any:
+        """The value under the key; `d` if there is none."""
+        try:
+            with open(self._path(key), "rb") as file:
+                return pickle.load(file)
+        except FileNotFoundError:
+            return d
+
+    def get_as_numpy(
+        self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
+    ) -> np.memmap[Any, Any]:
+        """An array that lives in the key's file; what is written to it is kept.
+
+        Raises:
+            FileNotFoundError: there is none, and `create` is not set.
+        """
+        numpy = require("numpy", "Session.get_as_numpy")
+        size = tuple(shape) if isinstance(shape, Sequence) else shape
+        array: np.memmap[Any, Any] = numpy.memmap(
+            self._path(key), dtype=dtype, mode="w+" if create else "r+", shape=size
+        )
+        return array
+
+    def remove(self) -> bool:
+        """Deletes the session's directory. Raises ValueError if there is none."""
+        try:
+            shutil.rmtree(self.files_path)
+        except FileNotFoundError:
+            raise ValueError(f"session directory does not exist: {self.session_id}") from None
+        logging.info("Closed session %s", self.session_id)
+        return True
+
+    def _path(self, key: str) -> str:
+        name = key.replace("/", "-")
+        if name in {"", ".", ".."}:
+            raise ValueError(f"{key!r} cannot be the key of a session's value")
+        return os.path.join(self.files_path, name)

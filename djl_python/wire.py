@@ -1,0 +1,80 @@
+"""The binary form in which LMI's server and its Python workers exchange requests and answers.
+
+All integers are big-endian. A string is an int32 byte length, -1 for None, and UTF-8. Source: contracts/lmi.md
+sections 7.2 and 7.3.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+MORE_CHUNKS = b"\1"
+LAST_CHUNK = b"\0"
+STREAMED_CONTENT = -1
+"""In place of the number of content entries: chunks follow."""
+
+
+class Receiver(Protocol):
+    """What is read from: a connected socket."""
+
+    def recv(self, size: int, /) -> bytes:
+        """At most `size` bytes; none once the other side has closed."""
+
+
+class Sender(Protocol):
+    """What is written to: a connected socket."""
+
+    def sendall(self, data: Any, /) -> Any:
+        """Sends all bytes."""
+
+
+def read_exactly(connection: Receiver, size: int) -> bytearray:
+    """As many bytes as asked for. Raises ValueError if the connection ends first."""
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ValueError(f"Connection disconnected after {len(data)} of {size} bytes")
+        data += part
+    return data
+
+
+def read_int16(connection: Receiver) -> int:
+    """A signed 16-bit integer."""
+    return int(struct.unpack(">h", read_exactly(connection, 2))[0])
+
+
+def read_int32(connection: Receiver) -> int:
+    """A signed 32-bit integer."""
+    return int(struct.unpack(">i", read_exactly(connection, 4))[0])
+
+
+def read_utf8(connection: Receiver) -> str | None:
+    """A length-prefixed string."""
+    length = read_int32(connection)
+    return None if length < 0 else read_exactly(connection, length).decode("utf-8")
+
+
+def int16(value: int) -> bytes:
+    """A status or a number of entries. Raises ValueError if it does not fit."""
+    try:
+        return struct.pack(">h", value)
+    except struct.error as error:
+        raise ValueError(f"{value} does not fit into the 16 bits that a message has for it") from error
+
+
+def utf8(text: str | None) -> bytes:
+    """A string with its length in front; None is a length of -1."""
+    return struct.pack(">i", -1) if text is None else sized(text.encode("utf-8"))
+
+
+def sized(data: bytes | bytearray) -> bytes:
+    """Bytes with their length in front."""
+    return struct.pack(">i", len(data)) + data
+
+
+def string_map(entries: Mapping[Any, Any]) -> bytes:
+    """A count, then keys and values as `str()` writes them."""
+    return int16(len(entries)) + b"".join(utf8(str(key)) + utf8(str(value)) for key, value in entries.items())

@@ -1,0 +1,165 @@
+"""A customer's `model.py`, run in worker processes. Source: contracts/lmi.md sections 1.3, 1.5 to 1.8, 2.15, 5.1, 7."""
+
+from __future__ import annotations
+
+import os
+
+from handlers.contracts.protocol import Call
+from handlers.engines.protocol import EngineHealth
+from handlers.model_settings import HandlerSettings, ModelSettings
+from handlers.reply import ReplyWriter, Running
+from handlers.workers.batch_lane import BatchLane
+from handlers.workers.batch_messages import MAX_BATCH
+from handlers.workers.delivery import Delivery
+from handlers.workers.interpreter import variables_of
+from handlers.workers.job import Job
+from handlers.workers.lane_settings import LaneSettings
+from handlers.workers.pool import MakeLane, Pool
+from handlers.workers.pool_settings import PoolSettings
+from handlers.workers.pool_status import PoolStatus
+from handlers.workers.process import ProcessPlan
+from handlers.workers.request_input import input_of, priority_of
+from handlers.workers.requirements import prepare_interpreter
+from handlers.workers.rolling_lane import RollingLane
+from handlers.workers.runtime.messages import LoadOrder
+from handlers.workers.single_lane import SingleLane
+from handlers.workers.worker import WorkerPlan
+
+_NO_DEVICE = "-1"
+
+
+class CustomHandler:
+    """Implements `handlers.reply.Handler` with the workers of one model.
+
+    `queue_size` calls may wait while all workers are busy. Everything happens on the event loop that runs `start`.
+    """
+
+    def __init__(
+        self, settings: ModelSettings, *, queue_size: int, overload_status: int, unavailable_status: int = 503
+    ) -> None:
+        """Raises ValueError if the settings name no handler."""
+        if settings.handler is None:
+            raise ValueError("the settings name no handler")
+        self._settings, self._handler = settings, settings.handler
+        self._queue_size = queue_size
+        self._overload_status, self._unavailable_status = overload_status, unavailable_status
+        self.grace = 5.0
+        """Seconds that `stop` gives a worker to finish its call."""
+        self._pool: Pool | None = None
+
+    async def start(self) -> None:
+        """Install the model's requirements, start `min_workers` workers and have them load the handler.
+
+        Raises:
+            EngineStartError: the handler cannot be loaded; the message has the cause, with file and line where the
+                customer's code is to blame.
+        """
+        python = await prepare_interpreter(self._settings.model_dir, self._handler)
+        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_lane())
+        await pool.start()
+        self._pool = pool
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        """Answer a call through `writer`; returns what cancels it.
+
+        Raises:
+            ContractError: the call is malformed, the queue is full, or there is no worker.
+        """
+        message = input_of(call)
+        job = Job(message, Delivery(writer), priority_of(message), 0)
+        pool = self._running_pool()
+        pool.submit(job)
+        return _RunningCall(pool, job)
+
+    def health(self) -> EngineHealth:
+        """Not alive once workers have died or hung more often than `retry_threshold` allows."""
+        failed = self._pool.failed if self._pool is not None else "the handler is not loaded"
+        return EngineHealth(not failed, failed)
+
+    def status(self) -> PoolStatus:
+        """Workers and queue."""
+        return self._running_pool().status()
+
+    async def stop(self) -> None:
+        """End all workers with all that they started; calls that run have a few seconds to finish."""
+        if self._pool is not None:
+            await self._pool.stop(self.grace)
+
+    def _running_pool(self) -> Pool:
+        if self._pool is None:
+            raise RuntimeError("the handler has not been started")
+        return self._pool
+
+    def _worker_plan(self, python: str) -> WorkerPlan:
+        settings, handler = self._settings, self._handler
+        standing = {
+            "model_dir": os.path.abspath(settings.model_dir),
+            "device_id": handler.properties.get("device_id", _NO_DEVICE),
+        }
+        return WorkerPlan(
+            process=ProcessPlan(python=python, directory=settings.model_dir, environment=variables_of(handler)),
+            order=LoadOrder(
+                model_dir=standing["model_dir"],
+                entry_point=handler.entry_point,
+                function=handler.function,
+                async_mode=handler.async_mode,
+                properties=tuple(handler.properties.items()),
+                standing_properties=tuple(standing.items()),
+            ),
+            load_timeout=settings.model_loading_timeout,
+        )
+
+    def _pool_settings(self) -> PoolSettings:
+        handler = self._handler
+        return PoolSettings(
+            min_workers=handler.min_workers,
+            max_workers=max(handler.min_workers, handler.max_workers),
+            queue_size=self._queue_size,
+            scale_up_above=2 * _batch_size(self._settings, handler),
+            retry_threshold=handler.retry_threshold,
+            max_idle_time=handler.max_idle_time,
+            overload_status=self._overload_status,
+            unavailable_status=self._unavailable_status,
+            parallel_loading=handler.properties.get("parallel_loading", "").lower() == "true",
+        )
+
+    def _make_lane(self) -> MakeLane:
+        settings, handler = self._settings, self._handler
+        lane_settings = LaneSettings(
+            predict_timeout=settings.predict_timeout,
+            unavailable_status=self._unavailable_status,
+            async_mode=handler.async_mode,
+            # Calls of an async handler run at once, so that the queue's bound is theirs.
+            concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
+            batch_size=_batch_size(settings, handler),
+            max_batch_delay=settings.max_batch_delay,
+            max_rolling_batch_size=settings.max_rolling_batch_size,
+        )
+        if handler.async_mode:
+            return lambda worker, on_free: SingleLane(worker, lane_settings, on_free)
+        if handler.rolling_batch:
+            return lambda worker, on_free: RollingLane(worker, lane_settings, on_free)
+        if lane_settings.batch_size > 1:
+            return lambda worker, on_free: BatchLane(worker, lane_settings, on_free)
+        return lambda worker, on_free: SingleLane(worker, lane_settings, on_free)
+
+
+class _RunningCall:
+    """Implements `handlers.reply.Running`."""
+
+    __slots__ = ("_job", "_pool")
+
+    def __init__(self, pool: Pool, job: Job) -> None:
+        self._pool, self._job = pool, job
+
+    def cancel(self) -> None:
+        """The client has gone. Harmless when the reply is complete."""
+        if self._job.delivery.open:
+            self._pool.cancel(self._job)
+
+
+def _batch_size(settings: ModelSettings, handler: HandlerSettings) -> int:
+    """Calls that are gathered into one; async and rolling-batch handlers see each call as it comes."""
+    if handler.async_mode or handler.rolling_batch:
+        return 1
+    return min(settings.batch_size, MAX_BATCH)

@@ -1,0 +1,56 @@
+"""Which engine runs a model (`option.rolling_batch`). Source: contracts/lmi.md section 2.8.
+
+Engines take seconds to import, so each is imported only when it is wanted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from handlers.engines.protocol import Engine
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+
+def chosen(settings: ModelSettings) -> ModelSettings:
+    """The settings with `auto` replaced by an engine that can run the model: vLLM, else transformers. May block."""
+    if settings.rolling_batch != "auto":
+        return settings
+    return replace(settings, rolling_batch="vllm" if _vllm_runs(settings) else "scheduler")
+
+
+def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
+    """What makes the engine that the settings ask for; blocks while it is imported."""
+    match settings.rolling_batch:
+        case "scheduler":
+            from handlers.engines.transformers_scheduler import SchedulerEngine
+
+            return SchedulerEngine
+        case "trtllm":
+            from handlers.engines.tensorrt_llm import TensorRtLlmEngine
+
+            return TensorRtLlmEngine
+        case "disable":
+            from handlers.engines.transformers_batch import BatchEngine
+
+            return BatchEngine
+        case _:
+            from handlers.engines.vllm import VllmEngine
+
+            return VllmEngine
+
+
+def _vllm_runs(settings: ModelSettings) -> bool:
+    if importlib.util.find_spec("vllm") is None:
+        logger.warning("rolling_batch=auto: vLLM is not installed; transformers' continuous batching runs the model")
+        return False
+    from handlers.engines.vllm_models import unsupported
+
+    if (reason := unsupported(settings)) is None:
+        return True
+    logger.warning("rolling_batch=auto: %s; transformers' continuous batching runs the model", reason)
+    return False

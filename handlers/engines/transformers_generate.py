@@ -1,0 +1,288 @@
+"""Runs one batch of requests with transformers' `model.generate`, in the engine's thread.
+
+Every sequence chooses its own tokens (`TokenChooser`) and ends by its own rules (`GeneratedSequence`), from within a
+logits processor and a stopping criterion; `generate` gives padding, KV cache and the steps. What has been generated
+stays with the sequence, so that a batch that fails half-way goes on where it was: in halves where memory ran out, each
+sequence alone where something else broke.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from handlers.engines.protocol import Sink
+from handlers.engines.transformers_beams import beam_search
+from handlers.engines.transformers_model import TransformersModel
+from handlers.engines.transformers_prompt import prompt_logprobs
+from handlers.engines.transformers_sampling import TokenChooser, choose_rows
+from handlers.engines.transformers_sequence import GeneratedSequence
+from handlers.errors import GenerationFailed, RequestError
+from handlers.request import GenerationRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceLost(Exception):
+    """The device does not compute any more; nothing in this process will bring it back."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence on its way. Belongs to the engine's thread."""
+
+    job: Job
+    chooser: TokenChooser
+    sequence: GeneratedSequence
+    token_ids: list[int] = field(default_factory=list)
+    finished: bool = False
+    last_at: float = 0.0
+    """When its last token came; belongs to the event loop."""
+
+    @property
+    def done(self) -> bool:
+        """No further token is wanted."""
+        return self.finished or self.job.ended
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request with all its sequences. Belongs to the event loop, but for what `rows` says."""
+
+    request: GenerationRequest
+    prompt_ids: list[int]
+    sink: Sink
+    limit: int
+    """New tokens at most, by the request and by the model's context."""
+    arrived_at: float
+    rows: list[Row] = field(default_factory=list)
+    """Empty for a beam search."""
+    open_sequences: int = 1
+    """Deltas with `last` that are still to come; belongs to the event loop."""
+    ended: bool = False
+    """Nothing more reaches the sink. The engine's thread reads it before each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step gave."""
+
+    at: float
+    rows: Sequence[Row]
+    """Those that got a token."""
+    outcomes: Sequence[tuple[Job, TokenDelta | RequestError]]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Jobs that run together; all have the same parameters."""
+
+    jobs: list[Job]
+    moved_at: float = field(default_factory=time.monotonic)
+    """When it began, and then when its last step was."""
+
+
+class BatchRunner:
+    """Runs batches on one model; `post` hands each step to the event loop."""
+
+    def __init__(self, model: TransformersModel, post: Callable[[Step], None]) -> None:
+        self._model, self._post = model, post
+        self._pads = "attention_mask" in inspect.signature(model.model.forward).parameters
+        # The request alone says how to generate; what the model's own configuration has would be added to it.
+        model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
+
+    def try_out(self) -> None:
+        """Generate one token; raises whatever keeps the model from it."""
+        inputs = padded([[min(self._model.eos_token_ids, default=0)]], self._model)
+        self._model.model.generate(**inputs, generation_config=GenerationConfig(do_sample=False, max_new_tokens=1))
+
+    def run(self, batch: Batch) -> None:
+        """Run a batch to its end; every job of it ends with its last delta or an error.
+
+        Raises:
+            DeviceLost: nothing can be run any more.
+        """
+        for jobs in self._together(batch.jobs):
+            if jobs[0].request.beam_search is None:
+                self._attempt(batch, [row for job in jobs for row in job.rows], self._generate)
+            else:
+                self._attempt(batch, jobs, self._search)
+
+    def _together(self, jobs: list[Job]) -> list[list[Job]]:
+        """A model that knows no attention mask would take padding for text: it gets prompts of one length at a time."""
+        if self._pads:
+            return [jobs]
+        by_length: dict[int, list[Job]] = {}
+        for job in jobs:
+            by_length.setdefault(len(job.prompt_ids), []).append(job)
+        return list(by_length.values())
+
+    def _attempt(self, batch: Batch, items: Sequence[Any], run: Callable[[Batch, Any], None]) -> None:
+        """Run `items` together; if that fails, in parts, so that only the guilty fail."""
+        items = [item for item in items if not _done(item)]
+        if not items:
+            return
+        try:
+            run(batch, items)
+            return
+        except Exception as caught:
+            no_memory = _out_of_memory(caught)
+            if not no_memory:
+                logger.exception("a batch of %d has failed", len(items))
+        # Here the exception is gone, and with it the tensors that its traceback held.
+        gc.collect()
+        self._check_device()
+        if len(items) == 1:
+            self._fail(items[0], _failure(no_memory))
+            return
+        logger.warning("a batch of %d did not fit or failed; trying it in parts", len(items))
+        parts = _halves(items) if no_memory else [[item] for item in items]
+        for part in parts:
+            batch.moved_at = time.monotonic()
+            self._attempt(batch, part, run)
+
+    def _check_device(self) -> None:
+        try:
+            if self._model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            torch.ones(2, device=self._model.device).sum().item()
+        except Exception as error:
+            raise DeviceLost(str(error)) from error
+
+    def _fail(self, item: Job | Row, error: RequestError) -> None:
+        job = item.job if isinstance(item, Row) else item
+        for row in job.rows:
+            row.finished = True
+        self._post(Step(time.monotonic(), (), ((job, error),)))
+
+    def _generate(self, batch: Batch, rows: list[Row]) -> None:
+        for row in rows:
+            if row.job.request.want_prompt_tokens and row.sequence.prompt_logprobs is None:
+                known = row.job.rows[0].sequence.prompt_logprobs
+                row.sequence.prompt_logprobs = known or prompt_logprobs(self._model, row.job.prompt_ids)
+        inputs = padded([row.job.prompt_ids + row.token_ids for row in rows], self._model)
+        steps = _Steps(batch, rows, self._model, self._post)
+        self._model.model.generate(
+            **inputs,
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max(row.sequence.limit - len(row.token_ids) for row in rows),
+                pad_token_id=self._model.pad_token_id,
+            ),
+            logits_processor=LogitsProcessorList([steps.choose]),
+            stopping_criteria=StoppingCriteriaList([steps.stopped]),
+        )
+        for row in rows:
+            if not row.done:
+                self._fail(row, GenerationFailed("generation ended before the sequence did"))
+
+    def _search(self, batch: Batch, jobs: list[Job]) -> None:
+        """Beam search; jobs that have less room than others run apart, since `generate` has one limit for all."""
+        for limit in sorted({job.limit for job in jobs}):
+            some = [job for job in jobs if job.limit == limit and not job.ended]
+            if some:
+                self._search_within(batch, some, limit)
+
+    def _search_within(self, batch: Batch, jobs: list[Job], limit: int) -> None:
+        def step() -> bool:
+            batch.moved_at = time.monotonic()
+            return all(job.ended for job in jobs)
+
+        inputs = padded([job.prompt_ids for job in jobs], self._model)
+        requests = [(job.request, job.prompt_ids) for job in jobs]
+        found = beam_search(self._model, requests, inputs, limit, step)
+        outcomes = [(job, delta) for job, deltas in zip(jobs, found, strict=True) for delta in deltas]
+        self._post(Step(time.monotonic(), (), outcomes))
+
+
+class _Steps:
+    """What `generate` calls in each step."""
+
+    def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Callable[[Step], None]) -> None:
+        self._batch, self._rows, self._model, self._post = batch, rows, model, post
+
+    def choose(self, input_ids: Any, scores: Any) -> Any:
+        """Have each unfinished sequence choose its token, and leave `generate` nothing else to choose."""
+        open_places = [place for place, row in enumerate(self._rows) if not row.done]
+        chosen = [self._model.pad_token_id] * len(self._rows)
+        if open_places:
+            rows = [self._rows[place] for place in open_places]
+            logits = scores if len(rows) == len(self._rows) else scores[open_places]
+            choices = choose_rows([row.chooser for row in rows], logits)
+            got: list[Row] = []
+            outcomes: list[tuple[Job, TokenDelta | RequestError]] = []
+            for place, row, choice in zip(open_places, rows, choices, strict=True):
+                outcome = _advance(row, choice)
+                if not isinstance(choice, RequestError):
+                    chosen[place] = choice.token_id
+                    got.append(row)
+                if outcome is not None:
+                    outcomes.append((row.job, outcome))
+            self._batch.moved_at = time.monotonic()
+            self._post(Step(self._batch.moved_at, got, outcomes))
+        return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
+
+    def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Which rows have ended, or have nobody waiting for them any more."""
+        return torch.tensor([row.done for row in self._rows], device=input_ids.device)
+
+
+def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[str, Any]:
+    """Prompts of different lengths as one batch, padded on the left, where generated tokens do not follow."""
+    longest = max(map(len, prompts))
+    ids = [[model.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(ids, device=model.device),
+        "attention_mask": torch.tensor(mask, device=model.device),
+    }
+
+
+def _advance(row: Row, choice: Any) -> TokenDelta | RequestError | None:
+    """Add a choice to its sequence. What goes wrong is this request's alone."""
+    if isinstance(choice, RequestError):
+        return _ended(row, choice)
+    row.token_ids.append(choice.token_id)
+    try:
+        delta: TokenDelta | None = row.sequence.add(choice)
+    except Exception:
+        logger.exception("request %s: internal error while handling a token", row.job.request.request_id)
+        return _ended(row, GenerationFailed("internal error while handling a token"))
+    row.finished = row.finished or row.sequence.finish_reason is not None
+    return delta
+
+
+def _ended(row: Row, error: RequestError) -> RequestError:
+    for sibling in row.job.rows:
+        sibling.finished = True
+    return error
+
+
+def _done(item: Job | Row) -> bool:
+    return item.done if isinstance(item, Row) else item.ended
+
+
+def _halves(items: Sequence[Any]) -> list[Sequence[Any]]:
+    middle = len(items) // 2
+    return [items[:middle], items[middle:]]
+
+
+def _failure(no_memory: bool) -> GenerationFailed:
+    if no_memory:
+        return GenerationFailed("the request needs more memory than there is, even alone")
+    return GenerationFailed("internal error while generating")
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # PyTorch has no class for running out of the host's memory.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,0 +1,248 @@
+"""Loads a causal language model with transformers, for the engines that run it in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+LOADING_ARGUMENTS = frozenset(
+    {
+        *("max_model_len", "attn_implementation", "device_map", "tokenizer", "quantization"),
+        *("load_in_8bit", "load_in_4bit"),
+    }
+)
+"""The engine arguments that `load_model` reads."""
+
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off", ""})
+_BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
+_STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
+"""Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersModel:
+    """A model on its device, with what the sampler and the detokenizer ask of it again and again."""
+
+    model: Any
+    tokenizer: Any
+    device: Any
+    """The `torch.device` that takes the token ids and gives the logits."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    vocabulary_size: int
+    """Width of the logits; it may be more than the tokenizer has tokens."""
+    eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    pad_token_id: int
+
+
+def load_model(settings: ModelSettings) -> TransformersModel:
+    """Load model and tokenizer; blocks for as long as that takes.
+
+    Raises:
+        EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
+    """
+    arguments = _model_arguments(settings)
+    disable_progress_bar()  # in a log each of its steps is a line
+    try:
+        tokenizer = _load_tokenizer(settings)
+        model = AutoModelForCausalLM.from_pretrained(settings.model_id, **arguments)
+    except EngineStartError:
+        raise
+    except Exception as error:
+        raise EngineStartError(f"transformers cannot load {settings.model_id}: {error}") from error
+    _check_quantization(settings, model.config)
+    if "device_map" not in arguments and "quantization_config" not in arguments:
+        model = model.to(_device())
+    model.eval()
+    config = model.config.get_text_config()
+    return TransformersModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        max_model_len=_max_model_len(settings, config),
+        vocabulary_size=int(config.vocab_size),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        special_ids=frozenset(tokenizer.all_special_ids),
+        pad_token_id=_pad_token_id(tokenizer),
+    )
+
+
+def warn_of_arguments_without_effect(settings: ModelSettings, known: Collection[str]) -> None:
+    """Name in one warning the engine arguments that nothing here reads."""
+    unknown = [name for name in settings.engine_arguments if name not in known and name not in LOADING_ARGUMENTS]
+    if unknown:
+        sources = ", ".join(source(settings, name) for name in unknown)
+        logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
+
+
+def source(settings: ModelSettings, name: str) -> str:
+    """Where an engine argument was set, for messages."""
+    return settings.engine_argument_sources.get(name, f"option.{name}")
+
+
+def integer_argument(settings: ModelSettings, name: str, minimum: int) -> int | None:
+    """An engine argument as an integer; None if it is not set.
+
+    Raises:
+        EngineStartError: it is none, or below `minimum`.
+    """
+    text = settings.engine_arguments.get(name)
+    if text is None:
+        return None
+    try:
+        value = int(text.strip())
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise EngineStartError(f"{source(settings, name)}: {text!r} is not an integer of at least {minimum}")
+    return value
+
+
+def boolean_argument(settings: ModelSettings, name: str) -> bool:
+    """An engine argument as a switch; off if it is not set.
+
+    Raises:
+        EngineStartError: it is neither true nor false.
+    """
+    text = settings.engine_arguments.get(name, "false").strip()
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
+
+
+def _device() -> Any:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _load_tokenizer(settings: ModelSettings) -> Any:
+    name = settings.engine_arguments.get("tokenizer", "").strip()
+    return AutoTokenizer.from_pretrained(
+        name or settings.model_id,
+        revision=None if name else settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _model_arguments(settings: ModelSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype if settings.dtype == "auto" else _dtype(settings.dtype),
+    }
+    if attention := settings.engine_arguments.get("attn_implementation", "").strip():
+        arguments["attn_implementation"] = attention
+    if device_map := settings.engine_arguments.get("device_map", "").strip():
+        arguments["device_map"] = _device_map(settings, device_map)
+    if bits := _quantized_bits(settings):
+        from transformers import BitsAndBytesConfig
+
+        arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
+    _check_parallel_degrees(settings)
+    return arguments
+
+
+def _dtype(name: str) -> Any:
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise EngineStartError(f"option.dtype: {name!r} is not a type that transformers loads weights in")
+    return dtype
+
+
+def _device_map(settings: ModelSettings, text: str) -> Any:
+    if not text.startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
+
+
+def _quantized_bits(settings: ModelSettings) -> str | None:
+    """The switch of `BitsAndBytesConfig` that is asked for.
+
+    Models that were quantized beforehand say so in their own configuration; for them `quantization` only has to agree.
+    """
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if boolean_argument(settings, name):
+            return name
+    return _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
+
+
+def _check_quantization(settings: ModelSettings, config: Any) -> None:
+    wanted = settings.engine_arguments.get("quantization", "").strip().lower()
+    if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
+        return
+    raise EngineStartError(
+        f"{source(settings, 'quantization')}: {wanted!r} is only for weights that were quantized so beforehand, which "
+        "these were not; while loading, transformers quantizes with bitsandbytes here"
+    )
+
+
+def _check_parallel_degrees(settings: ModelSettings) -> None:
+    degree = (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree
+    if degree > 1 and "device_map" not in settings.engine_arguments:
+        raise EngineStartError(
+            "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
+            "its layers over several, option.rolling_batch=vllm shares each layer"
+        )
+
+
+def _max_model_len(settings: ModelSettings, config: Any) -> int:
+    wanted = integer_argument(settings, "max_model_len", 1)
+    longest = _longest_context(config)
+    if longest is None:
+        if wanted is None:
+            raise EngineStartError(
+                f"{settings.model_id} does not say how long its context is; set option.max_model_len"
+            )
+        return wanted
+    if wanted is not None and wanted > longest:
+        raise EngineStartError(
+            f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
+        )
+    return wanted or longest
+
+
+def _longest_context(config: Any) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int):
+            break
+    else:
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED_ROPE:
+        return length
+    trained = rope.get("original_max_position_embeddings") or length
+    return max(length, int(trained * float(rope.get("factor") or 1.0)))
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    generation_config = getattr(model, "generation_config", None)
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids = [] if configured is None else configured if isinstance(configured, list) else [configured]
+    own = tokenizer.eos_token_id
+    return frozenset(ids if own is None else [*ids, own])
+
+
+def _pad_token_id(tokenizer: Any) -> int:
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0

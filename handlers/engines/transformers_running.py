@@ -1,0 +1,133 @@
+"""A sequence in the scheduler engine: chosen and put into words in the engine's thread, delivered on the event loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from handlers.engines.protocol import Sink
+from handlers.engines.transformers_batching import Row
+from handlers.engines.transformers_model import TransformersModel
+from handlers.engines.transformers_prompt import prompt_logprobs
+from handlers.engines.transformers_sampling import Choice, TokenChooser
+from handlers.engines.transformers_sequence import GeneratedSequence
+from handlers.errors import GenerationFailed, RequestError
+from handlers.meter import Meter
+from handlers.request import GenerationRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+class SharedPrompt:
+    """The prompt of a request's sequences."""
+
+    def __init__(self, model: TransformersModel, ids: list[int]) -> None:
+        self.model = model
+        self.ids = ids
+        self._logprobs: Sequence[float] | None = None
+
+    def logprobs(self) -> Sequence[float]:
+        """The log probabilities of its tokens but the first; computed once, in the thread that runs the model."""
+        if self._logprobs is None:
+            self._logprobs = prompt_logprobs(self.model, self.ids)
+        return self._logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step of the engine brought for one sequence."""
+
+    sequence: RunningSequence
+    token_id: int | None
+    """None: the sequence has ended."""
+    delta: TokenDelta | None = None
+    error: RequestError | None = None
+    queue_seconds: float = 0.0
+
+
+class RunningSequence:
+    """One sequence of one request.
+
+    `advance` is called in the engine's thread, everything else on the event loop; what one of them changes the other
+    only reads, and only in the `Progress` that is handed over.
+    """
+
+    def __init__(
+        self, name: str, request: GenerationRequest, prompt: SharedPrompt, index: int, sink: Sink, meter: Meter
+    ) -> None:
+        self.name = name
+        self.chooser = TokenChooser(request, prompt.ids, prompt.model, index)
+        self._text = GeneratedSequence(request, prompt.ids, prompt.model, index)
+        self.limit = self._text.limit
+        self._prompt = prompt
+        self._prompt_logprobs_due = request.want_prompt_tokens
+        self._sink, self._meter = sink, meter
+        self.ended = False
+        """Nothing more reaches the sink."""
+        self._has_token = False
+        self._started_at = self.last_at = time.monotonic()
+
+    def advance(self, choice: Choice | RequestError, row: Row) -> Progress:
+        """Take the step's choice; whatever fails here fails this sequence alone."""
+        if isinstance(choice, RequestError):
+            return Progress(self, None, error=choice)
+        try:
+            if self._prompt_logprobs_due:
+                self._prompt_logprobs_due = False
+                self._text.prompt_logprobs = self._prompt.logprobs()
+            delta = self._text.add(choice)
+        except Exception:
+            # An exception here would end the engine's loop and with it every other request.
+            logger.exception("request %s: internal error while handling a token", self.name)
+            return Progress(self, None, error=GenerationFailed("internal error while handling a token"))
+        token_id = choice.token_id if self._text.finish_reason is None else None
+        return Progress(self, token_id, delta, queue_seconds=row.queue_seconds)
+
+    def deliver(self, progress: Progress, now: float) -> None:
+        """Hand over what a step brought at `now` (monotonic seconds)."""
+        if self.ended:
+            return
+        if progress.error is not None:
+            self.fail(progress.error)
+            return
+        self._count(now, progress.queue_seconds)
+        delta = progress.delta
+        if delta is None:
+            return
+        if delta.last:
+            self.ended = True
+            self._meter.finished_requests += 1
+        try:
+            self._sink.on_delta(delta)
+        except Exception:
+            logger.exception("request %s: internal error while handling a token", self.name)
+            self.ended = False
+            self.fail(GenerationFailed("internal error while handling a token"))
+
+    def fail(self, error: RequestError) -> None:
+        """End the sequence with an error."""
+        if not self.ended:
+            self.ended = True
+            self._meter.failed_requests += 1
+            self._sink.on_error(error)
+
+    def abort(self) -> bool:
+        """End it without a word; False if it had ended already."""
+        if self.ended:
+            return False
+        self.ended = True
+        self._meter.aborted_requests += 1
+        return True
+
+    def _count(self, now: float, queue_seconds: float) -> None:
+        meter = self._meter
+        meter.tokens += 1
+        if self._has_token:
+            meter.inter_token.observe(now - self.last_at)
+        else:
+            self._has_token = True
+            meter.time_to_first_token.observe(now - self._started_at)
+            meter.queue_time.observe(queue_seconds)
+        self.last_at = now

@@ -1,0 +1,125 @@
+"""One sequence being generated: its tokens' texts, its deltas and its end, with vLLM's semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from handlers.engines.token_text import split_text
+from handlers.engines.transformers_model import TransformersModel
+from handlers.engines.transformers_sampling import Choice
+from handlers.engines.transformers_text import StopStrings, TokenTexts
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+
+
+class GeneratedSequence:
+    """Makes deltas of chosen tokens; knows when the sequence ends.
+
+    It ends with the model's end token, a stop token or stop string of the request, its limit on new tokens, or the end
+    of the model's context. Text that may turn out to be the beginning of a stop string is held back.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel, sequence: int = 0
+    ) -> None:
+        s = request.sampling
+        self._request, self._model, self._sequence = request, model, sequence
+        self._prompt_ids = prompt_ids
+        room = model.max_model_len - len(prompt_ids)
+        self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
+        """Tokens after which it ends for its length."""
+        self.token_count = 0
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: Sequence[float] | None = None
+        """Of the prompt's tokens but the first; to be set before the first token where the request wants them."""
+        self._cumulative_logprob: float | None = None
+        self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens, s.spaces_between_special_tokens)
+        self._stop = StopStrings(s.stop, s.include_stop_str_in_output)
+        self._held = ""
+        self._pending: list[Token] = []
+        self._free = 0  # characters that were let go and no token has taken yet
+        self._prompt_tokens_due = request.want_prompt_tokens
+
+    def add(self, choice: Choice) -> TokenDelta | None:
+        """Take the next token; returns what there is to tell, if anything.
+
+        The last delta has a `finish_reason`, and `last` set as for a request of a single sequence.
+        """
+        self.token_count += 1
+        if choice.logprob is not None:
+            self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
+        self.finish_reason = self._reason(choice.token_id)
+        piece = self._piece(choice.token_id)
+        self._held += piece
+        if self._request.want_tokens:
+            self._pending.append(self._token(choice, piece))
+        surplus = self._stop.add(piece, count=self.token_count > self._request.sampling.min_tokens)
+        if surplus is not None:
+            self.finish_reason = FinishReason.STOP
+            self._held = self._held[: len(self._held) - surplus]
+        if self.finish_reason is None and not self._request.stream:
+            return None
+        return self._delta()
+
+    def _reason(self, token_id: int) -> FinishReason | None:
+        s, eos = self._request.sampling, self._model.eos_token_ids
+        ends = token_id in eos and not s.ignore_eos
+        # Of several end tokens, one that the request lists is reported as its stop token; the tokenizer's own is not.
+        if ends and (token_id not in s.stop_token_ids or token_id == self._model.tokenizer.eos_token_id):
+            return FinishReason.EOS
+        if token_id in s.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.token_count >= self.limit else None
+
+    def _piece(self, token_id: int) -> str:
+        stopped = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
+        if stopped and not self._request.sampling.include_stop_str_in_output:
+            return ""
+        return self._texts.add(token_id)
+
+    def _token(self, choice: Choice, piece: str) -> Token:
+        special = self._model.special_ids
+        top = tuple(Token(i, self._model.tokenizer.decode([i]), value, i in special) for i, value in choice.top)
+        return Token(choice.token_id, piece, choice.logprob, choice.token_id in special, top)
+
+    def _delta(self) -> TokenDelta | None:
+        finished = self.finish_reason is not None
+        text = self._let_go(finished)
+        tokens = self._release(len(text), finished)
+        if not (text or tokens or finished or self._prompt_tokens_due):
+            return None
+        delta = TokenDelta(text, tokens, self._sequence, None, len(self._prompt_ids), self.token_count)
+        if self._prompt_tokens_due:
+            self._prompt_tokens_due = False
+            delta.prompt_tokens = self._prompt_tokens()
+        if finished:
+            delta.finish_reason = self.finish_reason
+            delta.cumulative_logprob = self._cumulative_logprob
+            delta.last = True
+        return delta
+
+    def _let_go(self, finished: bool) -> str:
+        keep = 0 if finished else self._stop.held()
+        end = len(self._held) - keep
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+    def _release(self, characters: int, finished: bool) -> list[Token]:
+        """Hand over the tokens whose text has been let go; at the end all, without what belongs to a stop string."""
+        pending = self._pending
+        self._free += characters
+        released = 0
+        for token in pending:
+            if len(token.text) > self._free:
+                if not finished:
+                    break
+                token.text = token.text[: self._free]
+            self._free -= len(token.text)
+            released += 1
+        self._pending = pending[released:]
+        return pending[:released]
+
+    def _prompt_tokens(self) -> list[Token]:
+        tokens = split_text(self._model.tokenizer, self._prompt_ids, self._model.special_ids, skip_special_tokens=False)
+        for token, value in zip(tokens[1:], self.prompt_logprobs or (), strict=False):
+            token.logprob = value
+        return tokens

@@ -1,0 +1,121 @@
+"""Runs a customer's formatters off the event loop, one call at a time, so that one that blocks stops nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from handlers.errors import GenerationFailed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_CHECK_SECONDS = 0.5
+
+
+class _Job:
+    __slots__ = ("abandoned", "done", "started", "work")
+
+    def __init__(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self.work, self.done = work, done
+        self.started: float | None = None
+        self.abandoned = False
+
+
+_Jobs = SimpleQueue[_Job | None]
+
+
+class FormatterThread:
+    """A thread of its own for formatters, which LMI also calls one at a time.
+
+    A call that takes longer than `time_limit` seconds fails; its thread cannot be stopped, so it is left behind and
+    another one goes on with the calls that wait.
+    """
+
+    def __init__(self, time_limit: float) -> None:
+        self._time_limit = time_limit
+        self._open: deque[_Job] = deque()
+        self._jobs: _Jobs = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching = False
+
+    def submit(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
+        """Have `work` run after what was submitted before; `done` gets its result or error on the event loop."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._begin()
+        job = _Job(work, done)
+        self._open.append(job)
+        self._jobs.put(job)
+        if not self._watching:
+            self._watching = True
+            self._loop.call_later(_CHECK_SECONDS, self._check)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Have `work` run, and wait for it.
+
+        Raises:
+            GenerationFailed: it took too long.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(outcome: T | BaseException) -> None:
+            if future.cancelled():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self.submit(work, done)
+        return await future
+
+    def _begin(self) -> None:
+        threading.Thread(target=self._work, args=(self._jobs,), name="formatters", daemon=True).start()
+
+    def _work(self, jobs: _Jobs) -> None:
+        while (job := jobs.get()) is not None:
+            job.started = time.monotonic()
+            try:
+                outcome = job.work()
+            except (SystemExit, KeyboardInterrupt) as error:
+                # Futures take neither of them, and a formatter must not end the server.
+                outcome = GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")
+            except BaseException as error:
+                outcome = error
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._finish, job, outcome)
+
+    def _finish(self, job: _Job, outcome: Any) -> None:
+        if job.abandoned:
+            return
+        self._open.remove(job)  # the first one, as the thread keeps the order
+        job.done(outcome)
+
+    def _check(self) -> None:
+        assert self._loop is not None
+        if self._open and self._overdue(self._open[0]):
+            self._replace()
+        self._watching = bool(self._open)
+        if self._watching:
+            self._loop.call_later(_CHECK_SECONDS, self._check)
+
+    def _overdue(self, job: _Job) -> bool:
+        return job.started is not None and time.monotonic() - job.started > self._time_limit
+
+    def _replace(self) -> None:
+        stuck = self._open.popleft()
+        stuck.abandoned = True
+        logger.error("a formatter did not return within predict_timeout (%g s); going on without it", self._time_limit)
+        waiting, self._jobs = self._jobs, SimpleQueue()
+        while not waiting.empty():
+            self._jobs.put(waiting.get())
+        waiting.put(None)  # ends the thread, should it ever come back
+        self._begin()
+        stuck.done(GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)"))

@@ -1,0 +1,112 @@
+"""A customer's input and output formatters: found in `model.py`, and imported into this process.
+
+Source: contracts/lmi.md sections 8.1 and 8.2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+Formatter = Callable[..., Any]
+_NEW_STYLE = frozenset({"RequestOutput", "TextGenerationOutput"})
+"""An output formatter whose first parameter is annotated so gets the whole output, any other one gets tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formatters:
+    """What was found; at least one of both."""
+
+    input: Formatter | None
+    output: Formatter | None
+
+    @property
+    def output_takes_tokens(self) -> bool:
+        """Whether the output formatter is of the older kind, which is called with each token."""
+        if self.output is None:
+            return False
+        parameters = list(inspect.signature(self.output).parameters.values())
+        annotation = parameters[0].annotation if parameters else None
+        name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        return name.rpartition(".")[2] not in _NEW_STYLE
+
+
+def load_formatters(settings: ModelSettings) -> Formatters | None:
+    """Import the model's `model.py`; None where it has no formatters.
+
+    Raises:
+        EngineStartError: it cannot be imported, with file and line; or `option.output_formatter` names no function
+            of it.
+    """
+    path = settings.formatters
+    if path is None:
+        return None
+    module = _import(path, settings.name)
+    output = _marked(module, "is_output_formatter")
+    if settings.formatter_function is not None:
+        output = getattr(module, settings.formatter_function, None)
+        if not callable(output):
+            raise EngineStartError(
+                f"option.output_formatter is {settings.formatter_function}: {path.name} has no such function"
+            )
+    elif settings.output_formatter is not None:  # a built-in one was asked for
+        output = None
+    found = Formatters(_marked(module, "is_input_formatter"), output)
+    if found.input is None and found.output is None:
+        logger.info("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
+        return None
+    for kind, formatter in (("input", found.input), ("output", found.output)):
+        if formatter is not None:
+            logger.info("%s formatter: %s of %s", kind, getattr(formatter, "__name__", formatter), path.name)
+    return found
+
+
+def _import(path: Path, model: str) -> ModuleType:
+    """The module, under a name of the model's own; modules beside it can be imported by it."""
+    directory = str(path.parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    name = f"slipway_model_{model}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise EngineStartError(f"{path.name} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        logger.exception("%s cannot be imported", path.name)
+        raise EngineStartError(f"{path.name} cannot be imported: {described(error, path.parent)}") from error
+    return module
+
+
+def described(error: BaseException, directory: Path) -> str:
+    """The error with the file and line below `directory` where it was raised."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return text  # says where it is
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(directory))]
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text
+
+
+def _marked(module: ModuleType, mark: str) -> Formatter | None:
+    """The first function, by name, that a decorator of `djl_python` has marked."""
+    for name in sorted(vars(module)):
+        value = getattr(module, name)
+        if callable(value) and getattr(value, mark, False) is True:
+            return value  # type: ignore[no-any-return]
+    return None

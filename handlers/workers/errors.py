@@ -1,0 +1,40 @@
+"""The errors that the server itself answers for a handler. Source: contracts/lmi.md sections 1.6 and 1.7."""
+
+from __future__ import annotations
+
+import json
+
+from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, front_end_error
+from handlers.contracts.protocol import ContractError, Reply
+
+
+def front_end_reply(status: int, kind: str, message: str) -> Reply:
+    """E1."""
+    return Reply(status, JSON, front_end_error(status, kind, message))
+
+
+def bad_request(message: str) -> ContractError:
+    """A request of which no `Input` can be made."""
+    return ContractError(front_end_reply(400, "BadRequestException", message), message)
+
+
+def is_status(code: int) -> bool:
+    """Whether a handler may answer with the code."""
+    return 200 <= code <= 599
+
+
+def invalid_status(code: int) -> Reply:
+    """E3, for an output with a status that HTTP does not have."""
+    error = f"Invalid status code: {code}"
+    body = (
+        f'{{\n  "code":{FAILED_DEPENDENCY},\n  "message":"invoke handler failure",\n  "error":{json.dumps(error)}\n}}'
+    )
+    return Reply(FAILED_DEPENDENCY, JSON, body.encode())
+
+
+def batch_failure(code: int, message: str = "Batch inference failed") -> bytes:
+    """E4: a whole rolling batch has failed."""
+    text = json.dumps(message, ensure_ascii=False)
+    return (
+        f'{{"code":{code},"message":{text},"properties":{{}},"content":{{"keys":[],"values":[]}},"cancelled":false}}'
+    ).encode()

@@ -1,0 +1,45 @@
+"""Backpressure of one call: the worker may go on once the client has taken what was sent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from handlers.reply import ReplyWriter
+from handlers.workers.runtime.frames import WINDOW
+from handlers.workers.worker import Worker
+
+_ENOUGH = WINDOW // 2
+
+
+class Flow:
+    """Counts what a call's worker has sent, and gives it credit."""
+
+    __slots__ = ("_call", "_draining", "_uncredited", "_worker", "_writer")
+
+    def __init__(self, worker: Worker, call: int, writer: ReplyWriter) -> None:
+        self._worker, self._call, self._writer = worker, call, writer
+        self._uncredited = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is the client that holds up the call."""
+        return self._draining is not None
+
+    def received(self, size: int) -> None:
+        """So many bytes have come; now and then the worker is given credit for them."""
+        self._uncredited += size
+        if self._uncredited >= _ENOUGH and self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+
+    def stop(self) -> None:
+        """The call has ended."""
+        if self._draining is not None:
+            self._draining.cancel()
+
+    async def _drain(self) -> None:
+        while self._uncredited >= _ENOUGH:
+            size, self._uncredited = self._uncredited, 0
+            await self._writer.drain()
+            self._worker.credit(self._call, size)
+        self._draining = None

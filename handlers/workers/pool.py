@@ -1,0 +1,249 @@
+"""The workers of one model: how many there are, and who gets which call.
+
+Source: contracts/lmi.md sections 1.8, 1.9 and 5.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from handlers.contracts.protocol import ContractError
+from handlers.engines.protocol import EngineStartError
+from handlers.workers.errors import front_end_reply
+from handlers.workers.job import Job, Lane
+from handlers.workers.pool_settings import PoolSettings
+from handlers.workers.pool_status import PoolStatus, WorkerStatus
+from handlers.workers.queue import JobQueue
+from handlers.workers.worker import Worker, WorkerPlan
+
+logger = logging.getLogger("handlers.workers")
+
+_FIRST_BACKOFF = 0.1
+_LONGEST_BACKOFF = 30.0
+"""Seconds between a worker's failure and the next start."""
+
+_IDLE_GRACE = 5.0
+"""Seconds that an idle worker gets to end by itself."""
+
+MakeLane = Callable[[Worker, Callable[[], None]], Lane]
+
+
+class Pool:
+    """Starts workers, gives them jobs, and replaces those that die."""
+
+    def __init__(self, plan: WorkerPlan, settings: PoolSettings, make_lane: MakeLane) -> None:
+        self._plan, self._settings, self._make_lane = plan, settings, make_lane
+        self._queue = JobQueue()
+        self._lanes: dict[Worker, Lane] = {}
+        self._starting: set[Worker] = set()
+        self._to_come = 0
+        """Workers that start or are to start again."""
+        self._last_number = 0
+        self._last_job = 0
+        self._failures = 0
+        self._failed = ""
+        self._stopping = False
+        self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}
+        self._starts: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start the smallest number of workers.
+
+        Raises:
+            EngineStartError: one of them cannot be started; none is left.
+        """
+        at_once = self._settings.min_workers if self._settings.parallel_loading else 1
+        try:
+            while len(self._lanes) < self._settings.min_workers:
+                starts = (self._start_worker() for _ in range(at_once))
+                for failure in await asyncio.gather(*starts, return_exceptions=True):
+                    if failure is not None:
+                        raise failure
+        except BaseException:
+            await self.stop(0)
+            raise
+
+    async def stop(self, grace: float) -> None:
+        """End all workers; a call that runs has `grace` seconds to finish."""
+        self._stopping = True
+        self._refuse_all("the server is stopping")
+        for worker in tuple(self._idle_timers):
+            self._stop_idle_timer(worker)
+        for task in self._starts:
+            task.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*(worker.stop(grace) for worker in (*self._lanes, *self._starting)), *self._ends)
+        self._lanes.clear()
+
+    def submit(self, job: Job) -> None:
+        """Give a job to a worker, or have it wait for one.
+
+        Raises:
+            ContractError: the queue is full, or there will be no worker.
+        """
+        if self._failed or self._stopping:
+            raise self._unavailable(self._failed or "the server is stopping")
+        if not self._lanes and not self._to_come:
+            if self._settings.max_workers < 1:
+                raise self._unavailable("the model has no workers: it is scaled to 0")
+            self._add_worker()
+        if len(self._queue) >= self._settings.queue_size and not self._best_lane():
+            message = f"the queue is full: {len(self._queue)} calls wait; try again later"
+            status = self._settings.overload_status
+            raise ContractError(front_end_reply(status, "WlmCapacityException", message), message)
+        self._last_job += 1
+        job.number = self._last_job
+        self._queue.add(job)
+        self._dispatch()
+
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for a job any more."""
+        if self._queue.remove(job):
+            job.delivery.drop()
+        elif job.lane is not None:
+            job.lane.cancel(job)
+
+    @property
+    def failed(self) -> str:
+        """Why the model cannot serve any more; empty while it can."""
+        return self._failed
+
+    def status(self) -> PoolStatus:
+        """The state of everything."""
+        lanes = tuple(
+            WorkerStatus(worker.number, worker.state, worker.pid, worker.started, lane.busy)
+            for worker, lane in self._lanes.items()
+        )
+        starting = tuple(
+            WorkerStatus(worker.number, worker.state, worker.pid, worker.started, False) for worker in self._starting
+        )
+        return PoolStatus(
+            workers=tuple(sorted(lanes + starting, key=lambda worker: worker.id)),
+            min_workers=self._settings.min_workers,
+            max_workers=self._settings.max_workers,
+            queue_length=len(self._queue),
+            queue_size=self._settings.queue_size,
+            failures=self._failures,
+            failed=self._failed,
+        )
+
+    def _dispatch(self) -> None:
+        while self._queue and (lane := self._best_lane()) is not None:
+            job = self._queue.pop()
+            job.lane = lane
+            self._stop_idle_timer(lane.worker)
+            lane.take(job)
+        enough = len(self._lanes) + self._to_come >= self._settings.max_workers
+        if len(self._queue) > self._settings.scale_up_above and not self._to_come and not enough:
+            self._add_worker()
+
+    def _best_lane(self) -> Lane | None:
+        open_lanes = (lane for lane in self._lanes.values() if lane.free > 0)
+        return min(open_lanes, key=lambda lane: lane.reluctance, default=None)
+
+    async def _start_worker(self) -> None:
+        self._to_come += 1
+        self._last_number += 1
+        worker = Worker(self._last_number, self._plan, lambda reason: self._on_end(worker, reason))
+        self._starting.add(worker)
+        try:
+            await worker.start()
+        finally:
+            self._to_come -= 1
+            self._starting.discard(worker)
+        logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
+        self._lanes[worker] = self._make_lane(worker, lambda: self._on_free(worker))
+        self._on_free(worker)
+
+    def _on_free(self, worker: Worker) -> None:
+        """A worker can take more."""
+        if self._stopping:
+            return
+        self._dispatch()
+        lane = self._lanes.get(worker)
+        if lane is None or lane.busy:
+            return
+        if self._failed:
+            self._end_idle(worker)
+        elif len(self._lanes) > self._settings.min_workers:
+            self._stop_idle_timer(worker)
+            later = asyncio.get_running_loop().call_later
+            self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker)
+
+    def _end_surplus(self, worker: Worker) -> None:
+        if len(self._lanes) > self._settings.min_workers:
+            logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
+            self._end_idle(worker)
+
+    def _end_idle(self, worker: Worker) -> None:
+        self._stop_idle_timer(worker)
+        del self._lanes[worker]
+        _spawn(self._ends, worker.stop(_IDLE_GRACE))
+
+    def _stop_idle_timer(self, worker: Worker) -> None:
+        timer = self._idle_timers.pop(worker, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _on_end(self, worker: Worker, reason: str) -> None:
+        """A worker has died."""
+        lane = self._lanes.pop(worker, None)
+        self._stop_idle_timer(worker)
+        if self._stopping or lane is None:
+            return
+        for job in lane.recall():
+            job.lane = None
+            self._queue.add(job)
+        self._count_failure(f"{worker.name} {reason}")
+        self._replace()
+
+    def _count_failure(self, reason: str) -> None:
+        self._failures += 1
+        if self._failures <= self._settings.retry_threshold or self._failed:
+            return
+        self._failed = f"the handler failed {self._failures} times (retry_threshold); the last time {reason}"
+        logger.error("%s", self._failed)
+        self._refuse_all(self._failed)
+        for worker, lane in tuple(self._lanes.items()):
+            if not lane.busy:
+                self._end_idle(worker)
+
+    def _replace(self) -> None:
+        missing = self._settings.min_workers - len(self._lanes) - self._to_come
+        wanted = missing > 0 or (self._queue and not self._lanes and not self._to_come)
+        if wanted and not self._failed and not self._stopping:
+            delay = min(_FIRST_BACKOFF * 2 ** (self._failures - 1), _LONGEST_BACKOFF)
+            self._add_worker(delay)
+
+    def _add_worker(self, delay: float = 0.0) -> None:
+        self._to_come += 1
+        _spawn(self._starts, self._start_later(delay))
+
+    async def _start_later(self, delay: float) -> None:
+        try:
+            await asyncio.sleep(delay)
+        finally:
+            self._to_come -= 1
+        try:
+            await self._start_worker()
+        except EngineStartError as error:
+            logger.error("a worker cannot be started: %s", error)
+            self._count_failure(f"a worker could not be started: {error}")
+            self._replace()
+
+    def _refuse_all(self, reason: str) -> None:
+        for job in self._queue.clear():
+            job.delivery.reply(self._unavailable(reason).reply)
+
+    def _unavailable(self, reason: str) -> ContractError:
+        status = self._settings.unavailable_status
+        return ContractError(front_end_reply(status, "ServiceUnavailableException", reason), reason)
+
+
+def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

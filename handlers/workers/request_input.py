@@ -1,0 +1,88 @@
+"""From an HTTP request to what the handler sees. Source: contracts/lmi.md section 1.3."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote_to_bytes
+
+from handlers.contracts.protocol import Call
+from handlers.workers.errors import bad_request
+from handlers.workers.multipart import MultipartError, multipart_fields
+from handlers.workers.runtime.messages import Contents, InputMessage
+
+DEFAULT_PRIORITY = 3
+
+_CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+_ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
+
+
+def input_of(call: Call) -> InputMessage:
+    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties.
+
+    Raises:
+        ContractError: 400; the form is broken, or the request names a handler function.
+    """
+    properties = _Properties()
+    for name, value in call.headers:
+        if name.lower() != _CUSTOM_ATTRIBUTES:
+            properties.set(name, value)
+            continue
+        for attribute in value.split(";"):
+            key, equals, text = attribute.partition("=")
+            if equals:
+                properties.set(key.strip(), text.strip())
+    if call.content_type:
+        properties.set("Content-Type", call.content_type)
+    if properties.get("handler") is not None and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
+        raise bad_request("The handler can't be overridden in a request")
+    properties.set("requestId", call.request_id)
+    query = tuple((key, value.encode()) for key, value in call.query)
+    return InputMessage(properties.pairs(), (*query, *_body(call)))
+
+
+def priority_of(message: InputMessage) -> int:
+    """Property `x-priority`; lower ones are served first.
+
+    Raises:
+        ContractError: 400; it is no integer.
+    """
+    text = next((value for name, value in message.properties if name.lower() == "x-priority"), "")
+    try:
+        return int(text) if text else DEFAULT_PRIORITY
+    except ValueError:
+        raise bad_request(f"x-priority is no integer: {text}") from None
+
+
+def _body(call: Call) -> Contents:
+    media_type = call.content_type.partition(";")[0].strip().lower()
+    if media_type == "application/x-www-form-urlencoded":
+        return tuple(_form_field(field) for field in call.body.split(b"&") if field)
+    if media_type != "multipart/form-data":
+        return (("data", call.body),)
+    try:
+        return tuple(multipart_fields(call.content_type, call.body))
+    except MultipartError as error:
+        raise bad_request(f"the multipart body is broken: {error}") from None
+
+
+def _form_field(field: bytes) -> tuple[str, bytes]:
+    name, _, value = field.replace(b"+", b" ").partition(b"=")
+    return unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value)
+
+
+class _Properties:
+    """Names count whatever their case; a later value replaces an earlier one."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[str, str]] = {}
+
+    def set(self, name: str, value: str) -> None:
+        known = self._pairs.get(name.lower())
+        self._pairs[name.lower()] = (known[0] if known else name, value)
+
+    def get(self, name: str) -> str | None:
+        pair = self._pairs.get(name.lower())
+        return pair[1] if pair else None
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self._pairs.values())

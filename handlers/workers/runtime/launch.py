@@ -1,0 +1,38 @@
+"""The script that a worker's interpreter runs: `launch.py <socket fd> <server's pid> <folder of djl_python>`.
+
+It finds both packages by their location, so that nothing else beside them becomes importable.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+
+OLDEST_PYTHON = (3, 11)
+
+
+def load_package(name: str, folder: str) -> None:
+    """Import the package in `folder` as `name`."""
+    location = os.path.join(folder, "__init__.py")
+    spec = importlib.util.spec_from_file_location(name, location, submodule_search_locations=[folder])
+    if spec is None or spec.loader is None:
+        raise ImportError(location)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def launch(arguments: list) -> None:  # type: ignore[type-arg]  # parsed by old interpreters too
+    """Serve until the server says so."""
+    if sys.version_info < OLDEST_PYTHON:
+        sys.exit("a handler needs Python 3.11 or later; " + sys.executable + " is " + sys.version)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    if sys.path and os.path.abspath(sys.path[0]) == folder:
+        del sys.path[0]
+    load_package("djl_python", arguments[2])
+    load_package("slipway_worker", folder)
+    importlib.import_module("slipway_worker.main").serve(int(arguments[0]), int(arguments[1]))
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

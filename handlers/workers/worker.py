@@ -1,0 +1,233 @@
+"""One worker: its process, the calls that it has, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from handlers.engines.protocol import EngineStartError
+from handlers.workers.connection import Connection
+from handlers.workers.process import ProcessPlan, WorkerProcess
+from handlers.workers.runtime.frames import Frame, Kind, encode_credit
+from handlers.workers.runtime.messages import (
+    InputMessage,
+    LoadOrder,
+    OutputMessage,
+    decode_output,
+    encode_input,
+    encode_order,
+)
+
+logger = logging.getLogger("handlers.workers")
+
+_EXIT_PATIENCE = 1.0
+"""Seconds from a worker's last word to its end."""
+_TERMINATION_PATIENCE = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+class WorkerState(StrEnum):
+    """Where a worker is in its life."""
+
+    STARTING = "STARTING"
+    READY = "READY"
+    STOPPING = "STOPPING"
+    ENDED = "ENDED"
+
+
+class Receiver(Protocol):
+    """Takes what a worker says about one call."""
+
+    def on_output(self, output: OutputMessage, size: int) -> None:
+        """An output, `size` bytes of the call's window."""
+
+    def on_chunk(self, chunk: bytes) -> None:
+        """A part of the stream of the last output."""
+
+    def on_stream_end(self, failure: OutputMessage | None) -> None:
+        """The stream has ended; `failure` tells of the exception that ended it."""
+
+    def on_done(self) -> None:
+        """The worker has finished with the call."""
+
+    def on_lost(self, reason: str) -> None:
+        """The worker has ended before it finished with the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What every worker of a model has in common."""
+
+    process: ProcessPlan
+    order: LoadOrder
+    load_timeout: float
+    """Seconds."""
+
+
+class Worker:
+    """A worker, from before its start to after its end."""
+
+    def __init__(self, number: int, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
+        """`on_end` is told why, when a worker that was ready ends by itself or is killed."""
+        self.number = number
+        self.name = f"worker {number}"
+        self.state = WorkerState.STARTING
+        self.started = time.time()
+        """Seconds since the epoch."""
+        self.pid: int | None = None
+        self._plan = plan
+        self._on_end = on_end
+        self._receivers: dict[int, Receiver] = {}
+        self._last_call = 0
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = asyncio.Event()
+        self._patience = _EXIT_PATIENCE
+        self._reason = ""
+        self._connection: Connection | None = None
+        self._process: WorkerProcess | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process and have it load the handler.
+
+        Raises:
+            EngineStartError: that failed, or took too long; no process is left.
+        """
+        try:
+            self._process = await WorkerProcess.spawn(self._plan.process, self.name)
+        except OSError as error:
+            self.state = WorkerState.ENDED
+            raise EngineStartError(f"cannot run {self._plan.process.python}: {error}") from error
+        self.pid = self._process.pid
+        self._watching = asyncio.create_task(self._watch(self._process))
+        try:
+            self._connection = await Connection.open(self._process.socket, self)
+            self._connection.send(Kind.LOAD, 0, encode_order(self._plan.order))
+            await asyncio.wait_for(asyncio.shield(self._loaded), self._plan.load_timeout)
+        except TimeoutError:
+            await self.kill("took too long to load")
+            raise EngineStartError(
+                f"the handler did not load within {self._plan.load_timeout:g} seconds (model_loading_timeout)"
+            ) from None
+        except BaseException:
+            await self.kill("was not needed any more")
+            raise
+        self.state = WorkerState.READY
+
+    def call(self, message: InputMessage, receiver: Receiver) -> int:
+        """Have the worker run a call; returns its number."""
+        self._last_call += 1
+        self._receivers[self._last_call] = receiver
+        self._send(Kind.CALL, self._last_call, encode_input(message))
+        return self._last_call
+
+    def credit(self, call: int, size: int) -> None:
+        """The client has taken so many bytes of a call's stream."""
+        self._send(Kind.CREDIT, call, encode_credit(size))
+
+    def cancel(self, call: int) -> None:
+        """Nobody waits for a call any more; `on_done` follows as soon as the handler lets go of it."""
+        self._send(Kind.CANCEL, call)
+
+    def end(self, reason: str) -> None:
+        """End it at once, with all that it started; its calls and `on_end` are told soon after."""
+        self._reason = self._reason or reason
+        if self._process is not None and self.state is not WorkerState.ENDED:
+            self._process.signal_group(signal.SIGKILL)
+
+    async def kill(self, reason: str) -> None:
+        """End it at once; returns when it has gone."""
+        self.end(reason)
+        if self._watching is not None:
+            await asyncio.shield(self._watching)
+
+    async def stop(self, grace: float) -> None:
+        """Let it finish its calls for up to `grace` seconds, then end it."""
+        if self._watching is None or self._process is None or self.state is WorkerState.ENDED:
+            return
+        self.state = WorkerState.STOPPING
+        self._reason = "was stopped"
+        self._patience = grace + _EXIT_PATIENCE
+        self._send(Kind.STOP)
+        await asyncio.wait({self._watching}, timeout=grace)
+        if not self._watching.done():
+            self._process.signal_group(signal.SIGTERM)
+            await asyncio.wait({self._watching}, timeout=_TERMINATION_PATIENCE)
+        await self.kill("was stopped")
+
+    def on_frame(self, frame: Frame) -> None:
+        """Called by the connection."""
+        if frame.kind is Kind.LOADED:
+            self._settle_load(None)
+        elif frame.kind is Kind.LOAD_FAILED:
+            self._settle_load(frame.body.decode())
+        elif frame.call in self._receivers:
+            self._pass_on(frame, self._receivers[frame.call])
+
+    def on_closed(self, problem: str) -> None:
+        """Called by the connection."""
+        self._reason = self._reason or problem
+        self._closed.set()
+
+    def _pass_on(self, frame: Frame, receiver: Receiver) -> None:
+        if frame.kind is Kind.OUTPUT:
+            receiver.on_output(decode_output(frame.body), len(frame.body))
+        elif frame.kind is Kind.CHUNK:
+            receiver.on_chunk(frame.body)
+        elif frame.kind is Kind.STREAM_END:
+            receiver.on_stream_end(decode_output(frame.body) if frame.body else None)
+        elif frame.kind is Kind.DONE:
+            del self._receivers[frame.call]
+            receiver.on_done()
+
+    def _send(self, kind: Kind, call: int = 0, body: bytes = b"") -> None:
+        if self._connection is not None:
+            self._connection.send(kind, call, body)
+
+    def _settle_load(self, failure: str | None) -> None:
+        if self._loaded.done():
+            return
+        if failure is None:
+            self._loaded.set_result(None)
+        else:
+            self._loaded.set_exception(EngineStartError(failure))
+
+    async def _watch(self, process: WorkerProcess) -> None:
+        """Wait until the process has ended or fallen silent, clear up, and tell everybody."""
+        exit_ = asyncio.create_task(process.wait())
+        silence = asyncio.create_task(self._closed.wait())
+        await asyncio.wait({exit_, silence}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({exit_}, timeout=self._patience)
+        process.signal_group(signal.SIGKILL)  # what it started must not outlive it
+        ending = await exit_
+        await asyncio.wait({silence}, timeout=_EXIT_PATIENCE)  # it may have answered just before
+        silence.cancel()
+        await process.finish_output()
+        if self._connection is not None:
+            self._connection.close()
+        else:
+            process.socket.close()
+        self._finish(process, ending)
+
+    def _finish(self, process: WorkerProcess, ending: str) -> None:
+        was_ready, self.state = self.state is WorkerState.READY, WorkerState.ENDED
+        reason = self._reason or ending
+        output = "".join(f"\n  {line}" for line in process.tail)
+        self._settle_load(
+            f"the worker {reason} before the handler was loaded{'; its last output:' if output else ''}{output}"
+        )
+        with contextlib.suppress(EngineStartError):
+            self._loaded.result()  # seen: nobody may be waiting any more
+        if was_ready:
+            logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
+            self._on_end(reason)  # first, so that nothing more is given to this worker
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.on_lost(reason)

@@ -1,0 +1,227 @@
+"""Requests and answers that a customer's formatters read and write, in the forms that LMI's documentation shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from djl_python import Input
+from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
+from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi_formatters import FormatterContract
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.errors import EngineDead, GenerationFailed, Overloaded
+from handlers.request import FinishReason, Token, TokenDelta
+from tests.contracts.exchange import MODEL, a_joke, call
+
+PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
+
+
+def contract(
+    read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
+) -> FormatterContract:
+    writes_tokens = options.pop("writes_tokens", False)
+    model = replace(MODEL, **options)
+    return FormatterContract(
+        LmiContract(model), model, read=read, write=write, writes_tokens=writes_tokens, tokenizer="tokenizer"
+    )
+
+
+def body(exchange: Exchange, *deltas: TokenDelta) -> str:
+    return b"".join(exchange.answer.feed(0, delta) for delta in deltas or a_joke()).decode()
+
+
+def refusal(formatters: FormatterContract, request: Call) -> Reply:
+    with pytest.raises(ContractError) as caught:
+        formatters.parse(request)
+    return caught.value.reply
+
+
+def whole_answer(output: TextGenerationOutput) -> str:
+    if not output.finished:
+        return ""
+    text = "".join(token.text for token in output.sequences[output.best_sequence_index].tokens)
+    return json.dumps({"text": text, "reason": output.sequences[0].finish_reason, "prompt": output.input.input_text})
+
+
+def one_line_each(request_output: RequestOutput) -> str:
+    sequence = request_output.sequences[request_output.best_sequence_index]  # type: ignore[attr-defined]
+    token, index, first, last = sequence.get_next_token()
+    return f"{index}{token.text}{'!' if first else ''}{'.' if last else ''}\n"
+
+
+def test_an_output_formatter_writes_the_whole_answer() -> None:
+    exchange = contract(write=whole_answer).parse(call(PROMPT))
+    assert exchange.answer.content_type == ""
+    assert body(exchange) == '{"text": " a joke", "reason": "length", "prompt": "Tell me"}'
+
+
+def test_an_output_formatter_is_called_for_each_token_of_a_stream() -> None:
+    exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
+    assert [exchange.answer.feed(0, delta) for delta in a_joke()] == [b"0 a!\n", b"1 joke.\n"]
+
+
+def test_tokens_of_one_step_are_all_given_to_a_streaming_formatter() -> None:
+    exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
+    both = TokenDelta("ab", [Token(1, "a"), Token(2, "b")], finish_reason=FinishReason.EOS, token_count=2, last=True)
+    assert body(exchange, both) == "0a!\n1b.\n"
+
+
+def test_an_output_without_any_token_still_reaches_the_formatter() -> None:
+    exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
+    assert body(exchange, TokenDelta("", finish_reason=FinishReason.EOS, last=True)) == "0!.\n"
+
+
+def test_a_streaming_formatter_that_reads_nothing_is_an_error_and_no_endless_loop() -> None:
+    exchange = contract(write=lambda output: "x").parse(call({**PROMPT, "stream": True}))
+    with pytest.raises(GenerationFailed, match=r"Custom formatter failed: .*get_next_token"):
+        body(exchange)
+
+
+def test_the_older_kind_of_formatter_is_called_with_each_token() -> None:
+    calls = []
+
+    def write(token: Any, first: bool, last: bool, details: Any, generated_text: Any, request_id: Any) -> str:
+        calls.append((token.as_dict(), first, last, generated_text, request_id))
+        return json.dumps(details) if last else token.text
+
+    exchange = contract(write=write, writes_tokens=True).parse(call({**PROMPT, "stream": True}))
+    assert body(exchange) == " a{}"
+    assert calls == [
+        ({"id": 7, "text": " a", "log_prob": -0.5}, True, False, None, 0),
+        ({"id": 9, "text": " joke", "log_prob": -0.25}, False, True, " a joke", 0),
+    ]
+
+
+def test_the_older_kind_gets_details_where_the_request_asks_for_them() -> None:
+    def write(token: Any, first: bool, last: bool, details: Any, generated_text: Any, request_id: Any) -> str:
+        return json.dumps(details) if last else ""
+
+    asked = {"inputs": "Tell me", "parameters": {"details": True}}
+    details = json.loads(body(contract(write=write, writes_tokens=True).parse(call(asked))))
+    assert details["finish_reason"] == "length"
+    assert details["generated_tokens"] == 2
+    assert details["inputs"] == "Tell me"
+    assert details["tokens"][1] == {"id": 9, "text": " joke", "log_prob": -0.25}
+
+
+def test_a_request_may_ask_for_a_built_in_format_instead() -> None:
+    asked = {"inputs": "Tell me", "parameters": {"output_formatter": "json"}}
+    exchange = contract(write=whole_answer).parse(call(asked))
+    assert exchange.answer.content_type == "application/json"
+    assert body(exchange, *a_joke()) == '{"generated_text": " a joke"}'
+
+
+def test_an_input_formatter_reads_the_request() -> None:
+    seen: dict[str, Any] = {}
+
+    def read(given: Input, **keywords: Any) -> TextInput:
+        document = given.get_as_json()
+        seen.update(keywords, session=given.get_property("x-session"))
+        return TextInput(input_text=document["question"], parameters={"max_new_tokens": document["length"]})
+
+    request = replace(call({"question": "Why?", "length": 5}), headers=(("X-Session", "s1"),))
+    exchange = contract(read=read).parse(request)
+    (asked,) = exchange.requests
+    assert (asked.prompt, asked.sampling.max_tokens) == ("Why?", 5)
+    assert (seen["tokenizer"], seen["is_rolling_batch"], seen["session"]) == ("tokenizer", True, "s1")
+    assert body(exchange) == '{"generated_text": " a joke"}'
+
+
+def test_an_input_formatter_without_keywords_is_called_without_them() -> None:
+    def read(given: Input) -> TextInput:
+        return TextInput(input_text=given.get_as_string())
+
+    assert contract(read=read).parse(call(b"Hi", "text/x-mine")).requests[0].prompt == "Hi"
+
+
+def test_an_input_formatter_may_ask_for_a_stream() -> None:
+    def read(given: Input, **_: Any) -> TextInput:
+        return TextInput(input_text="Hi", parameters={"stream": True})
+
+    assert contract(read=read).parse(call(b"x")).answer.content_type == "application/jsonlines"
+
+
+def test_what_the_runtime_fills_in_is_there_for_the_output_formatter() -> None:
+    seen: list[RequestInput] = []
+
+    def write(output: RequestOutput) -> str:
+        seen.append(output.input)
+        return "x"
+
+    exchange = contract(write=write, tgi_compat=True).parse(call(PROMPT))
+    body(exchange)
+    assert seen[0].client_request_id == "r"
+    assert seen[0].tgi_compat is True
+    assert seen[0].server_parameters["max_new_tokens"] == 2
+
+
+def test_several_sequences_are_all_in_the_output() -> None:
+    def write(output: TextGenerationOutput) -> str:
+        return json.dumps({i: len(s.tokens) for i, s in output.sequences.items()}) if output.finished else ""
+
+    asked = {"inputs": "Tell me", "parameters": {"n": 2, "do_sample": True}}
+    exchange = contract(write=write).parse(call(asked))
+    first = TokenDelta("a", [Token(1, "a")], finish_reason=FinishReason.EOS, token_count=1)
+    second = TokenDelta("bc", [Token(1, "b"), Token(2, "c")], sequence=1, finish_reason=FinishReason.EOS, last=True)
+    assert exchange.requests[0].sequences == 2
+    assert body(exchange, first, second) == '{"0": 1, "1": 2}'
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise KeyError("question")
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (failing, "Custom formatter failed: 'question'"),
+        (lambda given, **_: {"inputs": "x"}, "Custom formatter failed: the input formatter returned dict; expected"),
+        (lambda given, **_: TextInput(input_text=object()), "Custom formatter failed: `input_text` or `parameters`"),
+        (lambda given, **_: TextInput(input_text="x", parameters=[]), "`parameters` must be a dict"),
+        (lambda given, **_: TextInput(input_text=""), "`inputs` must not be empty"),
+    ],
+)
+def test_a_failing_input_formatter_refuses_its_request_and_says_why(read: Callable[..., Any], message: str) -> None:
+    reply = refusal(contract(read=read), call(PROMPT))
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    # LMI writes its errors safe for embedding in HTML.
+    error = json.loads(reply.body)
+    assert message in error["error"]
+    assert error["code"] == 424
+
+
+@pytest.mark.parametrize("write", [failing, lambda output: 5])
+def test_a_failing_output_formatter_fails_its_request(write: Callable[..., Any]) -> None:
+    exchange = contract(write=write).parse(call(PROMPT))
+    with pytest.raises(GenerationFailed, match="Custom formatter failed: "):
+        body(exchange)
+
+
+def test_errors_of_a_formatted_answer_have_lmis_bytes() -> None:
+    answer = contract(write=whole_answer).parse(call(PROMPT)).answer
+    failed = answer.fail(GenerationFailed("Custom formatter failed: x"))
+    assert failed == Reply(424, "application/json", b'{"error":"Custom formatter failed: x","code":424}')
+    assert answer.fail_midway(GenerationFailed("y")) == b'{"error":"y","code":424}'
+    assert answer.fail(EngineDead("gone")).status == 500
+    assert answer.fail(Overloaded("full")).status == 503
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (call(b"{"), "not valid JSON"),
+        (call({"inputs": 5}), "`inputs` must be a string"),
+        (call({"inputs": "x", "parameters": 5}), "`parameters` must be an object"),
+        (call({"inputs": "x", "stream": 5}), "`stream` must be true or false"),
+        (call([1]), "must be a JSON object"),
+        (call({"inputs": "x", "parameters": {"top_p": 5}}), "`top_p` must be"),
+        (call({"inputs": ["x", "y"]}), "an array of inputs"),
+    ],
+)
+def test_bad_requests_are_refused_as_without_formatters(request_: Call, message: str) -> None:
+    assert message in json.loads(refusal(contract(write=whole_answer), request_).body)["error"]

@@ -1,0 +1,230 @@
+"""Dynamic batching with the sample model: the engine against `model.generate`, and the server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+
+from handlers.engines.protocol import Engine
+from handlers.engines.stream import generate
+from handlers.errors import InvalidParameter
+from handlers.model_settings import ModelSettings
+from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
+from tests.live.server import Server, serving
+from tests.recorder import Recorder
+
+GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
+
+
+def settings(model: Path, **fields: Any) -> ModelSettings:
+    fields = {"batch_size": 8, "max_batch_delay": 0.1, **fields}
+    arguments = {"max_model_len": "1024"}
+    return ModelSettings(
+        name="m", model_dir=model, model_id=str(model), dtype="fp32", engine_arguments=arguments, **fields
+    )
+
+
+@asynccontextmanager
+async def engine_with(model: Path, **fields: Any) -> AsyncIterator[Engine]:
+    from handlers.engines.transformers_batch import BatchEngine
+
+    engine = BatchEngine(settings(model, **fields))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def request_for(prompt: str, sampling: SamplingParameters = GREEDY, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(request_id="r", prompt=prompt, sampling=sampling, **fields)
+
+
+async def answer(engine: Engine, request: GenerationRequest) -> list[TokenDelta]:
+    return [delta async for delta in generate(engine, request)]
+
+
+async def texts(engine: Engine, *requests: GenerationRequest) -> list[str]:
+    answers = await asyncio.gather(*(answer(engine, request) for request in requests))
+    return ["".join(delta.text for delta in deltas) for deltas in answers]
+
+
+@pytest.fixture(scope="module")
+def generated(sample_model: Path) -> dict[str, list[int]]:
+    """What `model.generate` gives greedily for each of PROMPTS alone, without the end token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sample_model)
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype="float32")
+    ids = {}
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[
+            0, inputs.input_ids.shape[1] :
+        ]
+        ids[prompt] = [token_id for token_id in output.tolist() if token_id != tokenizer.eos_token_id]
+    return ids
+
+
+@pytest.mark.asyncio
+async def test_greedy_tokens_in_a_batch_and_alone_are_those_of_generate(
+    sample_model: Path, generated: dict[str, list[int]]
+) -> None:
+    async with engine_with(sample_model) as engine:
+        requests = [request_for(prompt, want_tokens=True, stream=True) for prompt in PROMPTS]
+        together = await asyncio.gather(*(answer(engine, request) for request in requests))
+        alone = [await answer(engine, request) for request in requests]
+        for prompt, *answers in zip(PROMPTS, together, alone, strict=True):
+            for deltas in answers:
+                ids = [token.id for delta in deltas for token in delta.tokens]
+                assert [i for i in ids if i not in engine.eos_token_ids] == generated[prompt]
+                assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+                assert [delta.token_count for delta in deltas] == sorted(delta.token_count for delta in deltas)
+
+
+@pytest.mark.asyncio
+async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(sample_model: Path) -> None:
+    sampling = SamplingParameters(max_tokens=16, temperature=0.9, top_p=0.95, seed=7)
+    requests = [request_for(prompt, sampling) for prompt in PROMPTS]
+    async with engine_with(sample_model) as engine:
+        together = await texts(engine, *requests)
+        assert together == [(await texts(engine, request))[0] for request in requests]
+        assert len(set(together)) == len(PROMPTS)
+
+
+@pytest.mark.asyncio
+async def test_a_stop_string_ends_its_own_sequence_only(sample_model: Path) -> None:
+    sampling = SamplingParameters(max_tokens=16, stop=("Paris",))
+    async with engine_with(sample_model) as engine:
+        stopped, other = await asyncio.gather(
+            answer(engine, request_for(PROMPTS[0], sampling)), answer(engine, request_for(PROMPTS[1], sampling))
+        )
+    assert stopped[-1].finish_reason is FinishReason.STOP
+    assert "Paris" not in stopped[-1].text
+    assert (other[-1].finish_reason, other[-1].token_count) == (FinishReason.LENGTH, 16)
+
+
+@pytest.mark.asyncio
+async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(sample_model: Path) -> None:
+    async with engine_with(sample_model) as engine:
+        alone = await texts(engine, request_for(PROMPTS[0]))
+        kept, gone = Recorder(), Recorder()
+        await engine.submit(request_for(PROMPTS[0], stream=True), kept)
+        leaving = await engine.submit(request_for(PROMPTS[1], stream=True), gone)
+        with pytest.raises(InvalidParameter):
+            await engine.submit(request_for(PROMPTS[2], SamplingParameters(stop_token_ids=(10**6,))), Recorder())
+        async with asyncio.timeout(60):
+            while not gone.deltas:
+                await asyncio.sleep(0.001)
+            leaving.cancel()
+            seen = len(gone.deltas)
+            while not (kept.deltas and kept.deltas[-1].last):
+                await asyncio.sleep(0.001)
+        assert ["".join(delta.text for delta in kept.deltas)] == alone
+        assert len(gone.deltas) == seen < MAX_NEW_TOKENS
+        assert engine.meter.aborted_requests == 1
+
+
+SAMPLINGS = (
+    SamplingParameters(max_tokens=6),
+    SamplingParameters(max_tokens=9, repetition_penalty=1.3),
+    SamplingParameters(max_tokens=9, stop=("e",)),
+    SamplingParameters(max_tokens=7, temperature=0.8, seed=5),
+)
+REQUESTS = st.builds(
+    request_for,
+    st.one_of(st.sampled_from(PROMPTS), st.text("ab é你.\n", min_size=1, max_size=60)),
+    st.sampled_from(SAMPLINGS),
+    stream=st.booleans(),
+    truncate_prompt_tokens=st.sampled_from([None, None, 5]),
+)
+
+
+@pytest.fixture(scope="module")
+def runner(sample_model: Path) -> Iterator[tuple[asyncio.Runner, Engine, Engine]]:
+    """A loop with an engine that batches, and one that takes each request alone."""
+    with asyncio.Runner() as loop:
+        batching, single = engine_with(sample_model, batch_size=4), engine_with(sample_model, batch_size=1)
+        yield loop, loop.run(batching.__aenter__()), loop.run(single.__aenter__())
+        for engine in (batching, single):
+            loop.run(engine.__aexit__(None, None, None))
+
+
+@example_settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(REQUESTS, min_size=1, max_size=8))
+def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
+    runner: tuple[asyncio.Runner, Engine, Engine], requests: list[GenerationRequest]
+) -> None:
+    loop, batching, single = runner
+    assert loop.run(texts(batching, *requests)) == loop.run(texts(single, *requests))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Iterator[Server]:
+    options: dict[str, Any] = {
+        "model_id": sample_model,
+        "rolling_batch": "disable",
+        "dtype": "fp32",
+        "max_model_len": 1024,
+    }
+    with serving(tmp_path_factory.mktemp("dynamic"), batch_size=4, max_batch_delay=100, **options) as running:
+        yield running
+
+
+def post(server: Server, document: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/invocations", json=document, timeout=120)
+
+
+def test_over_http_texts_come_with_their_prompts_in_lmis_bytes(server: Server, sample_model: Path) -> None:
+    prompts = list(PROMPTS[:3])
+    reply = post(server, {"inputs": prompts, "parameters": {"max_new_tokens": 8}})
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json")
+    answers = [answer["generated_text"] for answer in reply.json()]
+    assert all(text.startswith(prompt) and text != prompt for prompt, text in zip(prompts, answers, strict=True))
+    assert reply.text == json.dumps(reply.json(), ensure_ascii=False, indent=2, separators=(",", ":"))
+    with ThreadPoolExecutor(3) as clients:
+        single = list(
+            clients.map(lambda prompt: post(server, {"inputs": prompt, "parameters": {"max_new_tokens": 8}}), prompts)
+        )
+    assert [reply.json()[0]["generated_text"] for reply in single] == answers
+
+
+def test_over_http_a_wrong_parameter_is_424_and_its_neighbours_are_answered(server: Server) -> None:
+    documents: list[dict[str, Any]] = [{"inputs": "x", "parameters": {"max_new_tokens": 4}} for _ in range(4)]
+    documents[2]["parameters"]["stop_token_ids"] = [10**6]
+    with ThreadPoolExecutor(4) as clients:
+        replies = list(clients.map(lambda document: post(server, document), documents))
+    assert [reply.status_code for reply in replies] == [200, 200, 424, 200]
+    assert replies[2].content.startswith(
+        b'{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":"`stop_token_ids` must hold token ids'
+    )
+
+
+def test_over_http_a_stream_has_a_record_for_each_step(tmp_path: Path, sample_model: Path) -> None:
+    options: dict[str, Any] = {
+        "model_id": sample_model,
+        "rolling_batch": "disable",
+        "dtype": "fp32",
+        "max_model_len": 1024,
+    }
+    with serving(tmp_path, enable_streaming="true", **options) as server:
+        prompts = list(PROMPTS[:2])
+        document = {"inputs": prompts, "parameters": {"max_new_tokens": 8}}
+        with httpx.stream("POST", f"{server.url}/invocations", json=document, timeout=120) as reply:
+            lines = list(reply.iter_lines())
+            assert (reply.status_code, reply.headers["content-type"]) == (200, "application/jsonlines")
+        records = [json.loads(line)["outputs"] for line in lines]
+        assert [len(record) for record in records] == [2] * 8
+        assert "".join(record[0] for record in records).startswith(" Paris")

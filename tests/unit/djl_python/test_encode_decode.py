@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from djl_python import Input, Output
+from djl_python.encode_decode import decode, decode_csv, encode, encode_csv
+from djl_python.np_util import from_nd_list, from_npz, to_nd_list
+
+
+def request(body: bytes | None, key: str = "data") -> Input:
+    made = Input()
+    made.content.add(key, body)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "expected"),
+    [
+        (None, b"", {"inputs": ""}),
+        (None, None, {"inputs": ""}),
+        ("", b'{"a": 1}', {"a": 1}),
+        ("application/json", b"[1]", [1]),
+        ("application/jsonlines", b"1\n2", [1, 2]),
+        ("application/msgpack", b"\x81\xa1a\x01", {"a": 1}),
+        ("text/plain; charset=utf-8", b"hi", {"inputs": ["hi"]}),
+        ("text/csv", b"inputs,x\na,1\nb,2\n", {"inputs": ["a", "b"]}),
+        ("text/csv", b"Question,context\nq,c\n", {"inputs": [{"Question": "q", "context": "c"}]}),
+        ("audio/wav", b"RIFF", {"inputs": b"RIFF"}),
+        ("application/x-www-form-urlencoded", b"a=1&b=2", {"inputs": "a=1&b=2"}),
+        ("application/octet-stream", b"\xff", {"inputs": b"\xff"}),
+        ("text/html", b"<p>", {"inputs": b"<p>"}),
+    ],
+)
+def test_a_body_is_decoded_by_its_content_type(content_type: str | None, body: bytes | None, expected: Any) -> None:
+    assert decode(request(body), content_type) == expected
+
+
+@pytest.mark.parametrize("content_type", ["tensor/ndlist", "application/x-npy"])
+def test_arrays_are_the_inputs(content_type: str) -> None:
+    decoded = decode(request(bytes(to_nd_list(np.arange(2)))), content_type)
+    assert decoded["inputs"][0].tolist() == [0, 1]
+
+
+def test_the_entry_under_a_key_is_decoded() -> None:
+    made = request(b"1")
+    made.content.add("other", b"inputs\nx\n")
+    assert decode(made, "application/json", key="data") == 1
+    assert decode(made, "text/csv", key="other") == {"inputs": ["x"]}
+
+
+def test_csv_without_a_header_is_an_array_of_numbers() -> None:
+    table = decode(request(b"1,2.5\n3,4\n"), "text/csv", require_csv_headers=False)
+    assert table.tolist() == [[1.0, 2.5], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize("body", [b"1,a\n", b"1,nan\n", b"1,\n", b"1,2\n3\n", b""])
+def test_csv_that_is_no_table_of_numbers_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"non-numeric data|no rows, or rows of different length"):
+        decode_csv(request(body), require_headers=False)
+
+
+@pytest.mark.parametrize("body", [b"a,b\n1,2\n", b""])
+def test_csv_with_a_header_that_names_nothing_needed_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match="correct CSV with Header columns"):
+        decode_csv(request(body))
+
+
+def encoded(prediction: Any, accept: str | None) -> tuple[bytes, str]:
+    output = Output()
+    encode(output, prediction, accept, key="k")
+    return bytes(output.content.get("k")), output.properties["Content-Type"]
+
+
+def test_json_is_what_a_client_gets_that_accepts_nothing_else() -> None:
+    assert encoded([{"a": "é"}], None) == ('[\n  {\n    "a":"é"\n  }\n]'.encode(), "application/json")
+    assert encoded(1, "application/json") == (b"1", "application/json")
+
+
+def test_csv_has_a_header_and_is_named_as_csv() -> None:
+    assert encoded([{"a": 1, "b": "x,y"}, {"a": 2, "c": 3}], "text/csv") == (b'a,b,c\n1,"x,y",\n2,,3\n', "text/csv")
+
+
+def test_csv_of_values_has_no_header() -> None:
+    assert encode_csv([[1, 2], [3, 4]]) == "1,2\n3,4\n"
+    assert encode_csv(np.array([1.5, 2])) == "1.5\n2.0\n"
+    assert encode_csv({"a": 1}) == "a\n1\n"
+
+
+@pytest.mark.parametrize("content", ["text", 1, [{"a": 1}, 2]])
+def test_csv_of_what_has_no_rows_is_refused(content: Any) -> None:
+    with pytest.raises(ValueError, match="CSV needs rows"):
+        encode_csv(content)
+
+
+def test_arrays_are_npz_if_accepted_and_else_nd_list() -> None:
+    data, content_type = encoded([np.arange(2)], "tensor/npz")
+    assert (from_npz(data)[0].tolist(), content_type) == ([0, 1], "tensor/npz")
+    data, content_type = encoded([np.arange(2)], "custom/type")
+    assert (from_nd_list(data)[0].tolist(), content_type) == ([0, 1], "tensor/ndlist")

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from djl_python import Input
+from djl_python.input_parser import init_handler, input_formatter, prediction_handler
+from djl_python.service_loader import (
+    find_decorated_function,
+    find_sagemaker_function,
+    get_annotated_function,
+    has_function_in_module,
+    is_sagemaker_function,
+    load_model_service,
+)
+
+DECORATED = """
+from djl_python.input_parser import init_handler, input_formatter, prediction_handler
+from djl_python.output_formatter import output_formatter
+
+runs = []
+runs.append(1)
+
+@output_formatter
+def z_format(output): return "z"
+
+@output_formatter
+def a_format(output): return "a"
+
+@input_formatter
+def parse(item, **kwargs): return item
+
+def output_fn(prediction, accept): return "sagemaker"
+
+def input_fn(request_body, request_content_type): return "sagemaker"
+"""
+SAGEMAKER = """
+def model_fn(model_dir): return model_dir
+def input_fn(request_body, content_type): return request_body
+def predict_fn(input_data, model, context): return input_data
+def output_fn(prediction, response_content_type): return prediction
+"""
+
+
+def model(directory: Path, text: str) -> str:
+    (directory / "model.py").write_text(text)
+    return str(directory)
+
+
+def test_decorators_only_mark_a_function() -> None:
+    for decorator, mark in (
+        (input_formatter, "is_input_formatter"),
+        (prediction_handler, "is_prediction_handler"),
+        (init_handler, "is_init_handler"),
+    ):
+
+        def function(value: int) -> int:
+            return value + 1
+
+        assert decorator(function) is function
+        assert getattr(function, mark) is True
+        assert function(1) == 2
+
+
+def test_the_first_marked_function_by_name_is_found(tmp_path: Path) -> None:
+    found = get_annotated_function(model(tmp_path, DECORATED), "is_output_formatter")
+    assert found is not None
+    assert found.__name__ == "a_format"
+    assert not is_sagemaker_function(found)
+
+
+def test_a_marked_function_comes_before_its_sagemaker_counterpart(tmp_path: Path) -> None:
+    found = get_annotated_function(model(tmp_path, DECORATED), "is_input_formatter")
+    assert found is not None
+    assert found.__name__ == "parse"
+
+
+def test_sagemaker_functions_are_found_if_their_parameters_have_the_right_names(tmp_path: Path) -> None:
+    directory = model(tmp_path, SAGEMAKER)
+    names = {
+        mark: getattr(get_annotated_function(directory, mark), "__name__", None)
+        for mark in ("is_init_handler", "is_input_formatter", "is_prediction_handler", "is_output_formatter", "is_x")
+    }
+    assert names == {
+        "is_init_handler": "model_fn",
+        "is_input_formatter": "input_fn",
+        "is_prediction_handler": None,
+        "is_output_formatter": "output_fn",
+        "is_x": None,
+    }
+    found = get_annotated_function(directory, "is_init_handler")
+    assert found is not None
+    assert is_sagemaker_function(found)
+
+
+def test_no_file_or_no_such_function_is_none(tmp_path: Path) -> None:
+    assert get_annotated_function(str(tmp_path), "is_output_formatter") is None
+    assert get_annotated_function(model(tmp_path, "x = 1"), "is_output_formatter") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("import no_such_module", ImportError), ("x = ", SyntaxError), ("raise ValueError()", ValueError)],
+)
+def test_a_file_that_cannot_be_run_is_an_error(tmp_path: Path, text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        get_annotated_function(model(tmp_path, text), "is_output_formatter")
+
+
+def test_the_file_runs_once_for_all_its_functions_and_again_when_it_changes(tmp_path: Path) -> None:
+    directory = model(tmp_path, DECORATED)
+    first = get_annotated_function(directory, "is_output_formatter")
+    second = get_annotated_function(directory, "is_input_formatter")
+    assert first is not None
+    assert second is not None
+    assert first.__globals__ is second.__globals__
+    model(tmp_path, DECORATED.replace("a_format", "b_format"))
+    os.utime(tmp_path / "model.py", ns=(1, 1))
+    changed = get_annotated_function(directory, "is_output_formatter")
+    assert changed is not None
+    assert changed.__name__ == "b_format"
+
+
+def test_adapters_have_modules_of_their_own(tmp_path: Path) -> None:
+    directory = model(tmp_path, DECORATED)
+    base = load_model_service(directory, "model.py", "-1").module
+    adapter = load_model_service(directory, "model.py", -1, namespace="my-adapter").module
+    other = load_model_service(directory, "model.py", -1, namespace="my.adapter").module
+    assert len({base.__name__, adapter.__name__, other.__name__}) == 3
+    assert adapter.__name__.startswith("ns_my_adapter")
+
+
+def test_a_handler_is_called_with_the_model_directory(tmp_path: Path) -> None:
+    directory = model(tmp_path, "def handle(inputs): return inputs.get_property('model_dir')")
+    service = load_model_service(directory, "model.py")
+    assert service.invoke_handler("handle", Input()) == directory
+    assert asyncio.run(service.invoke_handler_async("handle", Input())) == directory
+    with pytest.raises(AttributeError):
+        service.invoke_handler("predict", Input())
+
+
+def test_an_async_handler_is_awaited(tmp_path: Path) -> None:
+    directory = model(tmp_path, "async def handle(inputs): return 5")
+    service = load_model_service(directory, str(tmp_path / "model.py"))
+    assert asyncio.run(service.invoke_handler_async("handle", Input())) == 5
+
+
+def test_an_entry_point_may_be_an_installed_module(tmp_path: Path) -> None:
+    service = load_model_service(str(tmp_path), "djl_python.utils")
+    assert has_function_in_module(service.module, "is_best_of")
+    assert not has_function_in_module(service.module, "handle")
+
+
+def test_a_missing_file_and_a_torchserve_archive_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="entry-point file not found"):
+        load_model_service(str(tmp_path), "model.py")
+    (tmp_path / "MAR-INF").mkdir()
+    (tmp_path / "MAR-INF" / "MANIFEST.json").write_text("{}")
+    with pytest.raises(ValueError, match="TorchServe archive"):
+        load_model_service(str(tmp_path), "model.py")
+
+
+def test_a_module_that_failed_is_forgotten(tmp_path: Path) -> None:
+    directory = model(tmp_path, "raise RuntimeError('first')")
+    with pytest.raises(RuntimeError, match="first"):
+        load_model_service(directory, "model.py")
+    model(tmp_path, "handle = 1  # corrected")
+    os.utime(tmp_path / "model.py", (1, 1))
+    assert load_model_service(directory, "model.py").module.handle == 1
+
+
+def test_functions_are_found_in_any_object_with_attributes() -> None:
+    class Namespace:
+        @staticmethod
+        def predict_fn(input_data: int, model: int) -> int:
+            return input_data * model
+
+    assert find_sagemaker_function(Namespace, "predict_fn") is Namespace.predict_fn
+    assert find_sagemaker_function(Namespace, "no_fn") is None
+    assert find_decorated_function(Namespace, "is_input_formatter") is None

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handlers.engines.protocol import EngineStartError
+from handlers.formatters import Formatters, load_formatters
+from tests.contracts.exchange import MODEL
+
+OUTPUT = """
+from djl_python.output_formatter import output_formatter
+from djl_python.request_io import RequestOutput
+
+@output_formatter
+def write(output: RequestOutput) -> str:
+    return "x"
+"""
+INPUT = """
+from djl_python.input_parser import input_formatter
+
+@input_formatter
+def read(given, **keywords):
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def unchanged_imports() -> Iterator[None]:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def load(directory: Path, code: str, **settings: Any) -> Formatters | None:
+    (directory / "model.py").write_text(code)
+    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings))
+
+
+def found(directory: Path, code: str, **settings: Any) -> Formatters:
+    formatters = load(directory, code, **settings)
+    assert formatters is not None
+    return formatters
+
+
+def name(function: Any) -> str:
+    return str(function.__name__)
+
+
+def test_decorated_functions_are_found(tmp_path: Path) -> None:
+    formatters = found(tmp_path, INPUT + OUTPUT)
+    assert (name(formatters.input), name(formatters.output)) == ("read", "write")
+    assert not formatters.output_takes_tokens
+
+
+def test_of_several_the_first_by_name_counts(tmp_path: Path) -> None:
+    assert name(found(tmp_path, OUTPUT + OUTPUT.replace("def write", "def answer")).output) == "answer"
+
+
+def test_a_formatter_without_the_newer_annotation_takes_tokens(tmp_path: Path) -> None:
+    older = OUTPUT.replace("output: RequestOutput", "token, first, last, details, text, id")
+    assert found(tmp_path, older).output_takes_tokens
+
+
+@pytest.mark.parametrize("annotation", ["'RequestOutput'", "'request_io.TextGenerationOutput'"])
+def test_annotations_may_be_text(tmp_path: Path, annotation: str) -> None:
+    code = OUTPUT.replace("output: RequestOutput", f"output: {annotation}")
+    assert not found(tmp_path, code).output_takes_tokens
+
+
+def test_a_file_without_formatters_changes_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path, "x = 1") is None
+
+
+def test_modules_beside_model_py_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "beside_model_py.py").write_text(OUTPUT)
+    assert name(found(tmp_path, "from beside_model_py import write").output) == "write"
+
+
+def test_an_output_formatter_may_be_named_instead_of_decorated(tmp_path: Path) -> None:
+    code = OUTPUT + "\ndef mine(output: RequestOutput):\n    return 'y'\n"
+    assert name(found(tmp_path, code, formatter_function="mine").output) == "mine"
+
+
+def test_a_built_in_format_in_the_settings_goes_before_a_decorated_function(tmp_path: Path) -> None:
+    assert load(tmp_path, OUTPUT, output_formatter="json") is None
+
+
+def test_a_function_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match=r"option\.output_formatter is mine: model\.py has no such function"):
+        load(tmp_path, OUTPUT, formatter_function="mine")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def broken(:\n", r"SyntaxError: .*\(model\.py, line 1\)"),
+        ("\nimport no_such_module\n", r"ModuleNotFoundError: .*no_such_module.*\(model\.py, line 2\)"),
+        ("\n\nraise SystemExit(3)\n", r"SystemExit: 3 \(model\.py, line 3\)"),
+    ],
+)
+def test_code_that_cannot_be_imported_stops_the_start_with_file_and_line(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        load(tmp_path, code)
