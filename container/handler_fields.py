@@ -34,13 +34,15 @@ def handler_settings(
     fields["environment"] = assignments(fields["environment"]) if fields["environment"] else {}
     fields["max_workers"] = _most_workers(fields, layer, found)
     fields["python_executable"] = _executable(fields["python_executable"], found)
-    offline = sources.variables.get("DJL_OFFLINE")
     return HandlerSettings(
-        entry_point=entry_point,
-        properties=_properties(sources, model),
-        offline=offline is not None and offline.text.strip().lower() in _TRUE,
-        **fields,
+        entry_point=entry_point, properties=_properties(sources, model), offline=is_offline(sources), **fields
     )
+
+
+def is_offline(sources: Sources) -> bool:
+    """Whether packages are to be installed without an index (lmi.md 2.15)."""
+    offline = sources.variables.get("DJL_OFFLINE")
+    return offline is not None and offline.text.strip().lower() in _TRUE
 
 
 def _for_this_device(layer: Mapping[str, Value]) -> dict[str, Value]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from container import custom_code, options
 from container import model_location as location
-from container.handler_fields import handler_settings
+from container.handler_fields import handler_settings, is_offline
 from container.handler_options import ENTRY_POINT, FUNCTION
 from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
 from container.masking import HIDDEN, quoted
@@ -126,7 +126,7 @@ def _stop_sequences(text: str | None) -> tuple[str, ...]:
 
 def _set_formatters(sources: Sources, fields: dict[str, Any], code: custom_code.Code | None, found: Resolution) -> None:
     if code is not None:
-        fields["formatters"] = code.path
+        fields["formatters"], fields["offline"] = code.path, is_offline(sources)
     name = fields["output_formatter"]
     if name is None or name in _FORMATTERS:
         return

@@ -9,7 +9,6 @@ written meanwhile is merged into one message.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any
 
@@ -20,11 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
-_FRAMING = frozenset({"content-length", "transfer-encoding", "connection", "content-type"})
 _BODILESS = frozenset({204, 304})
 """RFC 9110, 8.6: neither length nor body."""
-_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+").fullmatch
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 class Pacer:
@@ -111,8 +107,12 @@ class PushedReply:
         headers = [(b"content-type", content_type.encode("latin-1"))] if content_type else []
         headers += framing
         if more:
-            headers += _own(more)
-        headers += self._headers
+            own = _own(more)
+            names = {name for name, _ in own}
+            headers += own
+            headers += [pair for pair in self._headers if pair[0] not in names]
+        else:
+            headers += self._headers
         self._push({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, data: bytes) -> None:
@@ -193,9 +193,5 @@ class _Continued:
 
 
 def _own(headers: tuple[tuple[str, str], ...]) -> Headers:
-    """Headers that a handler has set: valid ones, without those that the server itself is answerable for."""
-    return [
-        (name.lower().encode(), _UNPRINTABLE.sub(" ", value).strip().encode("utf-8"))
-        for name, value in headers
-        if _HEADER_NAME(name) and name.lower() not in _FRAMING
-    ]
+    """Headers that a handler has set; it has seen to it that they can be sent."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]

@@ -45,6 +45,8 @@ class CustomHandler:
         self._overload_status, self._unavailable_status = overload_status, unavailable_status
         self.grace = 5.0
         """Seconds that `stop` gives a worker to finish its call."""
+        self.client_patience = 120.0
+        """Seconds that a client may take nothing of its stream; then its worker is freed for others."""
         self._pool: Pool | None = None
 
     async def start(self) -> None:
@@ -127,6 +129,7 @@ class CustomHandler:
         settings, handler = self._settings, self._handler
         lane_settings = LaneSettings(
             predict_timeout=settings.predict_timeout,
+            client_patience=self.client_patience,
             unavailable_status=self._unavailable_status,
             async_mode=handler.async_mode,
             # Calls of an async handler run at once, so that the queue's bound is theirs.

@@ -15,7 +15,7 @@ from handlers.engine_choice import chosen, engine_factory
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import Engine, EngineHealth
 from handlers.formatter_thread import FormatterThread
-from handlers.formatters import load_formatters
+from handlers.formatters import Formatters, add_packages, load_formatters
 from handlers.model_settings import ModelSettings
 from handlers.reply import Handler
 
@@ -63,7 +63,7 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     """
     if settings.handler is not None:
         return await _load_custom(settings, limits)
-    formatters = await asyncio.to_thread(load_formatters, settings) if settings.formatters is not None else None
+    formatters = await _formatters(settings)
     settings = await asyncio.to_thread(chosen, settings)
     make_engine = await asyncio.to_thread(engine_factory, settings)
     engine = make_engine(settings)
@@ -85,10 +85,18 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     return Service(settings, ContractHandler(handler, formatted, thread), engine, engine)
 
 
+async def _formatters(settings: ModelSettings) -> Formatters | None:
+    if settings.formatters is None:
+        return None
+    await add_packages(settings)
+    return await asyncio.to_thread(load_formatters, settings)
+
+
 async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
     custom = CustomHandler(
         settings,
-        queue_size=limits.queue_size,
+        # LMI counts a place for the call that is handed to a worker (contracts/lmi.md section 1.8).
+        queue_size=limits.queue_size - 1,
         overload_status=limits.overload_status,
         unavailable_status=limits.unavailable_status,
     )

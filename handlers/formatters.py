@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import ModelSettings
+from handlers.model_settings import HandlerSettings, ModelSettings
+from handlers.workers.requirements import prepare_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,20 @@ class Formatters:
         annotation = parameters[0].annotation if parameters else None
         name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
         return name.rpartition(".")[2] not in _NEW_STYLE
+
+
+async def add_packages(settings: ModelSettings) -> None:
+    """Install the model's `requirements.txt`, and let this process import from there what it does not have itself.
+
+    Raises:
+        EngineStartError: no environment for them can be made.
+    """
+    own = HandlerSettings(entry_point=str(settings.formatters), offline=settings.offline)
+    python = Path(await prepare_interpreter(settings.model_dir, own))
+    for directory in (python.parents[1] / "lib").glob("python*/site-packages"):
+        if str(directory) not in sys.path:
+            # Behind our own, so that no package of ours is replaced under the engine.
+            sys.path.append(str(directory))
 
 
 def load_formatters(settings: ModelSettings) -> Formatters | None:

@@ -84,6 +84,8 @@ class ModelSettings:
     """Stop strings of every request of the dynamic batch (`option.stop_sequence`)."""
     formatters: Path | None = None
     """A `model.py` that may have input and output formatters for the engine."""
+    offline: bool = False
+    """Packages that formatters need are installed without an index (DJL_OFFLINE)."""
     formatter_function: str | None = None
     """The output formatter's name in it, where `option.output_formatter` is no built-in one."""
     predict_timeout: float = 240.0

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-from urllib.parse import parse_qsl
+from urllib.parse import unquote_to_bytes
 
-from python_multipart import parse_form
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import Field, File
+from python_multipart.multipart import MultipartParser, parse_options_header
 
-URLENCODED = "application/x-www-form-urlencoded"
-MULTIPART = "multipart/"
+_URLENCODED = "application/x-www-form-urlencoded"
+_MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
 
 
@@ -20,69 +18,98 @@ class FormError(ValueError):
 
 def is_form(content_type: str) -> bool:
     """Whether a body of this type has fields."""
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == URLENCODED or kind.startswith(MULTIPART)
+    return _media_type(content_type) in (_URLENCODED, _MULTIPART)
 
 
 def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """All fields and files in order; a file's name on the client's disk is not kept.
+    """All fields and files in order; what a file is called on the client's disk is not kept.
 
     Raises:
         FormError: the form is broken.
     """
-    if content_type.partition(";")[0].strip().lower() == URLENCODED:
-        return _urlencoded(body)
-    return _multipart(body, content_type)
+    return _urlencoded(body) if _media_type(content_type) == _URLENCODED else _multipart(body, content_type)
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
 
 
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
-    try:
-        # Latin-1 both ways keeps every byte; values may be anything.
-        pairs = parse_qsl(
-            body.decode("latin-1"), keep_blank_values=True, encoding="latin-1", max_num_fields=_MAX_FIELDS
-        )
-    except ValueError:
-        raise FormError(f"the form has more than {_MAX_FIELDS} fields") from None
-    return [(_name(name.encode("latin-1")), value.encode("latin-1")) for name, value in pairs]
+    # urllib's own reader takes text only, and a value may be any bytes.
+    fields = [field for field in body.split(b"&", _MAX_FIELDS + 1) if field]
+    if len(fields) > _MAX_FIELDS:
+        raise FormError(f"the form has more than {_MAX_FIELDS} fields")
+    return [_urlencoded_field(field) for field in fields]
+
+
+def _urlencoded_field(field: bytes) -> tuple[str, bytes]:
+    name, _, value = field.replace(b"+", b" ").partition(b"=")
+    return unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value)
 
 
 def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    fields: list[tuple[str, bytes]] = []
-
-    def on_field(field: Field) -> None:
-        _add(fields, field.field_name, field.value or b"")
-
-    def on_file(file: File) -> None:
-        file.file_object.seek(0)
-        _add(fields, file.field_name, file.file_object.read())
-        file.close()
-
-    headers = {"Content-Type": content_type.encode("latin-1")}
-    closing = _closing_boundary(content_type)
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    if not boundary:
+        raise FormError("the multipart form's Content-Type has no boundary")
+    collector = _Collector()
     try:
-        parse_form(headers, io.BytesIO(body), on_field, on_file)
-    except FormError:
-        raise
-    except (FormParserError, ValueError) as error:
-        raise FormError(f"the multipart form is broken: {error}") from None
-    if closing not in body:
-        raise FormError("the multipart form ends before its closing boundary")
-    return fields
+        parser = MultipartParser(boundary, callbacks=collector.callbacks())  # type: ignore[arg-type]
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise FormError(f"the multipart form is broken: {error}") from error
+    if not collector.complete:
+        raise FormError("the multipart form ends before its last boundary")
+    return collector.fields
 
 
-def _closing_boundary(content_type: str) -> bytes:
-    for parameter in content_type.split(";")[1:]:
-        name, _, value = parameter.strip().partition("=")
-        if name.lower() == "boundary" and value:
-            return b"--" + value.strip().strip('"').encode("latin-1") + b"--"
-    raise FormError("the multipart form's Content-Type has no boundary")
+class _Collector:
+    """Receives what the parser finds."""
 
+    def __init__(self) -> None:
+        self.fields: list[tuple[str, bytes]] = []
+        self.complete = False
+        self._header_name = bytearray()
+        self._header_value = bytearray()
+        self._name: str | None = None
+        self._data = bytearray()
 
-def _add(fields: list[tuple[str, bytes]], name: bytes | None, value: bytes) -> None:
-    if len(fields) >= _MAX_FIELDS:
-        raise FormError(f"the form has more than {_MAX_FIELDS} fields")
-    fields.append((_name(name or b""), value))
+    def callbacks(self) -> dict[str, object]:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._take_name,
+            "on_header_value": self._take_value,
+            "on_header_end": self._end_header,
+            "on_part_data": self._take_data,
+            "on_part_end": self._end,
+            "on_end": self._finish,
+        }
 
+    def _begin(self) -> None:
+        self._name, self._data = None, bytearray()
 
-def _name(name: bytes) -> str:
-    return name.decode("utf-8", errors="replace")
+    def _take_name(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def _take_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            name = parse_options_header(bytes(self._header_value))[1].get(b"name")
+            self._name = None if name is None else name.decode("utf-8", "replace")
+        self._header_name.clear()
+        self._header_value.clear()
+
+    def _take_data(self, data: bytes, start: int, end: int) -> None:
+        self._data += memoryview(data)[start:end]
+
+    def _end(self) -> None:
+        if self._name is None:
+            raise FormError("a part of the multipart form has no name")
+        if len(self.fields) >= _MAX_FIELDS:
+            raise FormError(f"the form has more than {_MAX_FIELDS} fields")
+        self.fields.append((self._name, bytes(self._data)))
+
+    def _finish(self) -> None:
+        self.complete = True

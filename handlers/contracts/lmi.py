@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.lmi_answer import JsonAnswer, RecordAnswer, Show
 from handlers.contracts.lmi_body import BodyError, decode
 from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
@@ -48,10 +49,10 @@ class LmiContract:
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise _payload_error(f"`parameters` must be an object, got {_kind(values)}")
+            raise _payload_error(f"`parameters` must be an object, got {json_kind(values)}")
         stream = document.get("stream")
         if stream is not None and not isinstance(stream, bool):
-            raise _payload_error(f"`stream` must be true or false, got {_kind(stream)}")
+            raise _payload_error(f"`stream` must be true or false, got {json_kind(stream)}")
         try:
             parameters = self._parameters(values)
             return self._exchange(call, document, prompts, in_array, parameters, bool(stream))
@@ -128,7 +129,7 @@ def _document(call: Call) -> dict[str, Any]:
     except BodyError as error:
         raise _payload_error(str(error)) from None
     if not isinstance(document, dict):
-        raise _payload_error(f"the body must be a JSON object with `inputs`, got {_kind(document)}")
+        raise _payload_error(f"the body must be a JSON object with `inputs`, got {json_kind(document)}")
     return document
 
 
@@ -141,7 +142,7 @@ def _prompts(inputs: Any) -> tuple[tuple[str, ...], bool]:
     if inputs is None:
         raise _payload_error("`inputs` is missing; expected a string or an array of strings")
     if not isinstance(inputs, list):
-        raise _payload_error(f"`inputs` must be a string or an array of strings, got {_kind(inputs)}")
+        raise _payload_error(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
     if not inputs or not all(isinstance(prompt, str) and prompt for prompt in inputs):
         raise _payload_error("`inputs` must hold strings, at least one and none empty")
     return tuple(inputs), True
@@ -182,10 +183,3 @@ def _notes(document: dict[str, Any], parameters: LmiParameters, formatter: str) 
 def _payload_error(message: str) -> ContractError:
     text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object"}
-    return names.get(type(value), "null")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.lmi_body import BodyError, decode
 from handlers.contracts.lmi_dynamic_answer import ListAnswer, RecordListAnswer, failure
 from handlers.contracts.lmi_parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest
+from handlers.request import GenerationRequest, SamplingParameters
 
 STREAMED_MAX_NEW_TOKENS = 50
 """LMI's default limit on new tokens where the answer is streamed."""
@@ -34,6 +37,7 @@ class LmiDynamicContract:
         self._overload_status = overload_status
         self._pad_text = pad_text
         self._streaming = settings.enable_streaming
+        self._stop_sequences = settings.stop_sequences
         self._max_new_tokens = (
             DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
         )
@@ -67,13 +71,19 @@ class LmiDynamicContract:
         return GenerationRequest(
             request_id=call.request_id if index is None else f"{call.request_id}-{index}",
             prompt=prompt,
-            sampling=parameters.sampling,
+            sampling=self._stopping(parameters.sampling),
             stream=stream,
             # The answer has one text for each prompt: the most probable of those that were asked for.
             candidates=1 if stream else parameters.candidates,
             beam_search=parameters.beam_search,
             truncate_prompt_tokens=parameters.truncate,
         )
+
+    def _stopping(self, sampling: SamplingParameters) -> SamplingParameters:
+        """With the stop strings that the model's settings add to those of each request."""
+        if not self._stop_sequences:
+            return sampling
+        return msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
 
     def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
         if self._streaming == "false":
@@ -90,7 +100,7 @@ def _document(call: Call) -> dict[str, Any]:
     except BodyError as error:
         raise InvalidRequest(str(error)) from None
     if not isinstance(document, dict):
-        raise InvalidRequest(f"the body must be a JSON object with `inputs`, got {_kind(document)}")
+        raise InvalidRequest(f"the body must be a JSON object with `inputs`, got {json_kind(document)}")
     return document
 
 
@@ -99,12 +109,12 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
         raise InvalidRequest("`inputs` is missing; expected a string or an array of strings")
     prompts = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(prompts, list):
-        raise InvalidRequest(f"`inputs` must be a string or an array of strings, got {_kind(inputs)}")
+        raise InvalidRequest(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
     if not prompts:
         raise InvalidRequest("`inputs` must hold at least one string")
     for prompt in prompts:
         if not isinstance(prompt, str):
-            raise InvalidRequest(f"`inputs` must hold strings only, got {_kind(prompt)}")
+            raise InvalidRequest(f"`inputs` must hold strings only, got {json_kind(prompt)}")
         if not prompt:
             raise InvalidRequest("`inputs` must not be empty")
     return tuple(prompts)
@@ -115,7 +125,7 @@ def _parameter_values(values: Any, max_new_tokens: int) -> dict[str, Any]:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise InvalidRequest(f"`parameters` must be an object, got {_kind(values)}")
+        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(values)}")
     given = {name: value for name, value in values.items() if value is not None}
     if "manual_seed" in given:
         given.setdefault("seed", given["manual_seed"])
@@ -132,10 +142,3 @@ def _notes(document: dict[str, Any], values: dict[str, Any], parameters: LmiPara
     if unknown := document.keys() - _TOP_LEVEL:
         notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
     return tuple(notes)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object"}
-    return names.get(type(value), "null")

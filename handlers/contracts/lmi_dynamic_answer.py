@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from json.encoder import encode_basestring, encode_basestring_ascii
 
-from handlers.contracts.lmi_errors import JSON, overloaded, status_of
+from handlers.contracts.lmi_errors import JSON, handler_failure, overloaded, status_of
 from handlers.contracts.protocol import Reply
 from handlers.errors import Overloaded, RequestError
 from handlers.request import FinishReason, TokenDelta
 
 JSON_LINES = "application/jsonlines"
-_FAILURE = "invoke handler failure"
 
 
 def failure(error: RequestError, overload_status: int) -> Reply:
@@ -22,9 +21,7 @@ def failure(error: RequestError, overload_status: int) -> Reply:
     if isinstance(error, Overloaded):
         return overloaded(error, overload_status)
     status = status_of(error)
-    reason = encode_basestring(error.message)
-    body = f'{{\n  "code":{status},\n  "message":"{_FAILURE}",\n  "error":{reason}\n}}'
-    return Reply(status, JSON, body.encode())
+    return Reply(status, JSON, handler_failure(error.message, status))
 
 
 class ListAnswer:
@@ -98,7 +95,8 @@ class RecordListAnswer:
         """The error as a record of its own, without `outputs`; what was generated before it is not lost."""
         pending = self._flush() if any(self._entries) else ""
         reason = encode_basestring_ascii(error.message)
-        return f'{pending}{{"code": {status_of(error)}, "message": "{_FAILURE}", "error": {reason}}}\n'.encode()
+        record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'
+        return f"{pending}{record}".encode()
 
     def _flush(self) -> str:
         entries = [

@@ -1,8 +1,8 @@
 """LMI's error bodies, byte for byte. Source: contracts/lmi.md sections 1.6 and 4.6; LMI schema v0.31, Error Responses.
 
-`E1` is what the front end answers (unknown model, full queue), `E2` a payload that cannot be understood. A bad
-generation parameter and a failure while generating have the schema's own objects; they carry `error` and `code` as
-well, so that a client reads what was wrong from the same keys everywhere.
+`E1` is what the front end answers (unknown model, full queue), `E2` a payload that cannot be understood, `E3` what a
+failed handler or dynamic batch answers. A bad generation parameter and a failure while generating have the schema's
+own objects; they carry `error` and `code` as well, so that a client reads what was wrong from the same keys everywhere.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ def front_end_error(code: int, kind: str, message: str) -> bytes:
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
     """E2: a payload that cannot be understood."""
     return f'{{"error":{_safe(message)},"code":{code}}}'.encode()
+
+
+def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
+    """E3: a handler that failed, or a dynamic batch."""
+    text = encode_basestring(message)
+    return f'{{\n  "code":{code},\n  "message":"invoke handler failure",\n  "error":{text}\n}}'.encode()
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:

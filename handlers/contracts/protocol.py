@@ -36,7 +36,7 @@ class Reply:
     """Empty: the reply has no such header."""
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
-    """Further response headers."""
+    """Further response headers, valid ones in Latin-1; they go before what the server sends with every reply."""
 
 
 class ContractError(Exception):

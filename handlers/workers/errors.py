@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, front_end_error
+from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, front_end_error, handler_failure
 from handlers.contracts.protocol import ContractError, Reply
 
 
@@ -25,11 +25,7 @@ def is_status(code: int) -> bool:
 
 def invalid_status(code: int) -> Reply:
     """E3, for an output with a status that HTTP does not have."""
-    error = f"Invalid status code: {code}"
-    body = (
-        f'{{\n  "code":{FAILED_DEPENDENCY},\n  "message":"invoke handler failure",\n  "error":{json.dumps(error)}\n}}'
-    )
-    return Reply(FAILED_DEPENDENCY, JSON, body.encode())
+    return Reply(FAILED_DEPENDENCY, JSON, handler_failure(f"Invalid status code: {code}"))
 
 
 def batch_failure(code: int, message: str = "Batch inference failed") -> bytes:

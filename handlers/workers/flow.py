@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from handlers.reply import ReplyWriter
 from handlers.workers.runtime.frames import WINDOW
@@ -14,10 +15,14 @@ _ENOUGH = WINDOW // 2
 class Flow:
     """Counts what a call's worker has sent, and gives it credit."""
 
-    __slots__ = ("_call", "_draining", "_uncredited", "_worker", "_writer")
+    __slots__ = ("_call", "_draining", "_on_stalled", "_patience", "_uncredited", "_worker", "_writer")
 
-    def __init__(self, worker: Worker, call: int, writer: ReplyWriter) -> None:
+    def __init__(
+        self, worker: Worker, call: int, writer: ReplyWriter, patience: float, on_stalled: Callable[[], None]
+    ) -> None:
+        """`on_stalled` is called when the client has taken nothing for `patience` seconds."""
         self._worker, self._call, self._writer = worker, call, writer
+        self._patience, self._on_stalled = patience, on_stalled
         self._uncredited = 0
         self._draining: asyncio.Task[None] | None = None
 
@@ -40,6 +45,11 @@ class Flow:
     async def _drain(self) -> None:
         while self._uncredited >= _ENOUGH:
             size, self._uncredited = self._uncredited, 0
-            await self._writer.drain()
+            try:
+                async with asyncio.timeout(self._patience):
+                    await self._writer.drain()
+            except TimeoutError:
+                self._on_stalled()
+                return
             self._worker.credit(self._call, size)
         self._draining = None

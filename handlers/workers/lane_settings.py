@@ -10,6 +10,8 @@ class LaneSettings:
     """Durations are in seconds."""
 
     predict_timeout: float
+    client_patience: float
+    """Seconds that a client may take nothing of its stream."""
     unavailable_status: int
     async_mode: bool = False
     concurrency: int = 1

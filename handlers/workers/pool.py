@@ -44,6 +44,8 @@ class Pool:
         self._last_job = 0
         self._failures = 0
         self._failed = ""
+        self._down = ""
+        """Why there is no worker, after one could not be started again."""
         self._stopping = False
         self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}
         self._starts: set[asyncio.Task[None]] = set()
@@ -84,8 +86,10 @@ class Pool:
         Raises:
             ContractError: the queue is full, or there will be no worker.
         """
-        if self._failed or self._stopping:
-            raise self._unavailable(self._failed or "the server is stopping")
+        if self._stopping:
+            raise self._unavailable("the server is stopping")
+        if self._down:
+            raise self._unavailable(self._down)
         if not self._lanes and not self._to_come:
             if self._settings.max_workers < 1:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
@@ -108,7 +112,7 @@ class Pool:
 
     @property
     def failed(self) -> str:
-        """Why the model cannot serve any more; empty while it can."""
+        """Why the model counts as failed, which it does for good; workers that live serve nevertheless."""
         return self._failed
 
     def status(self) -> PoolStatus:
@@ -154,6 +158,7 @@ class Pool:
         finally:
             self._to_come -= 1
             self._starting.discard(worker)
+        self._down = ""
         logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
         self._lanes[worker] = self._make_lane(worker, lambda: self._on_free(worker))
         self._on_free(worker)
@@ -166,9 +171,7 @@ class Pool:
         lane = self._lanes.get(worker)
         if lane is None or lane.busy:
             return
-        if self._failed:
-            self._end_idle(worker)
-        elif len(self._lanes) > self._settings.min_workers:
+        if len(self._lanes) > self._settings.min_workers:
             self._stop_idle_timer(worker)
             later = asyncio.get_running_loop().call_later
             self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker)
@@ -201,21 +204,18 @@ class Pool:
         self._replace()
 
     def _count_failure(self, reason: str) -> None:
+        """Too many failures make the health check fail, as in LMI; SageMaker then replaces the container."""
         self._failures += 1
-        if self._failures <= self._settings.retry_threshold or self._failed:
-            return
-        self._failed = f"the handler failed {self._failures} times (retry_threshold); the last time {reason}"
-        logger.error("%s", self._failed)
-        self._refuse_all(self._failed)
-        for worker, lane in tuple(self._lanes.items()):
-            if not lane.busy:
-                self._end_idle(worker)
+        if self._failures > self._settings.retry_threshold:
+            limit = self._settings.retry_threshold
+            self._failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
+            logger.error("%s", self._failed)
 
     def _replace(self) -> None:
         missing = self._settings.min_workers - len(self._lanes) - self._to_come
         wanted = missing > 0 or (self._queue and not self._lanes and not self._to_come)
-        if wanted and not self._failed and not self._stopping:
-            delay = min(_FIRST_BACKOFF * 2 ** (self._failures - 1), _LONGEST_BACKOFF)
+        if wanted and not self._stopping:
+            delay = min(_FIRST_BACKOFF * 2.0 ** min(self._failures - 1, 20), _LONGEST_BACKOFF)
             self._add_worker(delay)
 
     def _add_worker(self, delay: float = 0.0) -> None:
@@ -232,6 +232,9 @@ class Pool:
         except EngineStartError as error:
             logger.error("a worker cannot be started: %s", error)
             self._count_failure(f"a worker could not be started: {error}")
+            if not self._lanes:
+                self._down = f"there is no worker: {error}"
+                self._refuse_all(self._down)
             self._replace()
 
     def _refuse_all(self, reason: str) -> None:

@@ -31,7 +31,7 @@ class PoolStatus:
     failures: int
     """Crashes, hangs and failed restarts since the start."""
     failed: str
-    """Why the model cannot serve any more; empty while it can."""
+    """Why the model counts as failed; empty while it does not."""
 
     @property
     def busy(self) -> int:

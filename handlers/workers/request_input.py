@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from urllib.parse import unquote_to_bytes
 
+from handlers.contracts.form_fields import FormError, form_fields, is_form
 from handlers.contracts.protocol import Call
 from handlers.workers.errors import bad_request
-from handlers.workers.multipart import MultipartError, multipart_fields
 from handlers.workers.runtime.messages import Contents, InputMessage
 
 DEFAULT_PRIORITY = 3
@@ -54,20 +53,12 @@ def priority_of(message: InputMessage) -> int:
 
 
 def _body(call: Call) -> Contents:
-    media_type = call.content_type.partition(";")[0].strip().lower()
-    if media_type == "application/x-www-form-urlencoded":
-        return tuple(_form_field(field) for field in call.body.split(b"&") if field)
-    if media_type != "multipart/form-data":
+    if not is_form(call.content_type):
         return (("data", call.body),)
     try:
-        return tuple(multipart_fields(call.content_type, call.body))
-    except MultipartError as error:
-        raise bad_request(f"the multipart body is broken: {error}") from None
-
-
-def _form_field(field: bytes) -> tuple[str, bytes]:
-    name, _, value = field.replace(b"+", b" ").partition(b"=")
-    return unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value)
+        return tuple(form_fields(call.body, call.content_type))
+    except FormError as error:
+        raise bad_request(str(error)) from None
 
 
 class _Properties:

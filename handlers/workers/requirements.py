@@ -63,7 +63,10 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
     executable, version, packages = json.loads(answer.output.splitlines()[-1])
     key = await asyncio.to_thread(requirements_key, model_dir, (executable, version, *packages))
     environments = Path.home() / ".cache" / "slipway" / "environments"
-    environments.mkdir(parents=True, exist_ok=True)
+    try:
+        environments.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineStartError(f"there is no place for the handler's packages: {error}") from None
     folder = environments / key
     async with AsyncFileLock(f"{folder}.lock"):
         if (folder / _COMPLETE).is_file():

@@ -69,7 +69,7 @@ class _Run:
         self._delivery: Delivery = job.delivery
         self._on_finished = on_finished
         self._call = worker.call(job.message, self)
-        self._flow = Flow(worker, self._call, job.delivery.writer)
+        self._flow = Flow(worker, self._call, job.delivery.writer, settings.client_patience, self._stalled)
         self._cancelled = False
         self._watch = Watch(settings.predict_timeout, self._expired, lambda: self._flow.waiting)
 
@@ -138,6 +138,13 @@ class _Run:
             self._delivery.end(part.data.encode())
         else:
             self._delivery.write(part.data.encode())
+
+    def _stalled(self) -> None:
+        """A client that reads no more must not keep the worker from others."""
+        message = f"the client took nothing for {self._settings.client_patience:g} seconds"
+        logger.warning("%s: %s", self._worker.name, message, extra={"worker": self._worker.name})
+        self._fail(self._settings.unavailable_status, message)
+        self.cancel()
 
     def _expired(self) -> None:
         seconds = f"{self._settings.predict_timeout:g}"

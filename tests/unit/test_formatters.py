@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from handlers.engines.protocol import EngineStartError
-from handlers.formatters import Formatters, load_formatters
+from handlers.formatters import Formatters, add_packages, load_formatters
 from tests.contracts.exchange import MODEL
+from tests.unit.workers.test_requirements import make_wheel
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter
@@ -110,3 +111,18 @@ def test_code_that_cannot_be_imported_stops_the_start_with_file_and_line(
 ) -> None:
     with pytest.raises(EngineStartError, match=message):
         load(tmp_path, code)
+
+
+@pytest.mark.asyncio
+async def test_packages_that_formatters_need_are_installed_beside_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    make_wheel(tmp_path / "model" / "requirements", "installed")
+    (tmp_path / "model" / "requirements.txt").write_text("tiny-package\n")
+    settings = replace(MODEL, model_dir=tmp_path / "model", formatters=tmp_path / "model" / "model.py", offline=True)
+    await add_packages(settings)
+    code = "from tiny_package import ANSWER\nassert ANSWER == 'installed'\n" + OUTPUT
+    assert name(found(tmp_path / "model", code).output) == "write"
+    assert sys.path[0] == str(tmp_path / "model")
+    assert str(tmp_path / "home") in sys.path[-1], "packages of a model must not go before ours"

@@ -154,7 +154,7 @@ async def test_a_cancelled_call_that_hangs_does_not_keep_its_worker() -> None:
         assert client.handler.status().failures == 1
 
 
-async def test_beyond_the_retry_threshold_the_model_has_failed() -> None:
+async def test_beyond_the_retry_threshold_the_model_counts_as_failed_and_still_serves() -> None:
     async with serving("echo", retry_threshold=1, min_workers=2, max_workers=2) as client:
         assert (await client.ask(query={"abort": "1"})).status == 503
         await until(lambda: client.handler.status().ready == 2)
@@ -162,19 +162,46 @@ async def test_beyond_the_retry_threshold_the_model_has_failed() -> None:
         assert (await client.ask(query={"abort": "1"})).status == 503
         health = client.handler.health()
         assert not health.alive
-        assert "failed 2 times (retry_threshold)" in health.reason
-        with pytest.raises(ContractError) as refused:
-            await client.send(b"next")
-        assert refused.value.reply.status == 503
-        assert b'"type": "ServiceUnavailableException"' in refused.value.reply.body
-        await until(lambda: not client.handler.status().workers)
+        assert "failed 2 times (retry_threshold: 1)" in health.reason
+        assert (await client.ask(b"next")).body == b"next"
+        await until(lambda: client.handler.status().ready == 2)
+        assert not client.handler.health().alive
 
 
-async def test_calls_that_wait_are_answered_when_the_model_fails() -> None:
+async def test_calls_that_wait_are_served_by_the_next_worker() -> None:
     async with serving("echo", retry_threshold=0) as client:
         died, _ = await client.send(query={"abort": "1"})
         waiting, _ = await client.send(b"waits")
-        assert ((await died.done()).status, (await waiting.done()).status) == (503, 503)
+        assert ((await died.done()).status, (await waiting.done()).body) == (503, b"waits")
+
+
+async def test_calls_are_refused_while_no_worker_can_be_started(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import os\n"
+        "from djl_python import Output\n"
+        "def handle(inputs):\n"
+        "    if inputs.is_empty():\n"
+        "        if os.path.exists('broken'):\n"
+        "            raise ValueError('not now')\n"
+        "        return None\n"
+        "    if inputs.contains_key('break'):\n"
+        "        open('broken', 'w').close()\n"
+        "        os._exit(1)\n"
+        "    return Output().add('served')\n"
+    )
+    async with serving(tmp_path) as client:
+        died, _ = await client.send(query={"break": "1"})
+        waiting, _ = await client.send(b"waits")
+        assert (await died.done()).status == 503
+        refused = await waiting.done()
+        assert refused.status == 503
+        assert b"there is no worker: " in refused.body
+        assert b"not now" in refused.body
+        with pytest.raises(ContractError, match="there is no worker"):
+            await client.send(b"next")
+        (tmp_path / "broken").unlink()
+        await until(lambda: client.handler.status().ready)
+        assert (await client.ask(b"next")).body == b"served"
 
 
 async def test_a_worker_that_cannot_be_restarted_counts_as_a_failure_each_time(tmp_path: Path) -> None:

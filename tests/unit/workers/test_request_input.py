@@ -58,10 +58,14 @@ def test_any_multipart_content_comes_through(parts: list[tuple[str, bytes]]) -> 
 @pytest.mark.parametrize(
     ("body", "content_type", "cause"),
     [
-        (b"x", "multipart/form-data", "the Content-Type has no boundary"),
+        (b"x", "multipart/form-data", "Content-Type has no boundary"),
         (multipart(('name="a"', b"1"))[:-6], "multipart/form-data; boundary=edge", "ends before its last boundary"),
         (b"no multipart", "multipart/form-data; boundary=edge", "boundary"),
-        (multipart(('title="a"', b"1")), "multipart/form-data; boundary=edge", "a part has no name"),
+        (
+            multipart(('title="a"', b"1")),
+            "multipart/form-data; boundary=edge",
+            "a part of the multipart form",
+        ),
         (b"", "multipart/form-data; boundary=edge", "ends before its last boundary"),
     ],
 )

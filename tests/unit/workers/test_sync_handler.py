@@ -224,3 +224,16 @@ async def test_a_hundred_clients_that_leave_mid_stream_leave_nothing_running(tmp
         await until(lambda: client.handler.status().busy == 0)
         assert sum((tmp_path / f"{index}.closed").exists() for index in range(100)) == 100
         assert (client.pids, client.handler.status().failures) == (pids, 0)
+
+
+async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(tmp_path: Path) -> None:
+    async with serving("echo", client_patience=0.5) as client:
+        stalled = Recorder()
+        stalled.taking.clear()
+        query = {"endless": "100000", "journal": str(tmp_path / "journal")}
+        await client.send(query=query, writer=stalled)
+        await stalled.done()
+        assert b"the client took nothing for 0.5 seconds" in stalled.body
+        assert (await client.ask(b"next")).body == b"next"
+        assert (tmp_path / "journal.closed").exists()
+        assert client.handler.status().failures == 0
