@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
 
 from container.openapi_schemas import SCHEMAS
-from handlers.model_settings import ModelSettings
+from handlers.model_settings import HandlerSettings, ModelSettings
+
+_REFERENCE = re.compile(r'"#/components/schemas/(\w+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +26,27 @@ class Document:
 
 def openapi_document(model: ModelSettings) -> Document:
     """OpenAPI 3.1 for what this server serves with these settings."""
+    paths = _paths(model)
     content = {
         "openapi": "3.1.0",
         "info": {"title": f"Slipway: {model.name}", "version": "0.1.0"},
-        "paths": _paths(model),
-        "components": {"schemas": SCHEMAS},
+        "paths": paths,
+        "components": {"schemas": _named_in(paths)},
     }
     return Document(content, msgspec.json.format(msgspec.json.encode(content), indent=2))
+
+
+def _named_in(content: Any) -> dict[str, Any]:
+    """The schemas that something refers to, and those that they refer to."""
+    found: dict[str, Any] = {}
+    todo = [content]
+    while todo:
+        text = msgspec.json.encode(todo.pop()).decode()
+        for name in _REFERENCE.findall(text):
+            if name not in found:
+                found[name] = SCHEMAS[name]
+                todo.append(SCHEMAS[name])
+    return {name: schema for name, schema in SCHEMAS.items() if name in found}
 
 
 def _paths(model: ModelSettings) -> dict[str, Any]:
@@ -44,6 +62,47 @@ def _paths(model: ModelSettings) -> dict[str, Any]:
 
 
 def _inference(model: ModelSettings) -> dict[str, Any]:
+    if model.handler is not None:
+        return _custom(model.handler)
+    return _dynamic_batch() if model.rolling_batch == "disable" else _rolling_batch(model)
+
+
+def _custom(handler: HandlerSettings) -> dict[str, Any]:
+    anything: dict[str, Any] = {"*/*": {}}
+    return {
+        "summary": f"Call the model's own handler ({Path(handler.entry_point).name})",
+        "requestBody": {"content": anything},
+        "responses": {
+            "200": {"description": "Whatever the handler answers; its status may be another.", "content": anything},
+            "204": {"description": "The handler returned nothing."},
+            "404": _error("Unknown model", "FrontEndError"),
+            "413": {"description": "The body is too large."},
+            "424": _error("The handler raised an error", "HandlerError"),
+            "503": _error("The queue is full, the handler crashed or hung, or the model is not ready", "FrontEndError"),
+            "507": {"description": "The handler ran out of memory."},
+        },
+    }
+
+
+def _dynamic_batch() -> dict[str, Any]:
+    texts = {"schema": {"type": "array", "items": _ref("Text")}}
+    return {
+        "summary": "Generate text (LMI dynamic batch)",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref("Request")}}},
+        "responses": {
+            "200": {
+                "description": "A text for each prompt; with option.enable_streaming a record for each step.",
+                "content": {"application/json": texts, "application/jsonlines": {"schema": _ref("StepRecord")}},
+            },
+            "404": _error("Unknown model", "FrontEndError"),
+            "413": {"description": "The body is too large."},
+            "424": _error("The payload or a parameter is wrong, or generation failed", "HandlerError"),
+            "503": _error("The queue is full, or the model is not ready", "FrontEndError"),
+        },
+    }
+
+
+def _rolling_batch(model: ModelSettings) -> dict[str, Any]:
     token = {"schema": _ref("StreamRecord")}
     answer = {"schema": {"type": "array", "items": _ref("Answer")} if model.tgi_compat else _ref("Answer")}
     return {

@@ -1,4 +1,4 @@
-"""OpenAPI schemas of LMI's rolling batch. Source: LMI schema v0.31."""
+"""OpenAPI schemas of LMI's routes. Source: LMI schema v0.31."""
 
 from __future__ import annotations
 
@@ -102,6 +102,27 @@ SCHEMAS: dict[str, Any] = {
             "prefill": _tokens("The prompt's tokens, with decoder_input_details."),
             "top_tokens": _field("array", "Alternatives for each token, with top_n_tokens."),
             "best_of_sequences": _field("array", "The other sequences, where there are several."),
+        },
+    },
+    "Text": {
+        "type": "object",
+        "description": "One prompt's text, of a dynamic batch.",
+        "required": ["generated_text"],
+        "properties": {"generated_text": _field("string", "The prompt and what was generated after it.")},
+    },
+    "StepRecord": {
+        "type": "object",
+        "description": "One line for each step of a streamed dynamic batch.",
+        "required": ["outputs"],
+        "properties": {"outputs": _field("array", "What the step added for each prompt.", items={"type": "string"})},
+    },
+    "HandlerError": {
+        "type": "object",
+        "required": ["code", "message", "error"],
+        "properties": {
+            "code": _field("integer", "The status."),
+            "message": _field("string", "Always `invoke handler failure`."),
+            "error": _field("string", "What was wrong."),
         },
     },
     "RequestError": {

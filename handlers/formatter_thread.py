@@ -90,7 +90,10 @@ class FormatterThread:
             except BaseException as error:
                 outcome = error
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._finish, job, outcome)
+            try:
+                self._loop.call_soon_threadsafe(self._finish, job, outcome)
+            except RuntimeError:  # the loop is closed: the process is ending, and nobody waits
+                return
 
     def _finish(self, job: _Job, outcome: Any) -> None:
         if job.abandoned:

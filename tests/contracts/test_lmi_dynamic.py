@@ -328,3 +328,9 @@ def test_entries_of_a_prompt_joined_are_its_text_in_whatever_order_deltas_come(
     assert records
     assert all(len(record) == len(texts) for record in records)
     assert ["".join(column) for column in zip(*records, strict=True)] == ["".join(parts) for parts in texts]
+
+
+def test_stop_strings_of_the_settings_are_added_to_those_of_the_request() -> None:
+    model = replace(MODEL, rolling_batch="disable", stop_sequences=("###",))
+    exchange = LmiDynamicContract(model).parse(call({"inputs": "x", "parameters": {"stop_sequences": ["a"]}}))
+    assert exchange.requests[0].sampling.stop == ("a", "###")

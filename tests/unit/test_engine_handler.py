@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from handlers.contracts.lmi import LmiContract
-from handlers.contracts.protocol import ContractError, Reply
-from handlers.engine_handler import EngineHandler
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
-from handlers.errors import EngineDead, GenerationFailed
+from handlers.errors import EngineDead, GenerationFailed, RequestError
+from handlers.formatter_thread import FormatterThread
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, call
@@ -34,6 +37,7 @@ class ScriptedEngine:
     max_model_len = 100
     max_top_tokens = 20
     eos_token_ids = frozenset({0})
+    tokenizer = None
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []
@@ -81,7 +85,7 @@ class Writer:
     def reply(self, reply: Reply) -> None:
         self.replies.append(reply)
 
-    def start(self, status: int, content_type: str) -> None:
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         self.started.append((status, content_type))
 
     def write(self, data: bytes) -> None:
@@ -89,6 +93,16 @@ class Writer:
 
     def end(self, data: bytes) -> None:
         self.ended.append(data)
+
+    async def drain(self) -> None: ...
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.replies or self.ended)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join([*(reply.body for reply in self.replies), *self.written, *self.ended])
 
 
 def last(text: str) -> TokenDelta:
@@ -178,3 +192,67 @@ async def test_a_stream_that_fails_midway_ends_with_the_error_record(
     assert writer.started == [(200, "application/jsonlines")]
     assert writer.written == [b'{"token": {"id": 7, "text": " a", "log_prob": -0.5}}\n']
     assert json.loads(writer.ended[0])["details"]["finish_reason"] == "error"
+
+
+class Shouting:
+    """An answer that may block or fail, as a customer's formatter may."""
+
+    content_type = "text/plain"
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        if delta.text == "bad":
+            raise GenerationFailed("the formatter failed")
+        if delta.text == "bug":
+            raise ZeroDivisionError("a bug")
+        time.sleep(0.01)
+        return delta.text.upper().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return Reply(424, "", error.message.encode())
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        return b"!" + error.message.encode()
+
+
+class ShoutingContract:
+    def parse(self, call: Call) -> Exchange:
+        if call.body == b"refuse":
+            raise ContractError(Reply(424, "", b"refused"), "refused")
+        return Exchange((GenerationRequest(request_id="r", prompt="x"),), Shouting())
+
+
+async def shout(handler: EngineHandler, engine: ScriptedEngine, *deltas: TokenDelta) -> Writer:
+    writer = Writer()
+    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
+    await contract.handle(Call(body=b"", request_id="r"), writer)
+    for delta in deltas:
+        engine.sinks[-1].on_delta(delta)
+    while not writer.finished:
+        await asyncio.sleep(0.005)
+    return writer
+
+
+async def test_a_contract_that_may_block_answers_in_order_off_the_event_loop(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    deltas = [TokenDelta(f"t{i} ", last=i == 19) for i in range(20)]
+    writer = await shout(handler, engine, *deltas)
+    assert writer.body == "".join(f"T{i} " for i in range(20)).encode()
+    assert handler.open_sequences == 0
+
+
+@pytest.mark.parametrize(("text", "message"), [("bad", b"the formatter failed"), ("bug", b"internal error: a bug")])
+async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
+    handler: EngineHandler, engine: ScriptedEngine, text: str, message: bytes
+) -> None:
+    writer = await shout(handler, engine, TokenDelta("ok "), TokenDelta(text), TokenDelta("late", last=True))
+    assert writer.body == b"OK !" + message
+    assert engine.running[-1].cancelled
+    assert handler.open_sequences == 0
+    assert (await shout(handler, engine, TokenDelta(text), TokenDelta("late"))).body == message
+
+
+async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(handler: EngineHandler) -> None:
+    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
+    with pytest.raises(ContractError):
+        await contract.handle(Call(body=b"refuse", request_id="r"), Writer())

@@ -203,6 +203,11 @@ TABLES = {
         "| --- | --- | --- | --- | --- |",
         *(model_row(option) for option in options.SERVED),
     ],
+    "handler": [
+        "| setting | also | default | allowed | meaning |",
+        "| --- | --- | --- | --- | --- |",
+        *(model_row(option) for option in options.HANDLER),
+    ],
     "server": [
         "| variable | default | allowed | meaning |",
         "| --- | --- | --- | --- |",
