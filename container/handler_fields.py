@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from container import options
+from container.devices import device_groups, gpu_count
 from container.handler_options import OPTIONS, assignments
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
@@ -22,15 +22,18 @@ def handler_settings(
     sources: Sources, entry_point: str, model: Mapping[str, Any], found: Resolution
 ) -> HandlerSettings | None:
     """The handler's settings; None where something is wrong with them, which is then among the problems."""
-    layer = _for_this_device(sources.model)
+    gpus = gpu_count()
+    layer = _for_this_device(sources.model, "gpu" if gpus else "cpu")
     problems = len(found.problems)
     fields: dict[str, Any] = {
         option.field: found.take(option, layer, sources.variables) for option in OPTIONS if option.field
     }
     fields["rolling_batch"] = _rolling_batch(sources.model)
     _record_others(sources.model, found)
+    fields["devices"] = _devices(sources, gpus, found)
     if len(found.problems) > problems:
         return None
+    _count_by_device(fields, max(len(fields["devices"]), 1))
     fields["environment"] = assignments(fields["environment"]) if fields["environment"] else {}
     fields["max_workers"] = _most_workers(fields, layer, found)
     fields["python_executable"] = _executable(fields["python_executable"], found)
@@ -45,11 +48,33 @@ def is_offline(sources: Sources) -> bool:
     return offline is not None and offline.text.strip().lower() in _TRUE
 
 
-def _for_this_device(layer: Mapping[str, Value]) -> dict[str, Value]:
+def _for_this_device(layer: Mapping[str, Value], device: str) -> dict[str, Value]:
     """`gpu.minWorkers` and the like go before `minWorkers` on such a machine (lmi.md 2.10)."""
-    device = "gpu" if os.path.exists("/dev/nvidia0") else "cpu"
     own = {key: layer[f"{device}.{key}"] for key in _BY_DEVICE.values() if f"{device}.{key}" in layer}
     return {**layer, **own}
+
+
+def _devices(sources: Sources, gpus: int, found: Resolution) -> tuple[str, ...]:
+    load_on = sources.model.get("load_on_devices")
+    degrees = [
+        sources.model.get(f"option.{name}") or sources.variables.get(name.upper())
+        for name in ("tensor_parallel_degree", "pipeline_parallel_degree")
+    ]
+    each = 1
+    for degree in degrees:
+        text = degree.text.strip().lower() if degree is not None else "1"
+        each *= max(gpus, 1) if text == "max" else int(text) if text.isdecimal() else 1
+    try:
+        return device_groups(gpus, max(each, 1), load_on.text if load_on is not None else "*")
+    except ValueError as error:
+        found.problems.append(f"the handler's workers cannot be placed: {error}")
+        return ()
+
+
+def _count_by_device(fields: dict[str, Any], devices: int) -> None:
+    """`minWorkers` and `maxWorkers` are for each device."""
+    for name in _BY_DEVICE:
+        fields[name] *= devices
 
 
 def _rolling_batch(layer: Mapping[str, Value]) -> bool:

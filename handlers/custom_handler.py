@@ -25,8 +25,6 @@ from handlers.workers.runtime.messages import LoadOrder
 from handlers.workers.single_lane import SingleLane
 from handlers.workers.worker import WorkerPlan
 
-_NO_DEVICE = "-1"
-
 
 class CustomHandler:
     """Implements `handlers.reply.Handler` with the workers of one model.
@@ -94,19 +92,16 @@ class CustomHandler:
 
     def _worker_plan(self, python: str) -> WorkerPlan:
         settings, handler = self._settings, self._handler
-        standing = {
-            "model_dir": os.path.abspath(settings.model_dir),
-            "device_id": handler.properties.get("device_id", _NO_DEVICE),
-        }
+        model_dir = os.path.abspath(settings.model_dir)
         return WorkerPlan(
             process=ProcessPlan(python=python, directory=settings.model_dir, environment=variables_of(handler)),
             order=LoadOrder(
-                model_dir=standing["model_dir"],
+                model_dir=model_dir,
                 entry_point=handler.entry_point,
                 function=handler.function,
                 async_mode=handler.async_mode,
                 properties=tuple(handler.properties.items()),
-                standing_properties=tuple(standing.items()),
+                standing_properties=(("model_dir", model_dir),),
             ),
             load_timeout=settings.model_loading_timeout,
         )
@@ -122,6 +117,7 @@ class CustomHandler:
             max_idle_time=handler.max_idle_time,
             overload_status=self._overload_status,
             unavailable_status=self._unavailable_status,
+            devices=handler.devices,
             parallel_loading=handler.properties.get("parallel_loading", "").lower() == "true",
         )
 

@@ -26,6 +26,8 @@ class HandlerSettings:
     """What the handler's first call sees: the model's settings without `option.`, all text."""
     min_workers: int = 1
     max_workers: int = 1
+    devices: tuple[str, ...] = ()
+    """GPUs of a worker each, such as "0", or "0,1" for one that takes several; none: the CPU. Workers are spread."""
     async_mode: bool = False
     """The function is a coroutine function, and calls of it run together (`option.async_mode`)."""
     rolling_batch: bool = False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
+from handlers.workers.devices import Devices, on_device
 from handlers.workers.errors import front_end_reply
 from handlers.workers.job import Job, Lane
 from handlers.workers.pool_settings import PoolSettings
@@ -36,6 +37,8 @@ class Pool:
     def __init__(self, plan: WorkerPlan, settings: PoolSettings, make_lane: MakeLane) -> None:
         self._plan, self._settings, self._make_lane = plan, settings, make_lane
         self._queue = JobQueue()
+        self._devices = Devices(settings.devices)
+        self._device_of: dict[Worker, str] = {}
         self._lanes: dict[Worker, Lane] = {}
         self._starting: set[Worker] = set()
         self._to_come = 0
@@ -151,10 +154,15 @@ class Pool:
     async def _start_worker(self) -> None:
         self._to_come += 1
         self._last_number += 1
-        worker = Worker(self._last_number, self._plan, lambda reason: self._on_end(worker, reason))
+        device = self._devices.take()
+        worker = Worker(self._last_number, on_device(self._plan, device), lambda reason: self._on_end(worker, reason))
+        self._device_of[worker] = device
         self._starting.add(worker)
         try:
             await worker.start()
+        except BaseException:
+            self._free_device(worker)
+            raise
         finally:
             self._to_come -= 1
             self._starting.discard(worker)
@@ -183,8 +191,13 @@ class Pool:
 
     def _end_idle(self, worker: Worker) -> None:
         self._stop_idle_timer(worker)
+        self._free_device(worker)
         del self._lanes[worker]
         _spawn(self._ends, worker.stop(_IDLE_GRACE))
+
+    def _free_device(self, worker: Worker) -> None:
+        if (device := self._device_of.pop(worker, None)) is not None:
+            self._devices.give_back(device)
 
     def _stop_idle_timer(self, worker: Worker) -> None:
         timer = self._idle_timers.pop(worker, None)
@@ -193,6 +206,7 @@ class Pool:
 
     def _on_end(self, worker: Worker, reason: str) -> None:
         """A worker has died."""
+        self._free_device(worker)
         lane = self._lanes.pop(worker, None)
         self._stop_idle_timer(worker)
         if self._stopping or lane is None:

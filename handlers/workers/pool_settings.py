@@ -21,5 +21,7 @@ class PoolSettings:
     """Seconds."""
     overload_status: int
     unavailable_status: int
+    devices: tuple[str, ...] = ()
+    """Those of a worker each; without any, the CPU."""
     parallel_loading: bool = False
     """Workers load at the same time."""

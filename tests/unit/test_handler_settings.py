@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from container import handler_fields
 from container.config_report import render_text
 from container.settings import Settings, SettingsError, load_settings
 from handlers.model_settings import HandlerSettings
@@ -188,3 +189,15 @@ def test_a_formatter_may_be_named(model_dir: Path) -> None:
     assert (model.output_formatter, model.formatter_function) == (None, "mine")
     with pytest.raises(SettingsError, match=r"a function of model\.py, which is not in the model directory"):
         load(model_dir.parent, None, "option.model_id=org/name\noption.output_formatter=mine")
+
+
+def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler_fields, "gpu_count", lambda: 4)
+    found = handler(model_dir, HANDLER, "minWorkers=1\nmaxWorkers=2\ngpu.maxWorkers=3")
+    assert (found.devices, found.min_workers, found.max_workers) == (("0", "1", "2", "3"), 4, 12)
+    parallel = handler(model_dir, HANDLER, "option.tensor_parallel_degree=2")
+    assert (parallel.devices, parallel.min_workers) == (("0,1", "2,3"), 2)
+    assert handler(model_dir, HANDLER, "option.tensor_parallel_degree=max").devices == ("0,1,2,3",)
+    assert handler(model_dir, HANDLER, "load_on_devices=cpu").devices == ()
+    with pytest.raises(SettingsError, match="cannot be placed: there is no device 7"):
+        load(model_dir, HANDLER, "load_on_devices=7")

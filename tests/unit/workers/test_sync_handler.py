@@ -120,7 +120,7 @@ async def test_the_handler_sees_headers_query_and_body_as_lmi_gives_them() -> No
 
 
 async def test_the_initializing_call_has_the_models_properties_and_siblings_can_be_imported() -> None:
-    async with serving("success", properties={"tensor_parallel_degree": "2", "device_id": "1"}) as client:
+    async with serving("success", properties={"tensor_parallel_degree": "2"}, devices=("1",)) as client:
         seen = json.loads((await client.ask()).body)
     assert seen["greeting"] == "custom_handler_used"
     assert seen["configuration"] == {
