@@ -13,7 +13,8 @@ def log_request(scope: dict[str, Any], request_id: str, status: int, seconds: fl
     logger.info(
         "%s %s %d %.1f ms %d bytes",
         scope["method"],
-        scope["path"],
+        # As it was sent: decoded it may have line ends, and forge lines of this log.
+        scope["raw_path"].decode("ascii", "backslashreplace"),
         status,
         seconds * 1000,
         size,

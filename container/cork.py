@@ -67,7 +67,32 @@ _CORK = Cork()
 
 
 class CorkedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol on a corked transport."""
+    """uvicorn's HTTP protocol on a corked transport, with a limit on a request's head, which uvicorn does not have."""
+
+    MAX_HEAD = 256 * 1024
+    """Bytes of request line and headers."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._head: int | None = None
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        self._head = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._head = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        if self._head is not None:
+            self._head += len(data)
+            if self._head > self.MAX_HEAD:
+                self.send_400_response("Request header is too large.")
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""

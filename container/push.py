@@ -12,15 +12,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-
-
-_BODILESS = frozenset({204, 304})
-"""RFC 9110, 8.6: neither length nor body."""
 
 
 class Pacer:
@@ -88,7 +84,7 @@ class PushedReply:
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply, with its length."""
-        if reply.status in _BODILESS:
+        if reply.status in WITHOUT_BODY:
             self._start(reply.status, "", [], reply.headers)
             self.end(b"")
             return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
-from handlers.contracts.protocol import Call
+from handlers.contracts.form_fields import is_form
+from handlers.contracts.lmi_input import input_of, priority_of
+from handlers.contracts.protocol import LONG_BODY, Call
 from handlers.engines.protocol import EngineHealth
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.reply import ReplyWriter, Running
@@ -18,10 +21,9 @@ from handlers.workers.pool import MakeLane, Pool
 from handlers.workers.pool_settings import PoolSettings
 from handlers.workers.pool_status import PoolStatus
 from handlers.workers.process import ProcessPlan
-from handlers.workers.request_input import input_of, priority_of
 from handlers.workers.requirements import prepare_interpreter
 from handlers.workers.rolling_lane import RollingLane
-from handlers.workers.runtime.messages import LoadOrder
+from handlers.workers.runtime.messages import InputMessage, LoadOrder
 from handlers.workers.single_lane import SingleLane
 from handlers.workers.worker import WorkerPlan
 
@@ -65,8 +67,10 @@ class CustomHandler:
         Raises:
             ContractError: the call is malformed, the queue is full, or there is no worker.
         """
-        message = input_of(call)
-        job = Job(message, Delivery(writer), priority_of(message), 0)
+        # Reading a long form takes seconds.
+        slow = len(call.body) > LONG_BODY and is_form(call.content_type)
+        given = await asyncio.to_thread(input_of, call) if slow else input_of(call)
+        job = Job(InputMessage(given.properties, given.contents), Delivery(writer), priority_of(given), 0)
         pool = self._running_pool()
         pool.submit(job)
         return _RunningCall(pool, job)

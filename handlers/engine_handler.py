@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from functools import partial
 
-from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
+from handlers.contracts.protocol import LONG_BODY, Call, Contract, ContractError, Exchange, Reply
 from handlers.engines.protocol import Engine, Generation
 from handlers.errors import GenerationFailed, InvalidRequest, Overloaded, RequestError
 from handlers.formatter_thread import FormatterThread
@@ -15,6 +16,8 @@ from handlers.request import GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
+_FORMATTED_PER_JOB = 16
+"""Deltas; other requests' formatters have their turn after so many."""
 _SUBMITS_PER_TURN = 16
 """After so many prompts of one call others get their turn on the event loop."""
 
@@ -40,7 +43,7 @@ class EngineHandler:
         Raises:
             ContractError: the call was refused before inference; the error holds the reply.
         """
-        exchange = contract.parse(call) if thread is None else await thread.run(partial(contract.parse, call))
+        exchange = await self._understood(contract, call, thread)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         delivery = _Delivery(self, exchange, writer, thread)
@@ -55,6 +58,14 @@ class EngineHandler:
             delivery.cancel()
             raise
         return delivery
+
+    async def _understood(self, contract: Contract, call: Call, thread: FormatterThread | None) -> Exchange:
+        if thread is None:
+            return contract.parse(call) if len(call.body) < LONG_BODY else await asyncio.to_thread(contract.parse, call)
+        try:
+            return await thread.run(partial(contract.parse, call))
+        except RequestError as error:
+            raise ContractError(contract.refusal(error), error.message) from None
 
     def admit(self, sequences: int) -> None:
         """Take places for a call.
@@ -88,12 +99,16 @@ def _sequences(request: GenerationRequest) -> int:
     return request.beam_search.width if request.beam_search is not None else request.candidates
 
 
+_Formatted = tuple[list[tuple[int, TokenDelta, bytes]], BaseException | None]
+"""What became of some deltas, up to an error."""
+
+
 class _Delivery:
     """One call on its way: passes deltas to the answer, and the answer's bytes to the writer."""
 
     __slots__ = (
         *("_answer", "_closed", "_exchange", "_generations", "_handler", "_held", "_open", "_started", "_thread"),
-        "_writer",
+        *("_formatting", "_unformatted", "_writer"),
     )
 
     def __init__(
@@ -104,7 +119,8 @@ class _Delivery:
         self._generations: list[Generation] = []
         self._open = len(exchange.requests)
         self._held = 0
-        self._started = self._closed = False
+        self._unformatted: deque[tuple[int, TokenDelta]] = deque()
+        self._started = self._closed = self._formatting = False
 
     async def submit(self) -> None:
         requests, engine = self._exchange.requests, self._handler.engine
@@ -130,15 +146,36 @@ class _Delivery:
             return
         if self._thread is None:
             self._send(prompt, delta, self._answer.feed(prompt, delta))
-        else:
-            self._thread.submit(partial(self._answer.feed, prompt, delta), partial(self._formatted, prompt, delta))
+            return
+        self._unformatted.append((prompt, delta))
+        self._have_formatted(self._thread)
 
-    def _formatted(self, prompt: int, delta: TokenDelta, outcome: bytes | BaseException) -> None:
-        if isinstance(outcome, bytes):
-            self._send(prompt, delta, outcome)
-        else:
-            error = outcome if isinstance(outcome, RequestError) else GenerationFailed(f"internal error: {outcome}")
-            self.fail(error)
+    def _have_formatted(self, thread: FormatterThread) -> None:
+        """One job at a time, so that a formatter that lags finds all that has come meanwhile."""
+        if not self._formatting and self._unformatted and not self._closed:
+            self._formatting = True
+            thread.submit(self._format, partial(self._formatted, thread))
+
+    def _format(self) -> _Formatted:
+        """On the formatters' thread: all that has come meanwhile; nothing for a client that has gone."""
+        done: list[tuple[int, TokenDelta, bytes]] = []
+        while self._unformatted and not self._closed and len(done) < _FORMATTED_PER_JOB:
+            prompt, delta = self._unformatted[0]
+            try:
+                done.append((prompt, delta, self._answer.feed(prompt, delta)))
+            except Exception as error:
+                return done, error
+            self._unformatted.popleft()
+        return done, None
+
+    def _formatted(self, thread: FormatterThread, outcome: _Formatted | BaseException) -> None:
+        self._formatting = False
+        done, error = ([], outcome) if isinstance(outcome, BaseException) else outcome
+        for prompt, delta, data in done:
+            self._send(prompt, delta, data)
+        if error is not None:
+            self.fail(error if isinstance(error, RequestError) else GenerationFailed(f"internal error: {error}"))
+        self._have_formatted(thread)
 
     def _send(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
         if self._closed:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from handlers.errors import GenerationFailed
@@ -28,9 +27,6 @@ class _Job:
         self.abandoned = False
 
 
-_Jobs = SimpleQueue[_Job | None]
-
-
 class FormatterThread:
     """A thread of its own for formatters, which LMI also calls one at a time.
 
@@ -41,7 +37,12 @@ class FormatterThread:
     def __init__(self, time_limit: float) -> None:
         self._time_limit = time_limit
         self._open: deque[_Job] = deque()
-        self._jobs: _Jobs = SimpleQueue()
+        """Jobs that are not done, in order; for the event loop alone."""
+        self._waiting: deque[_Job] = deque()
+        """Jobs that no thread has begun; guarded by `_changed`, as is `_thread`."""
+        self._changed = threading.Condition()
+        self._thread = 0
+        """The number of the thread that is to work; those with lower numbers are left behind."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching = False
 
@@ -49,13 +50,15 @@ class FormatterThread:
         """Have `work` run after what was submitted before; `done` gets its result or error on the event loop."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._begin()
+            self._begin(self._loop)
         job = _Job(work, done)
         self._open.append(job)
-        self._jobs.put(job)
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify()
         if not self._watching:
             self._watching = True
-            self._loop.call_later(_CHECK_SECONDS, self._check)
+            self._loop.call_later(_CHECK_SECONDS, self._check, self._loop)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Have `work` run, and wait for it.
@@ -76,24 +79,34 @@ class FormatterThread:
         self.submit(work, done)
         return await future
 
-    def _begin(self) -> None:
-        threading.Thread(target=self._work, args=(self._jobs,), name="formatters", daemon=True).start()
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            self._thread += 1
+            self._changed.notify_all()
+        threading.Thread(target=self._work, args=(self._thread, loop), name="formatters", daemon=True).start()
 
-    def _work(self, jobs: _Jobs) -> None:
-        while (job := jobs.get()) is not None:
-            job.started = time.monotonic()
+    def _work(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        while (job := self._next(number)) is not None:
             try:
                 outcome = job.work()
-            except (SystemExit, KeyboardInterrupt) as error:
-                # Futures take neither of them, and a formatter must not end the server.
+            except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+                # Futures take none of them, and a formatter must not end the server.
                 outcome = GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")
             except BaseException as error:
                 outcome = error
-            assert self._loop is not None
             try:
-                self._loop.call_soon_threadsafe(self._finish, job, outcome)
+                loop.call_soon_threadsafe(self._finish, job, outcome)
             except RuntimeError:  # the loop is closed: the process is ending, and nobody waits
                 return
+
+    def _next(self, number: int) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or number != self._thread)
+            if number != self._thread:
+                return None
+            job = self._waiting.popleft()
+            job.started = time.monotonic()
+            return job
 
     def _finish(self, job: _Job, outcome: Any) -> None:
         if job.abandoned:
@@ -101,24 +114,19 @@ class FormatterThread:
         self._open.remove(job)  # the first one, as the thread keeps the order
         job.done(outcome)
 
-    def _check(self) -> None:
-        assert self._loop is not None
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._open and self._overdue(self._open[0]):
-            self._replace()
+            self._replace(loop)
         self._watching = bool(self._open)
         if self._watching:
-            self._loop.call_later(_CHECK_SECONDS, self._check)
+            loop.call_later(_CHECK_SECONDS, self._check, loop)
 
     def _overdue(self, job: _Job) -> bool:
         return job.started is not None and time.monotonic() - job.started > self._time_limit
 
-    def _replace(self) -> None:
+    def _replace(self, loop: asyncio.AbstractEventLoop) -> None:
         stuck = self._open.popleft()
         stuck.abandoned = True
         logger.error("a formatter did not return within predict_timeout (%g s); going on without it", self._time_limit)
-        waiting, self._jobs = self._jobs, SimpleQueue()
-        while not waiting.empty():
-            self._jobs.put(waiting.get())
-        waiting.put(None)  # ends the thread, should it ever come back
-        self._begin()
+        self._begin(loop)
         stuck.done(GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)"))

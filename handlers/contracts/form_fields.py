@@ -36,7 +36,7 @@ def _media_type(content_type: str) -> str:
 
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
     # urllib's own reader takes text only, and a value may be any bytes.
-    fields = [field for field in body.split(b"&", _MAX_FIELDS + 1) if field]
+    fields = [field for field in body.split(b"&") if field]
     if len(fields) > _MAX_FIELDS:
         raise FormError(f"the form has more than {_MAX_FIELDS} fields")
     return [_urlencoded_field(field) for field in fields]

@@ -15,7 +15,7 @@ from handlers.contracts.lmi_body import BodyError, decode
 from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.contracts.lmi_parameters import LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
-from handlers.errors import InvalidParameter
+from handlers.errors import InvalidParameter, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest
 
@@ -59,6 +59,10 @@ class LmiContract:
         except InvalidParameter as error:
             failed = self._answer("", bool(stream), self._formatter(values.get("output_formatter"), bool(stream)))
             raise ContractError(failed.fail(error), error.message) from None
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
     def _parameters(self, values: dict[str, Any]) -> LmiParameters:
         """Clients send the same parameters again and again; reading them costs more than finding them."""

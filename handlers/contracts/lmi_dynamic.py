@@ -14,7 +14,7 @@ from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.lmi_body import BodyError, decode
 from handlers.contracts.lmi_dynamic_answer import ListAnswer, RecordListAnswer, failure
 from handlers.contracts.lmi_parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
-from handlers.contracts.protocol import Answer, Call, ContractError, Exchange
+from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
@@ -65,6 +65,10 @@ class LmiDynamicContract:
             for index, prompt in enumerate(prompts)
         )
         return Exchange(requests, self._answer(prompts, values), _notes(document, values, parameters))
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return failure(error, self._overload_status)
 
     def _request(self, call: Call, index: int | None, prompt: str, parameters: LmiParameters) -> GenerationRequest:
         stream = self._streaming != "false"

@@ -20,9 +20,10 @@ from djl_python.request_io import RequestInput, TextInput
 from handlers.contracts.lmi_body import BodyError, decode
 from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.contracts.lmi_formatter_answer import FAILED, FormatterAnswer
+from handlers.contracts.lmi_input import input_of
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
+from handlers.errors import RequestError
 from handlers.model_settings import ModelSettings
-from handlers.workers.request_input import input_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,10 @@ class FormatterContract:
         answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
         return Exchange((asked,), answer, exchange.notes)
 
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
+
     def _read_by_formatter(self, call: Call) -> RequestInput:
         assert self._read is not None
         given = _input(call)
@@ -154,10 +159,10 @@ class FormatterContract:
 
 
 def _input(call: Call) -> Input:
-    message = input_of(call)
+    properties, contents = input_of(call)
     given = Input()
-    given.properties = dict(message.properties)
-    for key, value in message.contents:
+    given.properties = dict(properties)
+    for key, value in contents:
         given.content.add(key, value)
     return given
 

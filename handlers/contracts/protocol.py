@@ -12,6 +12,11 @@ from typing import Protocol
 from handlers.errors import RequestError
 from handlers.request import GenerationRequest, TokenDelta
 
+WITHOUT_BODY = frozenset({204, 304})
+"""RFC 9110, 8.6: statuses that have neither body nor length."""
+LONG_BODY = 256 * 1024
+"""Bytes above which a body is read in a thread, so that nothing else waits for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -84,3 +89,6 @@ class Contract(Protocol):
         Raises:
             ContractError: it is answered without inference.
         """
+
+    def refusal(self, error: RequestError) -> Reply:
+        """The reply to a call that could not be read to its end."""

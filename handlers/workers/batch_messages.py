@@ -10,7 +10,7 @@ from handlers.workers.runtime.messages import InputMessage, OutputMessage
 MAX_BATCH = 999
 """Entries are numbered with three digits, from 0."""
 
-_KEY = re.compile(r"batch_(\d+)\.(.*)", re.DOTALL)
+_KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
 
 
 class BatchMismatch(Exception):

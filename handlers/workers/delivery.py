@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import WITHOUT_BODY, Reply
 from handlers.reply import ReplyWriter
 from handlers.workers.errors import invalid_status, is_status
 from handlers.workers.response_headers import response_headers
 from handlers.workers.runtime.messages import OutputMessage
-
-_WITHOUT_BODY = frozenset({204, 304})
 
 
 def reply_of(output: OutputMessage, body: bytes | None = None) -> Reply:
@@ -17,7 +15,7 @@ def reply_of(output: OutputMessage, body: bytes | None = None) -> Reply:
         return invalid_status(output.code)
     content_type, headers = response_headers(output.properties)
     data = output.data if body is None else body
-    return Reply(output.code, content_type, b"" if output.code in _WITHOUT_BODY else data, headers)
+    return Reply(output.code, content_type, b"" if output.code in WITHOUT_BODY else data, headers)
 
 
 class Delivery:
@@ -55,7 +53,7 @@ class Delivery:
 
     def write(self, data: bytes) -> None:
         """A part of the body."""
-        if not self.open or not data:
+        if not self.open or not data or self._head.code in WITHOUT_BODY:
             return
         if not self.started:
             self.started = True

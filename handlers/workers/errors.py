@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 
 from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, front_end_error, handler_failure
-from handlers.contracts.protocol import ContractError, Reply
+from handlers.contracts.protocol import Reply
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:
     """E1."""
     return Reply(status, JSON, front_end_error(status, kind, message))
-
-
-def bad_request(message: str) -> ContractError:
-    """A request of which no `Input` can be made."""
-    return ContractError(front_end_reply(400, "BadRequestException", message), message)
 
 
 def is_status(code: int) -> bool:

@@ -48,7 +48,7 @@ def decode_part(content: bytes) -> Part | None:
     return Part(
         data=fields.get("data", ""),
         last=fields.get("last", "").lower() == "true",
-        code=int(code) if code.isascii() and code.isdecimal() else None,
+        code=int(code) if code.isascii() and code.isdecimal() and len(code) < 10 else None,
         error=fields.get("error"),
         content_type=fields.get("content_type", ""),
     )

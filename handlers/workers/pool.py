@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 
 from handlers.contracts.protocol import ContractError
@@ -24,6 +25,9 @@ logger = logging.getLogger("handlers.workers")
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 30.0
 """Seconds between a worker's failure and the next start."""
+
+_HEALTHY_SECONDS = 60.0
+"""A worker that has lived for so long is no sign that the next one cannot."""
 
 _IDLE_GRACE = 5.0
 """Seconds that an idle worker gets to end by itself."""
@@ -46,6 +50,8 @@ class Pool:
         self._last_number = 0
         self._last_job = 0
         self._failures = 0
+        self._streak = 0
+        """Failures since a worker last lived for a while."""
         self._failed = ""
         self._down = ""
         """Why there is no worker, after one could not be started again."""
@@ -74,6 +80,8 @@ class Pool:
     async def stop(self, grace: float) -> None:
         """End all workers; a call that runs has `grace` seconds to finish."""
         self._stopping = True
+        for lane in self._lanes.values():
+            self._take_back(lane)
         self._refuse_all("the server is stopping")
         for worker in tuple(self._idle_timers):
             self._stop_idle_timer(worker)
@@ -191,9 +199,12 @@ class Pool:
 
     def _end_idle(self, worker: Worker) -> None:
         self._stop_idle_timer(worker)
-        self._free_device(worker)
         del self._lanes[worker]
-        _spawn(self._ends, worker.stop(_IDLE_GRACE))
+        _spawn(self._ends, self._stop_idle(worker))
+
+    async def _stop_idle(self, worker: Worker) -> None:
+        await worker.stop(_IDLE_GRACE)
+        self._free_device(worker)
 
     def _free_device(self, worker: Worker) -> None:
         if (device := self._device_of.pop(worker, None)) is not None:
@@ -209,17 +220,27 @@ class Pool:
         self._free_device(worker)
         lane = self._lanes.pop(worker, None)
         self._stop_idle_timer(worker)
-        if self._stopping or lane is None:
+        if lane is None:
             return
+        self._take_back(lane)
+        if self._stopping:
+            self._refuse_all("the server is stopping")
+            return
+        if time.time() - worker.started > _HEALTHY_SECONDS:
+            self._streak = 0
+        self._count_failure(f"{worker.name} {reason}")
+        self._replace()
+
+    def _take_back(self, lane: Lane) -> None:
+        """Have the jobs that the worker has not seen wait again."""
         for job in lane.recall():
             job.lane = None
             self._queue.add(job)
-        self._count_failure(f"{worker.name} {reason}")
-        self._replace()
 
     def _count_failure(self, reason: str) -> None:
         """Too many failures make the health check fail, as in LMI; SageMaker then replaces the container."""
         self._failures += 1
+        self._streak += 1
         if self._failures > self._settings.retry_threshold:
             limit = self._settings.retry_threshold
             self._failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
@@ -229,7 +250,7 @@ class Pool:
         missing = self._settings.min_workers - len(self._lanes) - self._to_come
         wanted = missing > 0 or (self._queue and not self._lanes and not self._to_come)
         if wanted and not self._stopping:
-            delay = min(_FIRST_BACKOFF * 2.0 ** min(self._failures - 1, 20), _LONGEST_BACKOFF)
+            delay = min(_FIRST_BACKOFF * 2.0 ** min(self._streak - 1, 20), _LONGEST_BACKOFF)
             self._add_worker(delay)
 
     def _add_worker(self, delay: float = 0.0) -> None:
@@ -243,8 +264,8 @@ class Pool:
             self._to_come -= 1
         try:
             await self._start_worker()
-        except EngineStartError as error:
-            logger.error("a worker cannot be started: %s", error)
+        except Exception as error:
+            logger.error("a worker cannot be started: %s", error, exc_info=not isinstance(error, EngineStartError))
             self._count_failure(f"a worker could not be started: {error}")
             if not self._lanes:
                 self._down = f"there is no worker: {error}"

@@ -40,8 +40,15 @@ def _files(model_dir: Path) -> set[Path]:
 def _named_in(requirements: Path, model_dir: Path) -> Iterator[Path]:
     for word in _WORD.findall(requirements.read_text("utf-8", "replace")):
         path = (requirements.parent / word.partition("[")[0].removeprefix("file:")).resolve()
-        if path != model_dir.resolve() and path.is_relative_to(model_dir.resolve()) and path.exists():
+        if path != model_dir.resolve() and path.is_relative_to(model_dir.resolve()) and _exists(path):
             yield model_dir / path.relative_to(model_dir.resolve())
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a URL, say, that is too long for a file's name
+        return False
 
 
 def _all_in(path: Path) -> Iterator[Path]:

@@ -112,6 +112,8 @@ class RollingLane:
         self._on_free()  # what comes in here joins the next step
         self._call = None
         self._step()
+        if not self.busy:
+            self._on_free()  # now that it is idle, for as long as a surplus worker may be
 
     def on_lost(self, reason: str) -> None:
         """Called by the worker."""

@@ -22,7 +22,7 @@ _MAX_UNREAD = 4 * 1024 * 1024
 _ENOUGH = 128 * 1024
 """Bytes after which it is asked how far the client has come."""
 
-_HEADER = re.compile(r"batch_(\d+)_(.+)", re.DOTALL)
+_HEADER = re.compile(r"batch_([0-9]{1,9})_(.+)", re.DOTALL)
 
 
 def headers_by_request(properties: Properties) -> dict[int, Properties]:

@@ -77,6 +77,7 @@ class _Run:
         """The client has gone."""
         self._delivery.drop()
         self._cancelled = True
+        self._flow.stop()
         self._worker.cancel(self._call)
 
     def on_output(self, output: OutputMessage, size: int) -> None:
@@ -167,7 +168,7 @@ class _Run:
 
     def _midway(self, status: int, message: str) -> bytes:
         """The last bytes of a body that has begun: raw text, or E2 where a stream is one of lines of JSON."""
-        return payload_error(message, status) if self._settings.async_mode else message.encode()
+        return payload_error(message, status) if self._settings.async_mode else message.encode("utf-8", "replace")
 
     def _close(self) -> None:
         self._watch.stop()

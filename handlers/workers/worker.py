@@ -169,7 +169,12 @@ class Worker:
         elif frame.kind is Kind.LOAD_FAILED:
             self._settle_load(frame.body.decode())
         elif frame.call in self._receivers:
-            self._pass_on(frame, self._receivers[frame.call])
+            try:
+                self._pass_on(frame, self._receivers[frame.call])
+            except Exception:
+                # A mistake of ours, which must not be taken for one of the worker's and end all its calls.
+                logger.exception("%s: an answer could not be passed on", self.name, extra={"worker": self.name})
+                self.cancel(frame.call)
 
     def on_closed(self, problem: str) -> None:
         """Called by the connection."""

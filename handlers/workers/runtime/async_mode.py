@@ -70,8 +70,7 @@ class AsyncMode:
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is Kind.CALL:
-            window = _Window()
-            self._tasks[frame.call] = (asyncio.get_running_loop().create_task(self._answer(frame, window)), window)
+            self._begin(frame)
         elif frame.kind is Kind.STOP:
             self._stopped.set()
         elif frame.call in self._tasks:
@@ -82,15 +81,23 @@ class AsyncMode:
                 window.cancelled = True
                 task.cancel()
 
+    def _begin(self, frame: Frame) -> None:
+        window = _Window()
+        task = asyncio.get_running_loop().create_task(self._answer(frame, window))
+        self._tasks[frame.call] = (task, window)
+        # Not in the coroutine: one that is cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda _: self._finish(frame.call))
+
+    def _finish(self, call: int) -> None:
+        del self._tasks[call]
+        self._channel.send((Kind.DONE, call, b""))
+
     async def _answer(self, frame: Frame, window: _Window) -> None:
         try:
             await self._run(frame, window)
         except (Exception, asyncio.CancelledError) as error:
             if not window.cancelled:
                 self._channel.send((Kind.STREAM_END, frame.call, encode_output(output_of_error(error))))
-        finally:
-            del self._tasks[frame.call]
-            self._channel.send((Kind.DONE, frame.call, b""))
 
     async def _run(self, frame: Frame, window: _Window) -> None:
         result = await _settled(self._caller.call(frame.body))

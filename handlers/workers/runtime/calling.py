@@ -39,8 +39,7 @@ class Caller:
         inputs.properties.update(message.properties)
         inputs.properties.setdefault("handler", self._order.function)
         inputs.properties.update(self._order.standing_properties)
-        for key, formatter in self._formatters.items():
-            inputs.properties.setdefault(key, formatter)
+        inputs.properties.update(self._formatters)
         for name, value in message.contents:
             inputs.content.add(name, value)
         inputs.function_name = inputs.properties["handler"]
@@ -59,14 +58,28 @@ def output_of(result: Any) -> Output:
 def output_of_error(error: BaseException) -> OutputMessage:
     """The answer to an exception; its traceback goes to the log only."""
     logger.error("The handler failed", exc_info=error)
+    text = _text_of(error)
     if is_out_of_memory(error):
-        return OutputMessage(code=507, message=str(error) or "out of memory", error=str(error) or "out of memory")
-    return _message(Output().error(str(error)), False, str(error))
+        return OutputMessage(code=507, message=text or "out of memory", error=text or "out of memory")
+    return _message(Output().error(text), False, text)
+
+
+def _text_of(error: BaseException) -> str:
+    """The exception's own text, whatever the customer has made of it, as far as it can be sent."""
+    try:
+        return _sendable(str(error))
+    except Exception:
+        return type(error).__name__
+
+
+def _sendable(text: str) -> str:
+    """Without halves of surrogate pairs, which a client's JSON may hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, by LMI's rule."""
-    text = str(error)
+    text = _text_of(error)
     return type(error).__name__ in _OUT_OF_MEMORY_TYPES or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS)
 
 
@@ -83,8 +96,8 @@ def _message(output: Output, streams: bool, error: str) -> OutputMessage:
     contents = () if streams else _contents(output)
     return OutputMessage(
         code=int(output.code),
-        message=str(output.message),
-        properties=tuple((str(name), str(value)) for name, value in output.get_properties().items()),
+        message=_sendable(str(output.message)),
+        properties=tuple((_sendable(str(name)), _sendable(str(value))) for name, value in output.properties.items()),
         contents=contents,
         streams=streams,
         error=error,

@@ -88,9 +88,11 @@ class SyncMode:
         try:
             output = output_of(self._settled(self._caller.call(frame.body)))
             message = message_of(output)
+            body = encode_output(message)
         except (Exception, asyncio.CancelledError) as error:
             message = output_of_error(error)
-        head = (Kind.OUTPUT, frame.call, encode_output(message))
+            body = encode_output(message)
+        head = (Kind.OUTPUT, frame.call, body)
         if output is None or not (message.streams or output.finalize_function):
             self._channel.send(head, done)
             return

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from handlers.contracts.lmi_input import input_of, priority_of
 from handlers.contracts.protocol import Call, ContractError
-from handlers.workers.request_input import input_of, priority_of
 from handlers.workers.response_headers import response_headers
 
 FORM = "application/x-www-form-urlencoded"
