@@ -19,6 +19,8 @@ from container.settings import ServerSettings
 from handlers.contracts.lmi_errors import JSON, front_end_error
 from handlers.contracts.protocol import Reply
 
+_ANY = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
 
 @dataclass(frozen=True, slots=True)
 class Application:
@@ -46,6 +48,9 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Application:
     async def show_ping(_: Request) -> Response:
         return _response(ping(lifecycle, settings))
 
+    async def show_options(_: Request) -> Response:
+        return Response(b"{}\n", media_type=JSON)
+
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
@@ -56,7 +61,8 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Application:
         return HTMLResponse(page)
 
     routes = [
-        Route("/ping", show_ping, methods=["GET", "POST"]),
+        Route("/ping", show_ping, methods=_ANY),
+        Route("/", show_options, methods=["OPTIONS"]),
         Route("/metrics", show_metrics, methods=["GET"]),
         Route("/openapi.json", show_openapi, methods=["GET"]),
         Route("/docs", show_docs, methods=["GET"]),

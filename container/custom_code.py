@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,21 +80,21 @@ def _defines(path: Path, function: str) -> bool:
     return function in names or "*" in names
 
 
-def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """What a module's statements bind, those in `if`, `try` and `with` included; `*` for a star import."""
-    for statement in body:
-        match statement:
+def _names(body: Iterable[ast.AST]) -> Iterator[str]:
+    """What a module's statements bind, those within other statements included.
+
+    `*` stands for what cannot be told: a star import, `exec` and the like.
+    """
+    for node in body:
+        match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
+                yield from (one for inner in ast.walk(node) if isinstance(inner, ast.Global) for one in inner.names)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 yield from (alias.asname or alias.name for alias in aliases)
-            case ast.Assign(targets=targets):
-                yield from (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
-            case ast.AnnAssign(target=ast.Name(id=name)):
+            case ast.Name(id=name, ctx=ast.Store()) | ast.MatchAs(name=str(name)):
                 yield name
-            case ast.If(body=inner, orelse=other):
-                yield from _names(inner + other)
-            case ast.With(body=inner):
-                yield from _names(inner)
-            case ast.Try(body=inner, handlers=handlers, orelse=other, finalbody=final):
-                yield from _names(inner + [one for handler in handlers for one in handler.body] + other + final)
+            case ast.Call(func=ast.Name(id="exec" | "globals")):
+                yield "*"
+            case _:
+                yield from _names(ast.iter_child_nodes(node))

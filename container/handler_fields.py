@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from container import model_location as location
 from container import options
 from container.devices import device_groups, gpu_count
 from container.handler_options import OPTIONS, assignments
@@ -28,7 +31,8 @@ def handler_settings(
     fields: dict[str, Any] = {
         option.field: found.take(option, layer, sources.variables) for option in OPTIONS if option.field
     }
-    fields["rolling_batch"] = _rolling_batch(sources.model)
+    automatic = _is_auto(sources.model) and _has_config(sources.model_dir, model["model_id"])
+    fields["rolling_batch"] = _rolling_batch(sources.model) and not automatic
     _record_others(sources.model, found)
     fields["devices"] = _devices(sources, gpus, found)
     if len(found.problems) > problems:
@@ -37,9 +41,10 @@ def handler_settings(
     fields["environment"] = assignments(fields["environment"]) if fields["environment"] else {}
     fields["max_workers"] = _most_workers(fields, layer, found)
     fields["python_executable"] = _executable(fields["python_executable"], found)
-    return HandlerSettings(
-        entry_point=entry_point, properties=_properties(sources, model), offline=is_offline(sources), **fields
-    )
+    properties = _properties(sources, model)
+    if automatic:
+        properties["rolling_batch"] = "disable"
+    return HandlerSettings(entry_point=entry_point, properties=properties, offline=is_offline(sources), **fields)
 
 
 def is_offline(sources: Sources) -> bool:
@@ -97,6 +102,19 @@ def _executable(text: Any, found: Resolution) -> str | None:
     if path is None:
         found.problems.append(f'option.pythonExecutable is "{text}": there is no such program')
     return path
+
+
+def _is_auto(layer: Mapping[str, Value]) -> bool:
+    value = layer.get("option.rolling_batch")
+    return value is not None and value.text.strip().lower() == "auto"
+
+
+def _has_config(model_dir: Path, model_id: str | None) -> bool:
+    """Whether there is a Hugging Face model, for which LMI makes `disable` of `auto` where its own engine is not used
+    (lmi.md 2.8); a hub id is taken for one."""
+    if model_id is None or model_id == str(model_dir):
+        return location.has_model(model_dir)
+    return not os.path.isabs(model_id) or location.has_model(Path(model_id))
 
 
 def _record_others(layer: Mapping[str, Value], found: Resolution) -> None:

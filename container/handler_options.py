@@ -58,14 +58,14 @@ OPTIONS = (
     ),
     Option(
         key="minWorkers",
-        parser=integer(1, 1024),
+        parser=integer(0, 1024),
         default="1",
         field="min_workers",
         meaning="Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` go before it on such a machine",
     ),
     Option(
         key="maxWorkers",
-        parser=integer(1, 1024),
+        parser=integer(0, 1024),
         default="1",
         field="max_workers",
         meaning="Worker processes under load, at least `minWorkers`; `gpu.` and `cpu.` as above",

@@ -81,9 +81,9 @@ class InferenceEndpoint:
     async def _serve(
         self, scope: Scope, headers: dict[bytes, bytes], identity: str, receive: Receive, writer: PushedReply
     ) -> None:
+        self._check_model(scope, headers)
         if scope["method"] == "OPTIONS":
             raise _Refused(Reply(200, JSON, b"{}\n"))
-        self._check_model(scope, headers)
         service = self._service()
         body = await self._body(headers, receive)
         if body is None:

@@ -19,8 +19,15 @@ from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
 
 _FORMATTERS = ("json", "jsonlines", "sse")
-_FOR_HANDLERS = frozenset({"batch_size", "max_batch_delay", "option.predict_timeout", "option.model_loading_timeout"})
+_FOR_HANDLERS = frozenset(
+    {
+        *("batch_size", "max_batch_delay", "option.predict_timeout", "option.model_loading_timeout"),
+        "option.max_rolling_batch_size",
+    }
+)
 """What a custom handler's model shares with an engine's."""
+_HANDLERS_ROLLING_BATCH = 32
+"""LMI's default where none of its own engines runs (lmi.md 2.8)."""
 
 
 def model_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
@@ -47,7 +54,7 @@ def _entry_point(sources: Sources, code: custom_code.Code | None, found: Resolut
         return custom_code.entry_point(name, sources.model_dir)
     except custom_code.CodeNotFound as error:
         found.problems.append(f'{ENTRY_POINT.key} is "{name}" ({given.source}): {error}')
-        return None
+        return name  # a handler was meant, so that nothing is said of a model that it does not need
 
 
 def _engine_has_model(sources: Sources) -> bool:
@@ -67,6 +74,9 @@ def _with_handler(sources: Sources, entry_point: str, found: Resolution) -> dict
     for option in options.SERVED:
         if option.key in _FOR_HANDLERS and option.field is not None:
             fields[option.field] = found.take(option, sources.model, sources.variables)
+    if not any(key in sources.model for key in _keys("option.max_rolling_batch_size")):
+        fields["max_rolling_batch_size"] = _HANDLERS_ROLLING_BATCH
+        found.replace(SettingEntry("option.max_rolling_batch_size", _HANDLERS_ROLLING_BATCH, "default"))
     set_model(sources, fields, found, required=False)
     fields["handler"] = handler_settings(sources, entry_point, fields, found)
     return fields

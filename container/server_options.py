@@ -58,7 +58,7 @@ SERVED = (
     Option(
         key="drain_timeout",
         parser=SECONDS,
-        default="25",
+        default="20",
         field="drain_timeout",
         meaning="Seconds that running requests get after SIGTERM",
     ),

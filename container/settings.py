@@ -37,7 +37,7 @@ class ServerSettings:
     job_queue_size: int = 1000
     max_request_size: int = 67108864
     """Bytes."""
-    drain_timeout: float = 25.0
+    drain_timeout: float = 20.0
     """Seconds."""
     fail_fast: bool = False
     log_format: Literal["plain", "json"] = "plain"

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Body = bytes | bytearray
+_MISSING_CELLS = 1_000_000
+"""Cells of CSV that rows may lack in comparison with the header. Each is made, although nothing was sent for it."""
 
 
 def read_text(body: Body) -> str:
@@ -51,10 +53,27 @@ def _parse_json(text: str, what: str) -> Any:
 
 def read_csv(body: Body) -> list[dict[str, str]]:
     """Rows by the names of the header."""
+    return read_csv_text(read_text(body))[1]
+
+
+def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the header, and rows by them. A cell that a row lacks is None.
+
+    Raises:
+        ValueError: it is not CSV, or so many cells are missing that short rows below a long header would fill memory.
+    """
     try:
-        return list(csv.DictReader(io.StringIO(read_text(body).removeprefix("\ufeff"), newline="")))
+        reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
+        names, rows, cells = list(reader.fieldnames or ()), [], 0
+        for row in reader:
+            cells += len(names)
+            # A cell that was sent takes a character at least: its separator.
+            if cells > len(text) + _MISSING_CELLS:
+                raise ValueError(f"The body is not CSV: rows lack too many of the header's {len(names)} columns")
+            rows.append(row)
     except csv.Error as error:
         raise ValueError(f"The body is not CSV: {error}") from error
+    return names, rows
 
 
 def read_msgpack(body: Body) -> Any:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from djl_python.body_readers import read_csv_text
 from djl_python.content_types import Kind, kind_of
 from djl_python.inputs import Input
 from djl_python.lazy_import import require
@@ -81,17 +82,13 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:
         return _numbers(text)
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    if not any(wanted in name.lower() for name in reader.fieldnames or () for wanted in _CSV_HEADERS):
+    names, rows = read_csv_text(text)
+    if not any(wanted in name.lower() for name in names for wanted in _CSV_HEADERS):
         raise ValueError(
             "You need to provide the correct CSV with Header columns to use it with the default handler: "
             f"one of {', '.join(_CSV_HEADERS)}"
         )
-    try:
-        rows = list(reader)
-    except csv.Error as error:
-        raise ValueError(f"The body is not CSV: {error}") from error
-    return {"inputs": [row["inputs"] for row in rows] if "inputs" in (reader.fieldnames or ()) else rows}
+    return {"inputs": [row["inputs"] for row in rows] if "inputs" in names else rows}
 
 
 def encode_csv(content: Any) -> str:
@@ -123,7 +120,10 @@ def _row(row: Any) -> Sequence[Any]:
 
 def _numbers(text: str) -> Any:
     numpy = require("numpy", "CSV without a header")
-    rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    except csv.Error as error:
+        raise ValueError(f"The body is not CSV: {error}") from error
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError("The CSV body has no rows, or rows of different length")
     try:

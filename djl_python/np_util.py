@@ -1,12 +1,14 @@
 """NDList, npz and npy: arrays as bytes.
 
-Source: contracts/lmi.md section 7.5. Nothing here unpickles: an array of Python objects is refused.
+Source: contracts/lmi.md section 7.5. Nothing here unpickles: an array of Python objects is refused. What a body claims
+about its size is compared with what was sent before anything is made of it.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import struct
 import zipfile
 import zlib
@@ -21,8 +23,16 @@ if TYPE_CHECKING:
 
 MAGIC_NUMBER = "NDAR"
 VERSION = 3
+MAX_NPZ_BYTES = 1 << 30
+"""The most bytes that the arrays of an npz body may take once decompressed, unless the environment says otherwise."""
+MAX_NPZ_BYTES_VARIABLE = "SLIPWAY_MAX_NPZ_BYTES"
+"""Environment variable: another limit in place of `MAX_NPZ_BYTES`, in bytes."""
 _ZIP_MAGIC = b"PK"
 _NPY_MAGIC = b"\x93NUMPY"
+_MAX_RANK = 32
+"""What every version of numpy can hold."""
+_SHOWN_TEXT = 32
+"""Characters of a client's string that an error repeats."""
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 _BROKEN_FILE = (
@@ -69,20 +79,52 @@ def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
 
 
 def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
-    """The arrays of an npz file, in the file's order. Raises ValueError."""
-    numpy = require("numpy", "an npz body")
+    """The arrays of an npz file, in the file's order.
+
+    Raises:
+        ValueError: the file is broken, holds something other than arrays, or is larger than `MAX_NPZ_BYTES` (or what
+            the environment says instead) once decompressed.
+    """
+    require("numpy", "an npz body")
+    limit = _npz_limit()
     try:
-        archive = numpy.load(io.BytesIO(data), allow_pickle=False)
-        if not hasattr(archive, "files"):
+        if not data.startswith(_ZIP_MAGIC):
             raise ValueError("it is no zip archive")
-        with archive:
-            arrays = [archive[name] for name in archive.files]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            _check_members(members, limit)
+            return [_read_member(archive, member) for member in members]
     except _BROKEN_FILE as error:
         raise ValueError(f"The npz body cannot be read: {error}") from error
-    # numpy hands out the bytes of a member that is no array.
-    if not all(isinstance(array, numpy.ndarray) for array in arrays):
-        raise ValueError("The npz body holds something other than arrays")
-    return arrays
+
+
+def _npz_limit() -> int:
+    text = os.environ.get(MAX_NPZ_BYTES_VARIABLE)
+    if not text:
+        return MAX_NPZ_BYTES
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{MAX_NPZ_BYTES_VARIABLE} must be a number of bytes, not {text!r}")
+    return int(text)
+
+
+def _check_members(members: list[zipfile.ZipInfo], limit: int) -> None:
+    # Of these two kinds zipfile decompresses no more than is asked for; of the others whatever a block expands to.
+    if any(member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} for member in members):
+        raise ValueError("it is compressed in a way that numpy does not use")
+    # zipfile ends a member at the size that it declares, so this bounds what is read.
+    size = sum(member.file_size for member in members)
+    if size > limit:
+        raise ValueError(f"its arrays take {size} bytes, and at most {limit} are allowed ({MAX_NPZ_BYTES_VARIABLE})")
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    numpy = require("numpy", "an npz body")
+    with archive.open(member) as file:
+        if file.read(len(_NPY_MAGIC)) != _NPY_MAGIC:
+            raise ValueError("it holds something other than arrays")
+        file.seek(0)
+        array: NDArray[Any] = numpy.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def from_npy(data: bytes | bytearray) -> NDArray[Any]:
@@ -140,11 +182,16 @@ class _Reader:
 
     def take(self, size: int) -> bytes:
         """The next bytes."""
+        start = self._at
+        self.skip(size)
+        return self._data[start : self._at]
+
+    def skip(self, size: int) -> None:
+        """Goes on behind the next bytes."""
         end = self._at + size
         if size < 0 or end > len(self._data):
             raise ValueError(f"NDList ends too early: {size} bytes wanted at {self._at} of {len(self._data)}")
-        part, self._at = self._data[self._at : end], end
-        return part
+        self._at = end
 
     def integer(self, code: str) -> int:
         """The next integer, by its `struct` code."""
@@ -153,6 +200,10 @@ class _Reader:
     def string(self) -> str:
         """The next string with a 16-bit length."""
         return self.take(self.integer("h")).decode("utf-8")
+
+    def skip_string(self) -> None:
+        """Goes on behind the next string."""
+        self.skip(self.integer("h"))
 
 
 def _read_arrays(reader: _Reader) -> Iterator[NDArray[Any]]:
@@ -167,10 +218,10 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
     numpy = require("numpy", "NDList")
     magic, version = reader.string(), reader.integer("i")
     if (magic, version) != (MAGIC_NUMBER, VERSION):
-        raise ValueError(f"NDList array begins with {magic!r} {version} instead of {MAGIC_NUMBER!r} {VERSION}")
+        raise ValueError(f"NDList array begins with {_shown(magic)} {version} instead of {MAGIC_NUMBER!r} {VERSION}")
     if reader.take(1) == b"\1":
-        reader.string()  # the name, which numpy arrays do not have
-    reader.string()  # the storage format
+        reader.skip_string()  # the name, which numpy arrays do not have
+    reader.skip_string()  # the storage format
     dtype = _numeric_dtype(numpy, reader.string())
     shape = _read_shape(reader)
     order = reader.take(1).decode("latin-1")
@@ -178,7 +229,9 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
         raise ValueError(f"NDList array has an unknown byte order: {order!r}")
     data = reader.take(reader.integer("i"))
     if math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"NDList array of shape {shape} and type {dtype} does not take {len(data)} bytes")
+        raise ValueError(
+            f"NDList array of its shape, rank {len(shape)}, and type {dtype} does not take {len(data)} bytes"
+        )
     stored: NDArray[Any] = numpy.frombuffer(data, numpy.dtype(order + dtype.str[1:])).reshape(shape)
     return stored.astype(dtype)
 
@@ -186,15 +239,21 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
 def _numeric_dtype(numpy: Any, name: str) -> np.dtype[Any]:
     plain = "bool" if name == "BOOLEAN" else name.lower()
     if plain not in _TYPES:
-        raise ValueError(f"NDList array has an unknown type: {name!r}")
+        raise ValueError(f"NDList array has an unknown type: {_shown(name)}")
     dtype: np.dtype[Any] = numpy.dtype(plain)
     return dtype
 
 
 def _read_shape(reader: _Reader) -> tuple[int, ...]:
     rank = reader.integer("i")
-    shape = tuple(reader.integer("q") for _ in range(rank))
-    if rank < 0 or any(size < 0 for size in shape):
-        raise ValueError(f"NDList array has an impossible shape: rank {rank}, {shape}")
-    reader.take(2 * reader.integer("i"))  # the layout
+    if not 0 <= rank <= _MAX_RANK:
+        raise ValueError(f"NDList array has an impossible shape: rank {rank}; 0 to {_MAX_RANK} are possible")
+    shape = struct.unpack(f">{rank}q", reader.take(8 * rank))
+    if any(size < 0 for size in shape):
+        raise ValueError("NDList array has an impossible shape: a dimension is negative")
+    reader.skip(2 * reader.integer("i"))  # the layout
     return shape
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_TEXT else text[:_SHOWN_TEXT] + "…")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from djl_python.chat_formatters import format_chat_json as _json_chat_output_for
 from djl_python.chat_formatters import format_chat_json_lines as _jsonlines_chat_output_formatter
 from djl_python.chat_formatters import format_chat_sse as _sse_chat_output_formatter
 from djl_python.chat_formatters import prompt_token_count
-from djl_python.request_io import Sequence, TextGenerationOutput
+from djl_python.request_io import NextToken, RequestOutput, Sequence, TextGenerationOutput, Token
 from djl_python.text_formatters import format_json as _json_output_formatter
 from djl_python.text_formatters import format_json_lines as _jsonlines_output_formatter
 from djl_python.text_formatters import format_sse as sse_response_formatter
@@ -19,11 +20,14 @@ from djl_python.three_p_formatters import format_3p as _json_3p_output_formatter
 from djl_python.three_p_formatters import format_3p_stream as _jsonlines_3p_output_formatter
 
 Formatter = Callable[..., str]
+LegacyArguments = tuple[Token | None, bool, bool, dict[str, Any], str, Any]
+"""`(token, first_token, last_token, details, generated_text, request_id)`"""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # LMI's own tests and some customers' code import these names.
 _sse_output_formatter = sse_response_formatter
 
+_OUTPUT_TYPES = {"RequestOutput", "TextGenerationOutput"}
 _JSON = "application/json"
 _JSON_LINES = "application/jsonlines"
 _EVENTS = "text/event-stream"
@@ -70,14 +74,41 @@ def get_output_formatter(
     return _BUILT_IN["sse" if tgi_compat else "jsonlines"]
 
 
+def takes_request_output(function: Callable[..., Any]) -> bool:
+    """Whether an output formatter is called with the output; one of the legacy kind is called with single tokens.
+
+    Section 8.2: by the annotation of its first parameter, which may be text. A function of one parameter cannot be of
+    the legacy kind.
+
+    Raises:
+        ValueError, TypeError: the callable has no signature.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    if len(parameters) < 2:
+        return True
+    annotation = parameters[0].annotation
+    if isinstance(annotation, str):
+        return annotation.strip("'\"").rpartition(".")[2] in _OUTPUT_TYPES
+    return isinstance(annotation, type) and issubclass(annotation, RequestOutput)
+
+
+def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
+    """What a formatter of the legacy kind is called with for a token that `Sequence.advance` has returned.
+
+    Section 8.2: the details are filled if the request asks for them, or has failed. The text is that of all tokens at
+    the last one; before, it is empty, or the prompt if the request wants the full text.
+    """
+    token, _, is_first, is_last = next_token
+    sequence = request_output.best_sequence
+    text = _generated_text(request_output, sequence) if is_last else _prefix(request_output)
+    return token, is_first, is_last, _legacy_details(request_output), text, request_output.request_id
+
+
 def adapt_legacy_output_formatter(request_output: TextGenerationOutput) -> str:
     """Calls a formatter of the legacy kind, with a token and what belongs to it, for each unread token."""
     request, sequence, text = request_output.input, request_output.best_sequence, ""
     while sequence.has_next_token():
-        details = _legacy_details(request_output)
-        token, _, is_first, is_last = sequence.advance()
-        whole = _generated_text(request_output, sequence) if is_last else _prefix(request_output)
-        text += request.output_formatter(token, is_first, is_last, details, whole, request_output.request_id)
+        text += request.output_formatter(*legacy_call_arguments(request_output, sequence.advance()))
     return text
 
 
@@ -112,6 +143,8 @@ __all__ = [
     "adapt_legacy_output_formatter",
     "get_generated_text",
     "get_output_formatter",
+    "legacy_call_arguments",
     "output_formatter",
     "sse_response_formatter",
+    "takes_request_output",
 ]

@@ -72,10 +72,13 @@ class Output:
         return self
 
     def error(self, error: str, code: int = 424, message: str = "invoke handler failure") -> Self:
-        """Makes this an error with LMI's JSON body (section 1.6, E3)."""
+        """Makes this an error with LMI's JSON body (section 1.6, E3).
+
+        What UTF-8 cannot hold becomes `?`: the text is mostly that of an exception, which may repeat a client's.
+        """
         self.set_code(code).set_message(message)
         self.add_property("content-type", "application/json")
-        return self.add_as_json({"code": code, "message": message, "error": error})
+        return self.add_as_json({"code": code, "message": message, "error": _sendable(error)})
 
     def add_property(self, key: str, val: Any) -> Self:
         """A response header; sent as `str(val)`."""
@@ -133,10 +136,10 @@ class Output:
         self.stream_output_formatter = output_formatter
         return self
 
-    def stream_chunks(self) -> Iterator[bytes | bytearray]:
+    def stream_chunks(self) -> Iterator[bytes]:
         """The bytes of each streamed item. What the iterator or the formatter raises comes through."""
         for item in self.stream_content or ():
-            yield self._encode(self.stream_output_formatter(item) if self.stream_output_formatter else item)
+            yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
         """A function to call once the answer has been sent."""
@@ -163,8 +166,19 @@ class Output:
             raise
         except Exception as error:
             logging.exception("Failed to read the streamed content")
-            failure = str(error)
+            failure = _sendable(str(error))
         cl_socket.sendall(wire.LAST_CHUNK + wire.utf8(failure))
+
+    @classmethod
+    def encode_value(cls, value: Any) -> bytes:
+        """The bytes that `send` writes for a value of `content` or of a stream, whoever has put it there.
+
+        A string is UTF-8, bytes are as they are, anything else is JSON; so is None.
+
+        Raises:
+            ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
+        """
+        return bytes(cls._encode(value))
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
@@ -195,5 +209,10 @@ class Output:
     def _encode_content(self) -> bytes:
         pairs = zip(self.content.keys, self.content.values, strict=True)
         return wire.int16(self.content.size()) + b"".join(
-            wire.utf8(key) + wire.sized(self._encode(value)) for key, value in pairs
+            wire.utf8(key) + wire.sized(self.encode_value(value)) for key, value in pairs
         )
+
+
+def _sendable(text: str) -> str:
+    """Without halves of surrogate pairs, which a client's JSON may hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")

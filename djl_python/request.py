@@ -5,19 +5,16 @@ Source: contracts/lmi.md sections 8.2 and 8.4.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from djl_python.output_formatter import (
     WHOLE_DOCUMENT,
-    Formatter,
     adapt_legacy_output_formatter,
     get_output_formatter,
+    takes_request_output,
 )
-from djl_python.request_io import RequestOutput, TextGenerationOutput, TextInput, Token
+from djl_python.request_io import TextGenerationOutput, TextInput, Token
 from djl_python.utils import is_streaming
-
-_OUTPUT_TYPES = {"RequestOutput", "TextGenerationOutput"}
 
 
 class Request:
@@ -39,7 +36,7 @@ class Request:
         self.parameters.pop("details", None)
         self.output_formatter, self.content_type = get_output_formatter(name, stream, request_input.tgi_compat)
         request_input.output_formatter = self.output_formatter
-        self.legacy_formatter = _is_legacy(self.output_formatter)
+        self.legacy_formatter = not takes_request_output(self.output_formatter)
         self.request_output = TextGenerationOutput(request_id=self.id, input=request_input)
         self._next_text = ""
         self._error_message: str | None = None
@@ -119,17 +116,3 @@ class Request:
             if sequence.unread == unread:
                 raise RuntimeError("The output formatter of a streamed request must call get_next_token()")
         return text
-
-
-def _is_legacy(formatter: Formatter) -> bool:
-    """Whether the formatter is called with single tokens (section 8.2): by the annotation of its first parameter.
-
-    An annotation may be text. A function of one parameter cannot be of the legacy kind.
-    """
-    parameters = list(inspect.signature(formatter).parameters.values())
-    if len(parameters) < 2:
-        return False
-    annotation = parameters[0].annotation
-    if isinstance(annotation, str):
-        return annotation.strip("'\"").rpartition(".")[2] not in _OUTPUT_TYPES
-    return not (isinstance(annotation, type) and issubclass(annotation, RequestOutput))

@@ -79,7 +79,11 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
-    """The first callable, in the order of names, that a decorator has marked."""
+    """The first callable, in the order of names, that a decorator has marked: of a module that has been imported.
+
+    `decorator_attribute` is the mark, such as `is_output_formatter`. `get_annotated_function` looks for functions of
+    SageMaker's script mode, too.
+    """
     found = (getattr(module, name) for name in dir(module))
     return next((each for each in found if callable(each) and getattr(each, decorator_attribute, None) is True), None)
 

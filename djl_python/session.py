@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 
 EXPIRATION = ".expiration_ts"
 """The key under which a session's end is kept, in seconds since the epoch."""
+# An array's bytes may be a client's. They have names of their own, so that they are never unpickled.
+_VALUE, _ARRAY = ".value", ".array"
 
 
 class Session:
-    """A directory with one file for each key.
+    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array.
 
-    Values are pickled: only what the handler itself has put into the directory is ever read from it.
+    Values are pickled: only what the handler itself has put into the directory is ever read from it. A value and an
+    array may have the same key.
     """
 
     def __init__(self, session_id: str, session_root: str, expiration_ts: float | None = None) -> None:
         """`expiration_ts` is in seconds since the epoch; without it, what the directory says holds."""
         self.session_id = session_id
         self.files_path = os.path.join(session_root, session_id)
-        self.expiration_ts: float | None = self.get(EXPIRATION) if expiration_ts is None else expiration_ts
+        self.expiration_ts: float | None = self._kept_expiration() if expiration_ts is None else expiration_ts
 
     def put(self, key: str, value: Any) -> None:
         """Keeps a value. Other processes see the old value or the new one, never a part of it."""
-        path = self._path(key)
+        path = self._path(key, _VALUE)
         with tempfile.NamedTemporaryFile(dir=self.files_path, prefix=".put-", delete=False) as file:
             try:
                 pickle.dump(value, file)
@@ -46,7 +49,7 @@ class Session:
     def get(self, key: str, d: Any = None) -> Any:
         """The value under the key; `d` if there is none."""
         try:
-            with open(self._path(key), "rb") as file:
+            with open(self._path(key, _VALUE), "rb") as file:
                 return pickle.load(file)
         except FileNotFoundError:
             return d
@@ -62,7 +65,7 @@ class Session:
         numpy = require("numpy", "Session.get_as_numpy")
         size = tuple(shape) if isinstance(shape, Sequence) else shape
         array: np.memmap[Any, Any] = numpy.memmap(
-            self._path(key), dtype=dtype, mode="w+" if create else "r+", shape=size
+            self._path(key, _ARRAY), dtype=dtype, mode="w+" if create else "r+", shape=size
         )
         return array
 
@@ -75,8 +78,16 @@ class Session:
         logging.info("Closed session %s", self.session_id)
         return True
 
-    def _path(self, key: str) -> str:
+    def _kept_expiration(self) -> float | None:
+        try:
+            expiration_ts = self.get(EXPIRATION)
+            return None if expiration_ts is None else float(expiration_ts)
+        except Exception as error:  # a broken pickle can raise anything
+            logging.warning("When session %s ends cannot be read, so it has ended: %r", self.session_id, error)
+            return 0.0
+
+    def _path(self, key: str, kind: str) -> str:
         name = key.replace("/", "-")
         if name in {"", ".", ".."}:
             raise ValueError(f"{key!r} cannot be the key of a session's value")
-        return os.path.join(self.files_path, name)
+        return os.path.join(self.files_path, name + kind)

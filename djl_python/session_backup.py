@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
 import subprocess
+import threading
 
 _TIMEOUT_S = 600
+_INTERVAL_S = 3.0
+_NOTHING_THERE = "no object found"
+"""What s5cmd says of a pattern that fits nothing."""
+_Stamp = frozenset[tuple[str, int, int]]
 
 
 class SessionBackup:
@@ -19,30 +25,95 @@ class SessionBackup:
         s5cmd, aws = shutil.which("s5cmd"), shutil.which("aws")
         if not s5cmd and not aws:
             raise ValueError("sessions_s3url needs s5cmd or aws on the PATH")
-        self._command = [s5cmd, "--retry-count", "1", "sync"] if s5cmd else [aws, "s3", "sync", "--only-show-errors"]
+        tool = [s5cmd, "--retry-count", "1"] if s5cmd else [aws, "s3"]
+        quiet = [] if s5cmd else ["--only-show-errors"]
+        self._sync = [part for part in (*tool, "sync", *quiet) if part]
+        self._rm = [part for part in (*tool, "rm", *quiet, *([] if s5cmd else ["--recursive"])) if part]
         # s5cmd takes a pattern for what is in a directory, aws the directory.
-        self._everything = "/*" if s5cmd else ""
+        self._everything = "/*" if s5cmd else "/"
 
-    def save(self, sessions_path: str) -> bool:
-        """Copies all sessions there. A failure is logged: this runs when the process ends."""
-        return self._sync(sessions_path + self._everything, f"{self._url}/")
+    def save(self, sessions_path: str, session_id: str) -> bool:
+        """Copies one session there. A failure is logged."""
+        source = os.path.join(sessions_path, session_id) + self._everything
+        return self._run(self._sync, source, f"{self._url}/{session_id}/")
 
-    def restore(self, sessions_path: str, session_id: str) -> bool:
-        """Copies one session back. Whether it was there."""
-        target = os.path.join(sessions_path, session_id)
-        os.makedirs(target, mode=0o700)
-        fetched = self._sync(f"{self._url}/{session_id}{self._everything}", target + "/") and bool(os.listdir(target))
-        if not fetched:
-            shutil.rmtree(target)
-        return fetched
+    def restore(self, session_id: str, directory: str) -> bool:
+        """Copies one session into a directory. Whether it was there; a failure is logged."""
+        copied = self._run(self._sync, f"{self._url}/{session_id}{self._everything}", directory + "/")
+        return copied and bool(os.listdir(directory))
 
-    def _sync(self, source: str, target: str) -> bool:
-        command = [part for part in self._command if part]
+    def delete(self, session_id: str) -> bool:
+        """Deletes one session there, if it is there. A failure is logged."""
+        return self._run(self._rm, f"{self._url}/{session_id}{self._everything}")
+
+    def _run(self, command: list[str], *paths: str) -> bool:
+        what = f"{os.path.basename(command[0])} {' '.join(paths)}"
         try:
-            done = subprocess.run([*command, source, target], capture_output=True, text=True, timeout=_TIMEOUT_S)
+            done = subprocess.run([*command, *paths], capture_output=True, text=True, timeout=_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            logging.warning("Copying sessions from %s to %s failed: %s", source, target, error)
+            logging.warning("Sessions in S3: %s failed: %s", what, error)
             return False
-        if done.returncode:
-            logging.warning("Copying sessions from %s to %s failed: %s", source, target, done.stderr.strip())
+        if done.returncode and _NOTHING_THERE not in done.stderr:
+            logging.warning("Sessions in S3: %s failed: %s", what, done.stderr.strip())
         return done.returncode == 0
+
+
+class SessionSaver:
+    """Saves the sessions that this process uses, in the background, soon after they have changed.
+
+    The server gives a worker a few seconds to end, in which many sessions could not be copied. What has changed since
+    the last look is saved when the process ends.
+    """
+
+    def __init__(self, backup: SessionBackup, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
+        self._backup, self._sessions_path, self._interval_s = backup, sessions_path, interval_s
+        self._saved: dict[str, _Stamp] = {}
+        self._saving = threading.Lock()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="session-saver", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def watch(self, session_id: str) -> None:
+        """Saves the session from now on, until its directory is gone."""
+        self._saved.setdefault(session_id, frozenset())
+
+    def delete(self, session_id: str) -> None:
+        """Deletes what has been saved of a session, so that it cannot be restored once it is closed."""
+        with self._saving:
+            self._saved.pop(session_id, None)
+            self._backup.delete(session_id)
+
+    def close(self) -> None:
+        """Saves what has changed, and ends."""
+        atexit.unregister(self.close)
+        self._ends.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        ended = False
+        while not ended:
+            # The last look comes after the end has been announced.
+            ended = self._ends.wait(self._interval_s)
+            for session_id in list(self._saved):
+                self._save(session_id)
+
+    def _save(self, session_id: str) -> None:
+        with self._saving:
+            if session_id not in self._saved:  # closed meanwhile
+                return
+            try:
+                # Taken before the copy: what changes during it is copied again.
+                stamp = _stamp(os.path.join(self._sessions_path, session_id))
+            except FileNotFoundError:
+                del self._saved[session_id]
+                return
+            if stamp != self._saved[session_id] and self._backup.save(self._sessions_path, session_id):
+                self._saved[session_id] = stamp
+
+
+def _stamp(directory: str) -> _Stamp:
+    """Names, sizes and times of change of the files of a session."""
+    with os.scandir(directory) as entries:
+        states = ((entry.name, entry.stat()) for entry in entries)
+        return frozenset((name, state.st_size, state.st_mtime_ns) for name, state in states)

@@ -89,11 +89,11 @@ class FormatterThread:
         while (job := self._next(number)) is not None:
             try:
                 outcome = job.work()
-            except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-                # Futures take none of them, and a formatter must not end the server.
-                outcome = GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")
+            except Exception as error:
+                outcome = error if not isinstance(error, StopIteration) else _failure(error)
             except BaseException as error:
-                outcome = error
+                # A formatter must neither end the server nor cancel one of its tasks.
+                outcome = _failure(error)
             try:
                 loop.call_soon_threadsafe(self._finish, job, outcome)
             except RuntimeError:  # the loop is closed: the process is ending, and nobody waits
@@ -130,3 +130,7 @@ class FormatterThread:
         logger.error("a formatter did not return within predict_timeout (%g s); going on without it", self._time_limit)
         self._begin(loop)
         stuck.done(GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)"))
+
+
+def _failure(error: BaseException) -> GenerationFailed:
+    return GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")

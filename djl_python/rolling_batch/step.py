@@ -77,7 +77,9 @@ def _complete(request: TextInput, item: Input, batch: RollingBatch) -> TextInput
 
 
 def _error(message: str) -> dict[str, Any]:
-    return {"data": "", "last": True, "code": FAILURE_CODE, "error": message, "content_type": "application/json"}
+    # It may repeat a client's text, with halves of surrogate pairs that UTF-8 cannot hold.
+    text = message.encode("utf-8", "replace").decode("utf-8")
+    return {"data": "", "last": True, "code": FAILURE_CODE, "error": text, "content_type": "application/json"}
 
 
 def _add(output: Output, index: int, result: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 from typing import Any
@@ -60,7 +61,7 @@ def _json(body: bytes) -> Any:
     if not body:
         raise BodyError("the body is empty; expected a JSON object with `inputs`")
     try:
-        return _decode(body)
+        return _decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BodyError(f"the body is not valid JSON: {error}") from None
 

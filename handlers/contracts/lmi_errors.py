@@ -22,18 +22,22 @@ _HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=":
 
 def front_end_error(code: int, kind: str, message: str) -> bytes:
     """E1: what the front end itself answers. `kind` is a class name of LMI's."""
-    return f'{{\n  "code": {code},\n  "type": {_safe(kind)},\n  "message": {_safe(message)}\n}}\n'.encode()
+    return f'{{\n  "code": {code},\n  "type": {_safe(kind)},\n  "message": {_safe(message)}\n}}\n'.encode(
+        "utf-8", "replace"
+    )
 
 
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
     """E2: a payload that cannot be understood."""
-    return f'{{"error":{_safe(message)},"code":{code}}}'.encode()
+    return f'{{"error":{_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
 
 
 def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
     """E3: a handler that failed, or a dynamic batch."""
     text = encode_basestring(message)
-    return f'{{\n  "code":{code},\n  "message":"invoke handler failure",\n  "error":{text}\n}}'.encode()
+    return f'{{\n  "code":{code},\n  "message":"invoke handler failure",\n  "error":{text}\n}}'.encode(
+        "utf-8", "replace"
+    )
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import random
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -152,7 +153,9 @@ class FormatterContract:
         request.tgi_compat = self._settings.tgi_compat
         formatter = parameters.get("output_formatter", request.output_formatter or self._settings.output_formatter)
         request.output_formatter = self._write if formatter is None and self._write is not None else formatter
-        request.server_parameters = {**parameters, "output_formatter": request.output_formatter}
+        seed = parameters.get("seed")
+        own = {"seed": random.getrandbits(31) if seed is None else seed, "output_formatter": request.output_formatter}
+        request.server_parameters = {**parameters, **own}
         if isinstance(request, TextInput):
             request.tokenizer = self._tokenizer
         return request
@@ -172,6 +175,7 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, own_an
     parameters = {
         name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
     }
+    parameters["seed"] = request.server_parameters["seed"]
     if own_answer:
         parameters["details"] = True
     elif formatter is not None:

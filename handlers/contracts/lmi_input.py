@@ -69,9 +69,11 @@ def _body(call: Call) -> tuple[tuple[str | None, bytes], ...]:
     if not is_form(call.content_type):
         return (("data", call.body),)
     try:
-        return tuple(form_fields(call.body, call.content_type))
+        fields = form_fields(call.body, call.content_type)
     except FormError as error:
         raise _bad_request(str(error)) from None
+    # An input without any content is the initializing call, which no client may make.
+    return tuple(fields) or (("data", call.body),)
 
 
 class _Properties:
@@ -83,6 +85,8 @@ class _Properties:
     def set(self, name: str, value: str) -> None:
         if _RESERVED.fullmatch(name):
             return
+        if name.lower() == "handler":  # handlers look it up as it is written here
+            name = "handler"
         known = self._pairs.get(name.lower())
         self._pairs[name.lower()] = (known[0] if known else name, value)
 

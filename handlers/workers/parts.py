@@ -26,17 +26,21 @@ class Part:
     content_type: str = ""
 
     @property
+    def status(self) -> int:
+        """The status of a failure."""
+        return self.code if self.code is not None and is_status(self.code) else FAILED_DEPENDENCY
+
+    @property
     def failure(self) -> bytes:
         """E2, where there is a code."""
-        code = self.code or FAILED_DEPENDENCY
+        code = self.status
         return f'{{"code":{code}}}'.encode() if self.error is None else payload_error(self.error, code)
 
 
 def failure_of(part: Part, properties: Properties) -> Reply:
     """The reply to a call whose first part has a code."""
     content_type, headers = response_headers(properties)
-    status = part.code if part.code is not None and is_status(part.code) else FAILED_DEPENDENCY
-    return Reply(status, content_type or JSON, part.failure, headers)
+    return Reply(part.status, content_type or JSON, part.failure, headers)
 
 
 def decode_part(content: bytes) -> Part | None:

@@ -106,7 +106,7 @@ class Pool:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
             self._add_worker()
         if len(self._queue) >= self._settings.queue_size and not self._best_lane():
-            message = f"the queue is full: {len(self._queue)} calls wait; try again later"
+            message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
             status = self._settings.overload_status
             raise ContractError(front_end_reply(status, "WlmCapacityException", message), message)
         self._last_job += 1

@@ -28,7 +28,7 @@ def response_headers(properties: Properties) -> tuple[str, Headers]:
     content_type = ""
     headers: dict[str, tuple[str, str]] = {}
     for name, value in properties:
-        text = _CONTROL.sub("", value).strip().encode("latin-1", "replace").decode("latin-1")
+        text = _CONTROL.sub(" ", value).strip().encode("latin-1", "replace").decode("latin-1")
         lower = name.lower()
         if lower == "content-type":
             content_type = text

@@ -158,6 +158,7 @@ def test_what_the_runtime_fills_in_is_there_for_the_output_formatter() -> None:
     assert seen[0].client_request_id == "r"
     assert seen[0].tgi_compat is True
     assert seen[0].server_parameters["max_new_tokens"] == 2
+    assert exchange.requests[0].sampling.seed == seen[0].server_parameters["seed"]
 
 
 def test_several_sequences_are_all_in_the_output() -> None:

@@ -107,3 +107,27 @@ def test_no_property_makes_an_illegal_header(properties: list[tuple[str, str]]) 
         assert name
         assert not set(map(chr, [*range(32), 127])) & set(value)
         value.encode("latin-1")
+
+
+def test_a_form_without_fields_has_its_body_as_content() -> None:
+    assert contents(b"", "application/x-www-form-urlencoded") == [("data", b"")]
+    assert contents(b"&&", "application/x-www-form-urlencoded") == [("data", b"&&")]
+
+
+def test_empty_fields_do_not_hide_others() -> None:
+    assert contents(b"&" * 1500 + b"a=1&b=2", "application/x-www-form-urlencoded") == [("a", b"1"), ("b", b"2")]
+
+
+def test_a_function_that_may_be_chosen_is_called_handler_whatever_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLOW_REQUEST_HANDLER_OVERRIDE", "true")
+    given = input_of(Call(body=b"", request_id="id", headers=(("Handler", "other"),)))
+    assert ("handler", "other") in given.properties
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["batch_size", "BATCH_SIZE", "batch_000.x", "reset_rollingbatch", "model_dir", "device_id", "input_formatter"],
+)
+def test_what_the_server_tells_a_handler_no_client_can(name: str) -> None:
+    call = Call(body=b"", request_id="id", headers=((name, "1"), ("X-Other", "2")))
+    assert input_of(call).properties == (("X-Other", "2"), ("requestId", "id"))

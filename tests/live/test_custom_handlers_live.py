@@ -210,7 +210,7 @@ def test_the_model_directory_is_where_the_handler_runs_and_imports(tmp_path: Pat
 @pytest.mark.parametrize(
     ("fixture", "code", "expected"),
     [
-        ("import_error", None, ["model.py", "line 3", "no_such_package_anywhere"]),
+        ("import_error", None, ["model.py", "line 1", "no_such_package_anywhere"]),
         ("missing_handle", None, ["model.py", "handle"]),
         ("success", "def handle(inputs):\n    return (\n", ["SyntaxError", "model.py", "line 2"]),
     ],

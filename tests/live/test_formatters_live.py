@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,7 +110,9 @@ def test_a_formatter_that_hangs_fails_its_request_and_stops_nothing_else(
         assert server.ping() == 200
         assert stuck.result().status_code == 424
         assert "did not return within predict_timeout" in stuck.result().json()["error"]
+        started = time.monotonic()
         assert server.invoke(PROMPT, max_new_tokens=3).text == " Paris.\n"
+        assert time.monotonic() - started < 3, "it waited for what is left of the request that had hung"
 
 
 def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine_options: dict[str, object]) -> None:

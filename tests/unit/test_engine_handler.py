@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from handlers.contracts.lmi import LmiContract
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed, RequestError
@@ -218,7 +219,14 @@ class ShoutingContract:
     def parse(self, call: Call) -> Exchange:
         if call.body == b"refuse":
             raise ContractError(Reply(424, "", b"refused"), "refused")
+        if call.body == b"hang":
+            time.sleep(2)
+        if call.body == b"leave":
+            raise SystemExit(1)
         return Exchange((GenerationRequest(request_id="r", prompt="x"),), Shouting())
+
+    def refusal(self, error: RequestError) -> Reply:
+        return Reply(424, "", error.message.encode())
 
 
 async def shout(handler: EngineHandler, engine: ScriptedEngine, *deltas: TokenDelta) -> Writer:
@@ -256,3 +264,41 @@ async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(handler: Engi
     contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
     with pytest.raises(ContractError):
         await contract.handle(Call(body=b"refuse", request_id="r"), Writer())
+
+
+@pytest.mark.parametrize(("body", "reason"), [(b"hang", "did not return"), (b"leave", "SystemExit: 1")])
+async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
+    handler: EngineHandler, body: bytes, reason: str
+) -> None:
+    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(0.2))
+    with pytest.raises(ContractError, match=reason) as refused:
+        await contract.handle(Call(body=body, request_id="r"), Writer())
+    assert refused.value.reply.status == 424
+
+
+async def test_nothing_more_is_formatted_for_a_client_that_has_gone(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
+    gone = await contract.handle(Call(body=b"", request_id="r"), Writer())
+    for _ in range(200):
+        engine.sinks[-1].on_delta(TokenDelta("x"))
+    gone.cancel()
+    started = time.monotonic()
+    await shout(handler, engine, last("next"))
+    assert time.monotonic() - started < 1, "two hundred calls of 10 ms each were made for nobody"
+
+
+async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    class Slow(ShoutingContract):
+        def parse(self, call: Call) -> Exchange:
+            threads.append(threading.current_thread())
+            return super().parse(call)
+
+    threads: list[threading.Thread] = []
+    for body in (b"", b" " * LONG_BODY):
+        await handler.handle(Slow(), Call(body=body, request_id="r"), Writer())
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()

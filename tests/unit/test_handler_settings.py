@@ -55,6 +55,14 @@ def handler(
         "try:\n    from fast import handle\nexcept ImportError:\n    def handle(inputs): ...",
         "if True:\n    def handle(inputs): ...",
         "def broken(:",
+        "for handle in (len, print): pass",
+        "while True:\n    def handle(inputs): ...\n    break",
+        "match 1:\n    case handle: pass",
+        "if (handle := make()): pass",
+        "globals()['handle'] = make()",
+        "exec('def handle(inputs): ...')",
+        "def setup():\n    global handle\n    handle = make()\nsetup()",
+        "with open('x') as handle: pass",
     ],
 )
 def test_a_model_py_that_defines_handle_serves_the_model(model_dir: Path, code: str) -> None:
@@ -145,6 +153,8 @@ def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
     [
         ("", {}, (1, 1)),
         ("minWorkers=3", {}, (3, 3)),
+        ("minWorkers=0", {}, (0, 1)),
+        ("minWorkers=0\nmaxWorkers=0", {}, (0, 0)),
         ("minWorkers=3\nmaxWorkers=2", {}, (3, 3)),
         ("minWorkers=1\ncpu.minWorkers=2\ngpu.minWorkers=4", {}, (2, 2)),
         ("", {"SERVING_MIN_WORKERS": "2", "SERVING_MAX_WORKERS": "5"}, (2, 5)),
@@ -156,6 +166,21 @@ def test_the_number_of_workers(
 ) -> None:
     found = handler(model_dir, HANDLER, properties, environ)
     assert (found.min_workers, found.max_workers) == workers
+
+
+def test_auto_means_no_rolling_batch_where_there_is_a_model(model_dir: Path) -> None:
+    found = handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=org/name")
+    assert (found.rolling_batch, found.properties["rolling_batch"]) == (False, "disable")
+    (model_dir / "config.json").touch()
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto").rolling_batch is False
+    assert handler(model_dir, HANDLER, "option.rolling_batch=vllm").rolling_batch is True
+
+
+@pytest.mark.parametrize(
+    ("properties", "size"), [("", 32), ("option.max_rolling_batch_size=3", 3), ("option.max_num_seqs=4", 4)]
+)
+def test_a_handlers_rolling_batch_is_bounded(model_dir: Path, properties: str, size: int) -> None:
+    assert load(model_dir, HANDLER, properties).model.max_rolling_batch_size == size
 
 
 @pytest.mark.parametrize(("text", "rolling"), [("auto", True), ("vllm", True), ("disable", False)])
@@ -170,7 +195,7 @@ def test_a_handler_may_have_failures_forgiven(model_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "properties",
-    ["minWorkers=0", "option.env=no", "option.pythonExecutable=/no/such/python", "option.handler=a b", "batch_size=x"],
+    ["minWorkers=-1", "option.env=no", "option.pythonExecutable=/no/such/python", "option.handler=a b", "batch_size=x"],
 )
 def test_a_wrong_setting_of_a_handler_is_a_problem(model_dir: Path, properties: str) -> None:
     with pytest.raises(SettingsError) as caught:

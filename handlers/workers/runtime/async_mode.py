@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from djl_python.outputs import Output
 
@@ -95,6 +97,8 @@ class AsyncMode:
     async def _answer(self, frame: Frame, window: _Window) -> None:
         try:
             await self._run(frame, window)
+        except (SystemExit, KeyboardInterrupt) as error:
+            end_at_once(error)
         except (Exception, asyncio.CancelledError) as error:
             if not window.cancelled:
                 self._channel.send((Kind.STREAM_END, frame.call, encode_output(output_of_error(error))))
@@ -136,6 +140,14 @@ class AsyncMode:
     async def _send(self, kind: Kind, call: int, body: bytes, window: _Window) -> None:
         await window.take(len(body))
         self._channel.send((kind, call, body))
+
+
+def end_at_once(error: BaseException) -> NoReturn:
+    """End the process, as the handler has asked for, without a word on any call; the server tells their clients."""
+    logger.error("The handler has ended its process", exc_info=error)
+    logging.shutdown()
+    code = error.code if isinstance(error, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 async def _close(stream: Any) -> None:

@@ -106,4 +106,4 @@ def _message(output: Output, streams: bool, error: str) -> OutputMessage:
 
 def _contents(output: Output) -> Contents:
     pairs = zip(output.content.get_keys(), output.content.get_values(), strict=True)
-    return tuple((key, bytes(value)) for key, value in pairs)
+    return tuple((key, bytes(Output._encode(value))) for key, value in pairs)

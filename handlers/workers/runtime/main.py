@@ -8,12 +8,12 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from types import ModuleType
 
 from djl_python.outputs import Output
 
-from .async_mode import AsyncMode
+from .async_mode import AsyncMode, end_at_once
 from .calling import Caller, is_out_of_memory
 from .channel import Channel, die_with_parent
 from .frames import Frame, Kind
@@ -35,13 +35,21 @@ def serve(descriptor: int, parent: int) -> None:
     try:
         module = load_module(order)
         if order.async_mode:
-            asyncio.run(_serve_async(channel, frames, module, order))
+            _run(_serve_async(channel, frames, module, order))
         else:
             _serve_sync(channel, frames, module, order)
     except LoadError as error:
         channel.send((Kind.LOAD_FAILED, 0, str(error).encode(errors="replace")))
     finally:
         channel.close()
+
+
+def _run(serving: Coroutine[None, None, None]) -> None:
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(serving)
+        except (SystemExit, KeyboardInterrupt) as error:
+            end_at_once(error)  # before the other calls are cancelled, and their clients told that they have ended
 
 
 def _serve_sync(channel: Channel, frames: Iterator[Frame], module: ModuleType, order: LoadOrder) -> None:

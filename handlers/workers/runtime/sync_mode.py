@@ -111,7 +111,7 @@ class SyncMode:
             for chunk in output.stream_chunks():
                 if not self._send_chunk(call, bytes(chunk), window):
                     break
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             failure = output_of_error(error)
         self._close(stream)
         self._channel.send((Kind.STREAM_END, call, b"" if failure is None else encode_output(failure)))
@@ -133,7 +133,7 @@ class SyncMode:
                 self._settled(stream.aclose())
             elif hasattr(stream, "close"):
                 stream.close()
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             logger.exception("The stream failed while it was closed")
 
     def _finalize(self, output: Output) -> None:

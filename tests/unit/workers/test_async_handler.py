@@ -54,7 +54,7 @@ async def test_calls_run_at_the_same_time_and_each_gets_its_own_answer() -> None
     ("order", "status", "body"),
     [
         ({"do": "code", "code": 422}, 422, b'{"error":"not \\u003callowed\\u003e","code":422}'),
-        ({"do": "code", "code": 7}, 424, b'{"error":"not \\u003callowed\\u003e","code":7}'),
+        ({"do": "code", "code": 7}, 424, b'{"error":"not \\u003callowed\\u003e","code":424}'),
         ({"do": "nothing"}, 204, b""),
         ({"do": "plain"}, 201, b"plain"),
         ({"do": "sync_stream"}, 200, b"ab"),
@@ -151,3 +151,30 @@ async def test_stopping_lets_running_calls_finish() -> None:
         await writer.progress.wait()
         await client.handler.stop()
         assert len(writer.body.splitlines()) == 5
+
+
+async def test_calls_cancelled_before_they_begin_leave_nothing_behind() -> None:
+    async with serving("async_echo", async_mode=True, predict_timeout=1.5) as client:
+        blocking = asyncio.ensure_future(ask(client, do="block", seconds=0.5))
+        await asyncio.sleep(0.1)
+        for _ in range(20):
+            _, running = await client.send(json.dumps({"do": "echo", "text": "x"}))
+            running.cancel()
+        assert (await blocking).body == b"blocked"
+        await asyncio.sleep(2)  # beyond predict_timeout
+        assert (await ask(client, do="echo", text="on")).body == b"on"
+        assert client.handler.status().failures == 0
+        assert not any(worker.busy for worker in client.handler.status().workers)
+
+
+@pytest.mark.parametrize("do", ["exit", "exit_later", "background_exit"])
+async def test_a_handler_that_exits_loses_its_calls_and_says_so(do: str) -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        innocent, _ = await client.send(json.dumps({"do": "sleep", "seconds": 5}))
+        answer = await ask(client, do=do)
+        assert b"exited with code 3" in answer.body
+        assert (answer.status, answer.body.startswith(b"t-0\n")) == (
+            (200, True) if do == "exit_later" else (503, False)
+        )
+        assert (await innocent.done()).status == 503
+        assert (await ask(client, do="echo", text="on")).body == b"on"

@@ -173,3 +173,21 @@ async def test_a_rolling_client_that_reads_nothing_is_cut_off_and_others_go_on()
     assert slow.body.endswith(b'{"error":"the client has left too much of the answer unread","code":424}')
     assert len(slow.body) < 6_000_000
     slow.taking.set()
+
+
+async def test_calls_that_are_being_gathered_are_answered_at_stop() -> None:
+    async with serving("batch_echo", batch_size=4, max_batch_delay=60) as client:
+        gathered, _ = await client.send(b"waits")
+        await client.handler.stop()
+        assert (await gathered.done()).status == 503
+
+
+async def test_a_surplus_worker_of_a_rolling_batch_ends_when_it_is_idle() -> None:
+    async with serving(
+        "rolling", rolling_batch=True, min_workers=1, max_workers=2, max_idle_time=0.3, max_rolling_batch_size=1
+    ) as client:
+        calls = [await client.send(json.dumps({"text": "a", "tokens": 20})) for _ in range(6)]
+        await until(lambda: client.handler.status().ready == 2)
+        for writer, _ in calls:
+            assert (await writer.done()).status == 200
+        await until(lambda: client.handler.status().ready == 1)

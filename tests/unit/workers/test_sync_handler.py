@@ -86,7 +86,7 @@ async def test_headers_of_the_handler_cannot_break_the_reply() -> None:
         odd = await client.ask(query={"header": "1"})
         headers = {"Content-Length": "3", "Transfer-Encoding": "chunked", "Connection": "close", "X-Mine": "kept"}
         echoed = await client.ask(b"abc", query={"echo_properties": "1"}, headers=headers, content_type="text/plain")
-    assert odd.headers == {"X-Odd": "aX-Injected: bü?"}
+    assert odd.headers == {"X-Odd": "a X-Injected: b ü?"}
     assert echoed.content_type == "text/plain"
     assert echoed.headers["X-Mine"] == "kept"
     assert not {"Content-Length", "Transfer-Encoding", "Connection"} & echoed.headers.keys()
@@ -237,3 +237,62 @@ async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(tmp_pat
         assert (await client.ask(b"next")).body == b"next"
         assert (tmp_path / "journal.closed").exists()
         assert client.handler.status().failures == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "error"),
+    [({"exception": "\udcff or \ud800"}, b"? or ?"), ({"odd_exception": "1"}, b'"error":"Odd"')],
+)
+async def test_an_exception_whose_text_cannot_be_sent_is_an_answer_like_any_other(
+    query: dict[str, str], error: bytes
+) -> None:
+    async with serving("surrogates" if "exception" in query else "echo") as client:
+        answer = await client.ask(query=dict.fromkeys(query, "1"))
+        assert answer.status == 424
+        assert error in answer.body
+        assert (await client.ask(b"next", query={"fine": "1"})).status == 200
+        assert client.handler.status().failures == 0
+
+
+async def test_a_stream_that_is_cancelled_from_within_ends_its_call_alone() -> None:
+    async with serving("echo") as client:
+        assert (await client.ask(query={"cancelled_stream": "1"})).body.startswith(b"t-0\n")
+        assert (await client.ask(b"next")).body == b"next"
+        assert client.handler.status().failures == 0
+
+
+async def test_a_status_without_body_has_none_even_if_the_handler_streams() -> None:
+    async with serving("echo") as client:
+        answer = await client.ask(query={"bodiless_stream": "1"})
+        assert (answer.status, answer.body) == (204, b"")
+
+
+async def test_content_that_is_no_text_is_sent_as_json() -> None:
+    async with serving("echo") as client:
+        assert (await client.ask(query={"number": "1"})).body == b"5"
+
+
+async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initializing_call() -> None:
+    async with serving("echo") as client:
+        headers = {"batch_size": "3", "X-Amzn-SageMaker-Custom-Attributes": "batch_size=100000000;MODEL_DIR=/x"}
+        assert (await client.ask(query={"batches": "1"}, headers=headers)).body == b"1"
+        seen = json.loads((await client.ask(query={"inspect": "1"}, headers=headers)).body)["properties"]
+        assert "batch_size" not in seen
+        assert seen["model_dir"].endswith("echo")
+    async with serving("stateful") as client:
+        form = "application/x-www-form-urlencoded"
+        for _ in range(2):
+            answer = await client.ask(b"", content_type=form)
+            assert answer.status == 200
+        assert json.loads(answer.body)["told"] == ["", ""]
+
+
+async def test_a_stalled_client_does_not_hide_a_handler_that_hangs() -> None:
+    async with serving("stalling", client_patience=0.3, predict_timeout=1) as client:
+        stalled = Recorder()
+        stalled.taking.clear()
+        _, running = await client.send(query={"stall": "1"}, writer=stalled)
+        await stalled.done()
+        running.cancel()
+        assert (await client.ask(b"next")).body == b"next"
+        assert client.handler.status().failures == 1
