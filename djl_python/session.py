@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 EXPIRATION = ".expiration_ts"
 """The key under which a session's end is kept, in seconds since the epoch."""
+PARTIAL = ".put-"
+"""How the name of a file begins in which a value is being written."""
 # An array's bytes may be a client's. They have names of their own, so that they are never unpickled.
 _VALUE, _ARRAY = ".value", ".array"
 
@@ -37,7 +39,7 @@ class Session:
     def put(self, key: str, value: Any) -> None:
         """Keeps a value. Other processes see the old value or the new one, never a part of it."""
         path = self._path(key, _VALUE)
-        with tempfile.NamedTemporaryFile(dir=self.files_path, prefix=".put-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=self.files_path, prefix=PARTIAL, delete=False) as file:
             try:
                 pickle.dump(value, file)
                 file.close()

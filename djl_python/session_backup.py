@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import threading
 
+from djl_python.session import PARTIAL
+
 _TIMEOUT_S = 600
 _INTERVAL_S = 3.0
 _NOTHING_THERE = "no object found"
@@ -108,6 +110,9 @@ class SessionSaver:
             except FileNotFoundError:
                 del self._saved[session_id]
                 return
+            except OSError as error:
+                logging.warning("Session %s cannot be saved: %s", session_id, error)
+                return
             if stamp != self._saved[session_id] and self._backup.save(self._sessions_path, session_id):
                 self._saved[session_id] = stamp
 
@@ -115,5 +120,5 @@ class SessionSaver:
 def _stamp(directory: str) -> _Stamp:
     """Names, sizes and times of change of the files of a session."""
     with os.scandir(directory) as entries:
-        states = ((entry.name, entry.stat()) for entry in entries)
+        states = ((entry.name, entry.stat()) for entry in entries if not entry.name.startswith(PARTIAL))
         return frozenset((name, state.st_size, state.st_mtime_ns) for name, state in states)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.transformers_checks import check_kind, check_rope, check_weights
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -59,25 +60,32 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     disable_progress_bar()  # in a log each of its steps is a line
     try:
         tokenizer = _load_tokenizer(settings)
-        model = AutoModelForCausalLM.from_pretrained(settings.model_id, **arguments)
+        check_kind(settings, _load_config(settings))
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            settings.model_id, output_loading_info=True, **arguments
+        )
     except EngineStartError:
         raise
     except Exception as error:
         raise EngineStartError(f"transformers cannot load {settings.model_id}: {error}") from error
+    check_weights(settings, loading)
     _check_quantization(settings, model.config)
     if "device_map" not in arguments and "quantization_config" not in arguments:
         model = model.to(_device())
     model.eval()
     config = model.config.get_text_config()
+    max_model_len = _max_model_len(settings, config)
+    check_rope(settings, config, max_model_len)
+    eos_token_ids = _eos_token_ids(model, tokenizer)
     return TransformersModel(
         model=model,
         tokenizer=tokenizer,
         device=model.device,
-        max_model_len=_max_model_len(settings, config),
+        max_model_len=max_model_len,
         vocabulary_size=int(config.vocab_size),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids,
         special_ids=frozenset(tokenizer.all_special_ids),
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=_pad_token_id(tokenizer, int(config.vocab_size)),
     )
 
 
@@ -136,6 +144,12 @@ def _load_tokenizer(settings: ModelSettings) -> Any:
         name or settings.model_id,
         revision=None if name else settings.revision,
         trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _load_config(settings: ModelSettings) -> Any:
+    return AutoConfig.from_pretrained(
+        settings.model_id, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
 
 
@@ -241,8 +255,9 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids if own is None else [*ids, own])
 
 
-def _pad_token_id(tokenizer: Any) -> int:
+def _pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
+    """One that the model can embed: a token that was added to the tokenizer alone lies outside."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
+        if token_id is not None and 0 <= token_id < vocabulary_size:
             return int(token_id)
     return 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -37,27 +39,54 @@ class Application:
             pass
 
 
-async def test_a_slow_client_gets_everything_in_order() -> None:
+@contextlib.asynccontextmanager
+async def connected(application: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client of a uvicorn server with our protocol."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    application = Application()
     config = uvicorn.Config(application, http=CorkedHttpProtocol, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     reader, writer = await asyncio.open_connection(*listener.getsockname())
-    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    await asyncio.sleep(0.5)
-    received = bytearray()
-    while piece := await reader.read(1 << 20):
-        received += piece
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+async def test_a_slow_client_gets_everything_in_order() -> None:
+    application = Application()
+    async with connected(application) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await asyncio.sleep(0.5)
+        received = bytearray()
+        while piece := await reader.read(1 << 20):
+            received += piece
     assert application.paused, "the client was never slow enough; the test shows nothing"
     assert received.count(b"x") == PIECES * len(PIECE)
     assert received.endswith(b"end\r\n0\r\n\r\n")
-    writer.close()
-    server.should_exit = True
-    await serving
-    listener.close()
+
+
+async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
+    async def echo_size(scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % size})
+
+    size = 4 * CorkedHttpProtocol.MAX_HEAD
+    async with connected(echo_size) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
+        assert (b"%d" % size) in await reader.read()
+    async with connected(echo_size) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nX-Long: " + b"x" * CorkedHttpProtocol.MAX_HEAD)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
 
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:

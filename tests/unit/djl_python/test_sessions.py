@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 
 from djl_python import Session, SessionManager
+from djl_python.session_backup import SessionBackup, SessionSaver
 
 
 def manager(path: Path, **properties: Any) -> SessionManager:
@@ -24,7 +29,7 @@ def test_a_session_keeps_values_between_requests_and_processes(tmp_path: Path) -
     found = manager(tmp_path).get_session(session.session_id)
     assert found is not None
     assert found.get("a/b") == {"x": [1, 2]}
-    assert (Path(session.files_path) / "a-b").is_file()
+    assert (Path(session.files_path) / "a-b.value").is_file()
     assert found.get("none") is None
     assert found.get("none", 7) == 7
     assert found.expiration_ts == session.expiration_ts
@@ -65,7 +70,7 @@ def test_a_value_that_cannot_be_kept_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises((AttributeError, TypeError), match=r"pickle|Can't"):
         session.put("k", lambda: None)
     assert session.get("k") == 1
-    assert sorted(os.listdir(session.files_path)) == [".expiration_ts", "k"]
+    assert sorted(os.listdir(session.files_path)) == [".expiration_ts.value", "k.value"]
 
 
 @pytest.mark.parametrize("session_id", [None, "", "NEW_SESSION"])
@@ -118,28 +123,51 @@ def test_only_the_owner_can_read_sessions(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
-def copying_tool(directory: Path, bucket: Path) -> str:
-    """A PATH with a tool that understands `sync` as s5cmd does, with a directory for the bucket."""
-    tool = directory / "s5cmd"
-    tool.write_text(
-        f"#!{sys.executable}\n"
-        "import glob, os, shutil, sys\n"
-        "assert sys.argv[1:4] == ['--retry-count', '1', 'sync'], sys.argv\n"
-        f"source, target = (path.replace('s3://bucket', {str(bucket)!r}) for path in sys.argv[4:])\n"
-        "for path in glob.glob(source) + glob.glob(os.path.join(os.path.dirname(source), '.e*')):\n"
-        "    to = os.path.join(target, os.path.basename(path))\n"
-        "    shutil.copytree(path, to, dirs_exist_ok=True) if os.path.isdir(path) else shutil.copy(path, to)\n"
-    )
+TOOL = """
+import json, os, shutil, sys, time
+given = sys.argv[1:]
+assert given[:2] == ["--retry-count", "1"], given
+source, *target = (path.replace("s3://bucket", BUCKET) for path in given[3:])
+directory = source.removesuffix("/*")
+with open(os.path.join(BUCKET, "..", "calls"), "a") as calls:
+    calls.write(json.dumps(given[2:]) + chr(10))
+if given[2] == "rm":
+    shutil.rmtree(directory)
+elif os.path.isdir(directory):
+    os.makedirs(target[0], exist_ok=True)
+    for name in sorted(os.listdir(directory)):
+        shutil.copy2(os.path.join(directory, name), target[0])
+        time.sleep(PAUSE_S)
+"""
+
+
+def s3(directory: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float = 0) -> Path:
+    """A bucket that is a directory, and on the PATH a tool that copies to it and back as s5cmd does."""
+    bucket, tool = directory / "bucket", directory / "s5cmd"
+    bucket.mkdir(exist_ok=True)
+    tool.write_text(f"#!{sys.executable} -S\nBUCKET, PAUSE_S = {str(bucket)!r}, {pause_s}\n{TOOL}")
     tool.chmod(0o755)
-    return f"{directory}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+    return bucket
+
+
+def saved_value(bucket: Path, session_id: str, key: str) -> Any:
+    path = bucket / session_id / f"{key}.value"
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
 
 
 def test_sessions_are_saved_when_the_process_ends_and_restored_when_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket, first, second = tmp_path / "bucket", tmp_path / "first", tmp_path / "second"
-    bucket.mkdir()
-    monkeypatch.setenv("PATH", copying_tool(tmp_path, bucket))
+    s3(tmp_path, monkeypatch)
+    first, second = tmp_path / "first", tmp_path / "second"
     create = "session = sessions.create_session(); session.put('k', 'kept'); print(session.session_id)"
     created = with_sessions_in_s3(first, create).strip()
     assert with_sessions_in_s3(second, f"print(sessions.get_session({created!r}).get('k'))") == "kept\n"
@@ -155,6 +183,130 @@ def with_sessions_in_s3(path: Path, code: str) -> str:
     done = subprocess.run([sys.executable, "-c", setup + code, str(path)], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[SessionSaver]:
+    """A saver that looks often."""
+    saver = SessionSaver(SessionBackup("s3://bucket"), str(path), interval_s=0.05)
+    yield saver
+    saver.close()
+
+
+def test_what_changes_is_saved_while_the_process_goes_on_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3(tmp_path, monkeypatch)
+    session = manager(tmp_path / "sessions").create_session()
+    with saving(tmp_path / "sessions") as saver:
+        saver.watch(session.session_id)
+        session.put("k", 1)
+        wait_until(lambda: saved_value(bucket, session.session_id, "k") == 1)
+        session.put("k", 2)
+        wait_until(lambda: saved_value(bucket, session.session_id, "k") == 2)
+        array = session.get_as_numpy("a", (2,), create=True)
+        wait_until(lambda: (bucket / session.session_id / "a.array").exists())
+        array[:] = 7
+        array.flush()
+        wait_until(lambda: np.frombuffer((bucket / session.session_id / "a.array").read_bytes(), "f4").sum() == 14)
+        time.sleep(0.3)
+        calls = (tmp_path / "calls").read_text()
+        time.sleep(0.5)
+        assert (tmp_path / "calls").read_text() == calls
+
+
+def test_a_session_that_is_removed_is_no_longer_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3(tmp_path, monkeypatch)
+    sessions = manager(tmp_path / "sessions")
+    gone, other = sessions.create_session(), sessions.create_session()
+    gone.remove()
+    with saving(tmp_path / "sessions") as saver:
+        saver.watch(gone.session_id)
+        saver.watch(other.session_id)
+    calls = (tmp_path / "calls").read_text()
+    assert gone.session_id not in calls
+    assert other.session_id in calls
+
+
+def test_a_closed_session_cannot_be_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = s3(tmp_path, monkeypatch)
+    created = with_sessions_in_s3(tmp_path / "first", "print(sessions.create_session().session_id)").strip()
+    assert os.listdir(bucket) == [created]
+    close = f"sessions.close_session({created!r})\ntry: sessions.get_session({created!r})\n"
+    assert with_sessions_in_s3(tmp_path / "second", close + "except ValueError as error: print(error)").startswith(
+        "session not found"
+    )
+    assert os.listdir(bucket) == []
+
+
+def test_a_session_that_is_being_restored_is_seen_complete_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3(tmp_path, monkeypatch)
+    create = "session = sessions.create_session(); session.put('k', 'kept'); print(session.session_id)"
+    created = with_sessions_in_s3(tmp_path / "first", create).strip()
+    s3(tmp_path, monkeypatch, pause_s=0.5)
+    second = tmp_path / "second"
+    workers = [manager(second, sessions_s3url="s3://bucket") for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        values = [pool.submit(lambda worker=worker: worker.get_session(created).get("k")) for worker in workers]
+        wait_until(lambda: any(name.startswith(".new-") for name in os.listdir(second)))
+        # Removes what has expired, or has no end.
+        new = manager(second).create_session()
+        assert not (second / created).exists()
+        assert [value.result() for value in values] == ["kept"] * 3
+    assert sorted(os.listdir(second)) == sorted([created, new.session_id])
+
+
+def test_what_a_killed_worker_has_not_finished_is_removed_later(tmp_path: Path) -> None:
+    for name, age_s in ((".new-old", 7200), (".new-young", 60)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, times=(time.time() - age_s,) * 2)
+    session = manager(tmp_path).create_session()
+    assert sorted(os.listdir(tmp_path)) == sorted([".new-young", session.session_id])
+
+
+@pytest.mark.parametrize("broken", [b"", b"\x80", b"cno.such\nthing\n.", pickle.dumps("soon")])
+def test_a_session_whose_end_cannot_be_read_has_ended(
+    tmp_path: Path, broken: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions = manager(tmp_path)
+    session = sessions.create_session()
+    (Path(session.files_path) / ".expiration_ts.value").write_bytes(broken)
+    assert sessions.get_session(session.session_id) is None
+    assert f"When session {session.session_id} ends cannot be read" in caplog.text
+    other = sessions.create_session()
+    assert os.listdir(tmp_path) == [other.session_id]
+
+
+def test_the_bytes_of_an_array_are_never_unpickled(tmp_path: Path) -> None:
+    session = manager(tmp_path).create_session()
+    for key in ("k", "k.value"):
+        array = session.get_as_numpy(key, 64, dtype="uint8", create=True)
+        harmful = b"cos\nmkdir\n(V" + str(tmp_path / "harm").encode() + b"\ntR."
+        array[: min(len(harmful), 64)] = np.frombuffer(harmful[:64], "uint8")
+        array.flush()
+        assert session.get(key) is None
+    session.put("k", "value")
+    assert session.get("k") == "value"
+    assert bytes(session.get_as_numpy("k", 64, dtype="uint8"))[:3] == b"cos"
+
+
+def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    for mode in (0o777, 0o770):
+        tmp_path.chmod(mode)
+        with pytest.raises(ValueError, match=f"writable for no other user.*mode {mode:o}"):
+            manager(tmp_path)
+    tmp_path.chmod(0o755)
+    assert manager(tmp_path).create_session().session_id
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", 12345, -1)
+    with pytest.raises(ValueError, match="belongs to 12345"):
+        manager(tmp_path / "theirs")
 
 
 def test_sessions_in_s3_need_a_tool_that_copies_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
