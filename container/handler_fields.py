@@ -90,8 +90,9 @@ def _rolling_batch(layer: Mapping[str, Value]) -> bool:
 
 def _most_workers(fields: Mapping[str, Any], layer: Mapping[str, Value], found: Resolution) -> int:
     least, most = fields["min_workers"], fields["max_workers"]
-    if "maxWorkers" in layer and most < least:
-        found.warnings.append(f"maxWorkers ({layer['maxWorkers'].source}) is below minWorkers: {least} run")
+    given = layer.get("maxWorkers") or layer.get("max_workers")
+    if given is not None and most < least:
+        found.warnings.append(f"maxWorkers ({given.source}) is below minWorkers: {least} run")
     return int(max(least, most))
 
 

@@ -61,6 +61,7 @@ OPTIONS = (
         parser=integer(0, 1024),
         default="1",
         field="min_workers",
+        aliases=("min_workers",),
         meaning="Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` go before it on such a machine",
     ),
     Option(
@@ -68,6 +69,7 @@ OPTIONS = (
         parser=integer(0, 1024),
         default="1",
         field="max_workers",
+        aliases=("max_workers",),
         meaning="Worker processes under load, at least `minWorkers`; `gpu.` and `cpu.` as above",
     ),
     Option(
@@ -88,6 +90,7 @@ OPTIONS = (
         key="option.pythonExecutable",
         parser=TEXT,
         field="python_executable",
+        aliases=("option.python_executable",),
         variables=("PYTHON_EXECUTABLE",),
         meaning="Interpreter of the workers",
     ),

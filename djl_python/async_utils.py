@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
+from djl_python import wire
 from djl_python.outputs import Output
 
 
@@ -47,7 +48,7 @@ async def handle_streaming_response(
                 data, last = stream_output_formatter(chunk, **kwargs)
         except Exception as error:
             logging.exception("The formatter of the streamed answer failed")
-            yield create_stream_chunk_output("", True, error=str(error), code=424)
+            yield create_stream_chunk_output("", True, error=wire.sendable(str(error)), code=424)
             return
         yield create_stream_chunk_output(data, last)
         if last:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from djl_python import wire
 from djl_python.encode_decode import decode, encode
 from djl_python.huggingface_pipelines import GenerationPipeline, build_pipeline, infer_task, load
 from djl_python.huggingface_settings import HuggingFaceSettings, read_settings
@@ -106,7 +107,7 @@ class HuggingFaceService:
             except (ValueError, TypeError) as error:
                 if len(requests) == 1:
                     raise
-                errors[index] = str(error)
+                errors[index] = wire.sendable(str(error))
         return answers
 
     def _generate(self, requests: Mapping[int, TextInput]) -> dict[int, Any]:
@@ -136,7 +137,7 @@ class HuggingFaceService:
                 requests[index] = self._parse(item)
             except Exception as error:  # also whatever a custom formatter raises
                 logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
-                errors[index] = f"Input Parsing failed. {error}"
+                errors[index] = wire.sendable(f"Input Parsing failed. {error}")
         return requests, errors
 
     def _parse(self, item: Input) -> TextInput:

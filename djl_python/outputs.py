@@ -78,7 +78,7 @@ class Output:
         """
         self.set_code(code).set_message(message)
         self.add_property("content-type", "application/json")
-        return self.add_as_json({"code": code, "message": message, "error": _sendable(error)})
+        return self.add_as_json({"code": code, "message": message, "error": wire.sendable(error)})
 
     def add_property(self, key: str, val: Any) -> Self:
         """A response header; sent as `str(val)`."""
@@ -166,14 +166,14 @@ class Output:
             raise
         except Exception as error:
             logging.exception("Failed to read the streamed content")
-            failure = _sendable(str(error))
+            failure = wire.sendable(str(error))
         cl_socket.sendall(wire.LAST_CHUNK + wire.utf8(failure))
 
     @classmethod
     def encode_value(cls, value: Any) -> bytes:
         """The bytes that `send` writes for a value of `content` or of a stream, whoever has put it there.
 
-        A string is UTF-8, bytes are as they are, anything else is JSON; so is None.
+        A string is UTF-8, bytes are as they are, anything else is JSON.
 
         Raises:
             ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
@@ -211,8 +211,3 @@ class Output:
         return wire.int16(self.content.size()) + b"".join(
             wire.utf8(key) + wire.sized(self.encode_value(value)) for key, value in pairs
         )
-
-
-def _sendable(text: str) -> str:
-    """Without halves of surrogate pairs, which a client's JSON may hold and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")

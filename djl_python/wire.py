@@ -70,6 +70,11 @@ def utf8(text: str | None) -> bytes:
     return struct.pack(">i", -1) if text is None else sized(text.encode("utf-8"))
 
 
+def sendable(text: str) -> str:
+    """An error's text without halves of surrogate pairs, which it may repeat from a client's JSON; UTF-8 has none."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def sized(data: bytes | bytearray) -> bytes:
     """Bytes with their length in front."""
     return struct.pack(">i", len(data)) + data

@@ -6,7 +6,6 @@ Source: contracts/lmi.md sections 8.1 and 8.2.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 import sys
 import traceback
@@ -16,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from djl_python.output_formatter import takes_request_output
+from djl_python.service_loader import find_decorated_function
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.workers.requirements import prepare_interpreter
@@ -23,8 +24,6 @@ from handlers.workers.requirements import prepare_interpreter
 logger = logging.getLogger(__name__)
 
 Formatter = Callable[..., Any]
-_NEW_STYLE = frozenset({"RequestOutput", "TextGenerationOutput"})
-"""An output formatter whose first parameter is annotated so gets the whole output, any other one gets tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,7 @@ class Formatters:
     @property
     def output_takes_tokens(self) -> bool:
         """Whether the output formatter is of the older kind, which is called with each token."""
-        if self.output is None:
-            return False
-        parameters = list(inspect.signature(self.output).parameters.values())
-        annotation = parameters[0].annotation if parameters else None
-        name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        return name.rpartition(".")[2] not in _NEW_STYLE
+        return self.output is not None and not takes_request_output(self.output)
 
 
 async def add_packages(settings: ModelSettings) -> None:
@@ -70,7 +64,7 @@ def load_formatters(settings: ModelSettings) -> Formatters | None:
     if path is None:
         return None
     module = _import(path, settings.name)
-    output = _marked(module, "is_output_formatter")
+    output = find_decorated_function(module, "is_output_formatter")
     if settings.formatter_function is not None:
         output = getattr(module, settings.formatter_function, None)
         if not callable(output):
@@ -79,7 +73,7 @@ def load_formatters(settings: ModelSettings) -> Formatters | None:
             )
     elif settings.output_formatter is not None:  # a built-in one was asked for
         output = None
-    found = Formatters(_marked(module, "is_input_formatter"), output)
+    found = Formatters(find_decorated_function(module, "is_input_formatter"), output)
     if found.input is None and found.output is None:
         logger.info("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
         return None
@@ -116,12 +110,3 @@ def described(error: BaseException, directory: Path) -> str:
         return text  # says where it is
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(directory))]
     return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text
-
-
-def _marked(module: ModuleType, mark: str) -> Formatter | None:
-    """The first function, by name, that a decorator of `djl_python` has marked."""
-    for name in sorted(vars(module)):
-        value = getattr(module, name)
-        if callable(value) and getattr(value, mark, False) is True:
-            return value  # type: ignore[no-any-return]
-    return None

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from djl_python import wire
 from djl_python.encode_decode import decode
 from djl_python.inputs import Input
 from djl_python.outputs import Output
@@ -77,9 +78,8 @@ def _complete(request: TextInput, item: Input, batch: RollingBatch) -> TextInput
 
 
 def _error(message: str) -> dict[str, Any]:
-    # It may repeat a client's text, with halves of surrogate pairs that UTF-8 cannot hold.
-    text = message.encode("utf-8", "replace").decode("utf-8")
-    return {"data": "", "last": True, "code": FAILURE_CODE, "error": text, "content_type": "application/json"}
+    error = wire.sendable(message)
+    return {"data": "", "last": True, "code": FAILURE_CODE, "error": error, "content_type": "application/json"}
 
 
 def _add(output: Output, index: int, result: Mapping[str, Any]) -> None:

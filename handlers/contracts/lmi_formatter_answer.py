@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput
 from djl_python.request_io import Token as FormatterToken
 from handlers.contracts.lmi_answer import FINISH_REASONS
@@ -92,27 +93,10 @@ class FormatterAnswer:
         return texts
 
     def _by_tokens(self) -> list[str]:
-        texts = []
-        sequence = self._output.best_sequence
+        sequence, texts = self._output.best_sequence, []
         while sequence.has_next_token():
-            token, _, first, last = sequence.advance()
-            text = "".join(one.text for one in sequence.tokens) if last else None
-            texts.append(self._text(self._write(token, first, last, self._details(), text, self._output.request_id)))
+            texts.append(self._text(self._write(*legacy_call_arguments(self._output, sequence.advance()))))
         return texts
-
-    def _details(self) -> dict[str, Any]:
-        parameters = self._request.parameters
-        if not parameters.get("details"):
-            return {}
-        sequence = self._output.best_sequence
-        return {
-            "finish_reason": sequence.finish_reason,
-            "tokens": self._output.get_tokens_as_dict(),
-            "generated_tokens": len(sequence.tokens),
-            "inputs": getattr(self._request, "input_text", None),
-            "parameters": parameters,
-            "prompt_tokens": self._output.get_prompt_tokens_as_dict(),
-        }
 
     @staticmethod
     def _text(value: Any) -> str:

@@ -92,7 +92,7 @@ def test_the_older_kind_of_formatter_is_called_with_each_token() -> None:
     exchange = contract(write=write, writes_tokens=True).parse(call({**PROMPT, "stream": True}))
     assert body(exchange) == " a{}"
     assert calls == [
-        ({"id": 7, "text": " a", "log_prob": -0.5}, True, False, None, 0),
+        ({"id": 7, "text": " a", "log_prob": -0.5}, True, False, "", 0),
         ({"id": 9, "text": " joke", "log_prob": -0.25}, False, True, " a joke", 0),
     ]
 

@@ -153,6 +153,7 @@ def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
     [
         ("", {}, (1, 1)),
         ("minWorkers=3", {}, (3, 3)),
+        ("min_workers=2\nmax_workers=4", {}, (2, 4)),
         ("minWorkers=0", {}, (0, 1)),
         ("minWorkers=0\nmaxWorkers=0", {}, (0, 0)),
         ("minWorkers=3\nmaxWorkers=2", {}, (3, 3)),

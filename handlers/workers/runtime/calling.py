@@ -8,6 +8,7 @@ from typing import Any
 
 from djl_python.inputs import Input
 from djl_python.outputs import Output
+from djl_python.wire import sendable
 
 from .loading import find_formatters
 from .messages import Contents, InputMessage, LoadOrder, OutputMessage, decode_input
@@ -67,14 +68,9 @@ def output_of_error(error: BaseException) -> OutputMessage:
 def _text_of(error: BaseException) -> str:
     """The exception's own text, whatever the customer has made of it, as far as it can be sent."""
     try:
-        return _sendable(str(error))
+        return sendable(str(error))
     except Exception:
         return type(error).__name__
-
-
-def _sendable(text: str) -> str:
-    """Without halves of surrogate pairs, which a client's JSON may hold and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -96,8 +92,8 @@ def _message(output: Output, streams: bool, error: str) -> OutputMessage:
     contents = () if streams else _contents(output)
     return OutputMessage(
         code=int(output.code),
-        message=_sendable(str(output.message)),
-        properties=tuple((_sendable(str(name)), _sendable(str(value))) for name, value in output.properties.items()),
+        message=sendable(str(output.message)),
+        properties=tuple((sendable(str(name)), sendable(str(value))) for name, value in output.properties.items()),
         contents=contents,
         streams=streams,
         error=error,
@@ -106,4 +102,4 @@ def _message(output: Output, streams: bool, error: str) -> OutputMessage:
 
 def _contents(output: Output) -> Contents:
     pairs = zip(output.content.get_keys(), output.content.get_values(), strict=True)
-    return tuple((key, bytes(Output._encode(value))) for key, value in pairs)
+    return tuple((key, output.encode_value(value)) for key, value in pairs)

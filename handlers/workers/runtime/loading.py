@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from djl_python.service_loader import find_decorated_function
+
 from .messages import LoadOrder
 
 _MARKERS = {"input_formatter": "is_input_formatter", "output_formatter": "is_output_formatter"}
@@ -44,13 +46,8 @@ def load_module(order: LoadOrder) -> ModuleType:
 
 def find_formatters(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Decorated formatters, by the property under which every call sees them; the first by name counts."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name in dir(module):
-        candidate = getattr(module, name)
-        for key, marker in _MARKERS.items():
-            if callable(candidate) and getattr(candidate, marker, False) is True:
-                found.setdefault(key, candidate)
-    return found
+    found = {key: find_decorated_function(module, marker) for key, marker in _MARKERS.items()}
+    return {key: formatter for key, formatter in found.items() if formatter is not None}
 
 
 def describe(error: BaseException, order: LoadOrder) -> str:

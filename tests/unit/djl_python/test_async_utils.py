@@ -60,3 +60,10 @@ def test_a_formatter_that_fails_ends_the_stream_with_an_error() -> None:
         return {"a": "A"}[word], False
 
     assert outputs(formatter)[1:] == [{"data": "\n", "last": "True", "error": "'b'", "code": "424"}]
+
+
+def test_a_formatters_error_may_hold_what_utf_8_cannot() -> None:
+    def formatter(word: str) -> tuple[str, bool]:
+        raise ValueError("\ud800")
+
+    assert outputs(formatter)[0]["error"] == "?"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -100,3 +101,27 @@ def test_arrays_are_npz_if_accepted_and_else_nd_list() -> None:
     assert (from_npz(data)[0].tolist(), content_type) == ([0, 1], "tensor/npz")
     data, content_type = encoded([np.arange(2)], "custom/type")
     assert (from_nd_list(data)[0].tolist(), content_type) == ([0, 1], "tensor/ndlist")
+
+
+def test_csv_whose_rows_lack_some_cells_is_read() -> None:
+    assert decode_csv(request(b"inputs,x,y\na\nb,1\n")) == {"inputs": ["a", "b"]}
+    assert request(b"a,b\n" + b"1\n" * 2000).get_as_csv()[-1] == {"a": "1", "b": None}
+
+
+def test_many_short_rows_below_a_long_header_do_not_fill_memory() -> None:
+    body = b"inputs," * 50_000 + b"\n" + b"a\n" * 50_000
+    for read in (lambda made: made.get_as_csv(), decode_csv):
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="rows lack too many of the header's 50001 columns"):
+            read(request(body))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 27
+
+
+@pytest.mark.parametrize("body", [b"inputs\n" + b"a" * 200_000, b"a" * 200_000 + b"\n1"])
+def test_csv_with_a_cell_that_is_too_long_is_a_value_error(body: bytes) -> None:
+    with pytest.raises(ValueError, match="not CSV: field larger than field limit"):
+        decode_csv(request(body))
+    with pytest.raises(ValueError, match="not CSV: field larger than field limit"):
+        decode_csv(request(body), require_headers=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import djl_python.request_io
 from djl_python.output_formatter import (
     _json_3p_output_formatter,
     _json_chat_output_formatter,
@@ -16,10 +17,12 @@ from djl_python.output_formatter import (
     _sse_chat_output_formatter,
     get_generated_text,
     get_output_formatter,
+    legacy_call_arguments,
     output_formatter,
     sse_response_formatter,
+    takes_request_output,
 )
-from djl_python.request_io import TextGenerationOutput, TextInput, Token
+from djl_python.request_io import RequestOutput, TextGenerationOutput, TextInput, Token
 
 A, JOKE = Token(7, " a", -0.5), Token(9, " joke", -0.25)
 TOKENS = '[{"id": 7, "text": " a", "log_prob": -0.5}, {"id": 9, "text": " joke", "log_prob": -0.25}]'
@@ -305,3 +308,77 @@ def test_a_function_is_its_own_formatter_and_the_decorator_only_marks_it() -> No
     assert mine.is_output_formatter is True  # type: ignore[attr-defined]
     assert get_output_formatter(mine, True, True) == (mine, None)
     assert mine(started()) == "mine"
+
+
+def with_output(output: TextGenerationOutput, more: int = 0) -> str:
+    return ""
+
+
+def with_text_annotation(output: djl_python.request_io.RequestOutput, more: int = 0) -> str:
+    return ""
+
+
+def with_tokens(token: Token, first: bool, last: bool, details: Any, text: str, request_id: int) -> str:
+    return ""
+
+
+class FormatterObject:
+    def __call__(self, output: RequestOutput, more: int = 0) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("function", "takes"),
+    [
+        (with_output, True),
+        (with_text_annotation, True),
+        (FormatterObject(), True),
+        (lambda output: "", True),
+        (with_tokens, False),
+        (lambda token, *others: "", False),
+        (lambda token, first, last, details, text, request_id: "", False),
+    ],
+)
+def test_the_kind_of_a_formatter_is_told_by_its_first_parameter(function: Any, takes: bool) -> None:
+    assert takes_request_output(function) is takes
+
+
+def test_the_kind_of_a_formatter_is_told_by_classes_too() -> None:
+    class Mine(TextGenerationOutput):
+        pass
+
+    def formatter(output: Any, more: int = 0) -> str:
+        return ""
+
+    formatter.__annotations__["output"] = Mine
+    assert takes_request_output(formatter)
+    formatter.__annotations__["output"] = Token
+    assert not takes_request_output(formatter)
+
+
+def test_a_token_of_the_legacy_kind_comes_with_what_belongs_to_it() -> None:
+    output = finished()
+    advance = output.best_sequence.advance
+    assert legacy_call_arguments(output, advance()) == (A, True, False, {}, "", 1)
+    assert legacy_call_arguments(output, advance()) == (JOKE, False, True, {}, " a joke", 1)
+
+
+def test_the_text_of_the_legacy_kind_begins_with_the_prompt_if_the_request_wants_the_full_text() -> None:
+    output = finished(return_full_text=True)
+    texts = [legacy_call_arguments(output, output.best_sequence.advance())[4] for _ in range(2)]
+    assert texts == ["Tell me", "Tell me a joke"]
+
+
+def test_the_details_of_the_legacy_kind_are_those_of_the_sequence_or_the_failure() -> None:
+    output = finished(details=True)
+    output.input.input_ids = [1, 2, 3]
+    assert legacy_call_arguments(output, output.best_sequence.advance())[3] == {
+        "finish_reason": "length",
+        "tokens": json.loads(TOKENS),
+        "generated_tokens": 2,
+        "inputs": "Tell me",
+        "parameters": {"details": True},
+        "prompt_tokens": 3,
+    }
+    output = failed()
+    assert legacy_call_arguments(output, output.best_sequence.advance())[3] == {"finish_reason": "error"}

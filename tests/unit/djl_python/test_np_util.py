@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import struct
+import time
+import tracemalloc
 import zipfile
 from typing import Any
 
@@ -171,3 +173,120 @@ def test_an_archive_of_something_other_than_arrays_is_refused() -> None:
 def test_an_npy_file_is_not_taken_for_an_npz() -> None:
     with pytest.raises(ValueError, match="no zip archive"):
         from_npz(npy(np.arange(2)))
+
+
+def nd_list(rank: int, shape: bytes, *, dtype: bytes = b"UINT8", magic: bytes = b"NDAR", layout: bytes = b"") -> bytes:
+    strings = [struct.pack(">h", len(each)) + each for each in (magic, b"", dtype)]
+    return (
+        struct.pack(">i", 1)
+        + strings[0]
+        + struct.pack(">ib", 3, 0)
+        + strings[1]
+        + strings[2]
+        + struct.pack(">i", rank)
+        + shape
+        + struct.pack(">i", len(layout) // 2)
+        + layout
+        + b"<"
+        + struct.pack(">i", 0)
+    )
+
+
+def test_a_rank_that_no_array_has_is_refused_before_its_shape_is_read() -> None:
+    body = nd_list(100_000, b"\x7f" * 800_000)
+    started = time.process_time()
+    with pytest.raises(ValueError, match="rank 100000; 0 to 32 are possible") as refused:
+        from_nd_list(body)
+    assert time.process_time() - started < 1
+    assert len(str(refused.value)) < 200
+
+
+def test_the_largest_rank_is_read() -> None:
+    (array,) = from_nd_list(to_nd_list([np.zeros((1,) * 32)]))
+    assert array.shape == (1,) * 32
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (nd_list(32, b""), "ends too early: 256 bytes wanted"),
+        (nd_list(0, b"")[:-9] + struct.pack(">i", 2**31 - 1) + b"<", "ends too early: 4294967294 bytes wanted"),
+        (nd_list(0, b"")[:-4] + struct.pack(">i", 2**31 - 1), "ends too early: 2147483647 bytes wanted"),
+        (nd_list(32, b"\x7f" * 256), "does not take 0 bytes"),
+        (nd_list(32, b"\xff" * 256), "impossible shape"),
+        (nd_list(0, b"", dtype=b"\x01" * 30_000), "unknown type"),
+        (nd_list(0, b"", magic=b"\x01" * 30_000), "begins with"),
+    ],
+)
+def test_what_an_nd_list_claims_costs_no_memory_and_is_not_repeated_at_length(body: bytes, message: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=message) as refused:
+        from_nd_list(body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert len(str(refused.value)) < 300
+
+
+def archive_of(member: bytes, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        archive.writestr("a.npy", member)
+    return file.getvalue()
+
+
+def claiming(archive: bytes, size: int) -> bytes:
+    """The archive, with another size of its only member in both headers."""
+    changed = bytearray(archive)
+    struct.pack_into("<I", changed, 22, size)
+    struct.pack_into("<I", changed, archive.index(b"PK\x01\x02") + 24, size)
+    return bytes(changed)
+
+
+def test_an_archive_that_becomes_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = archive_of(npy(np.zeros(1 << 24, "uint8")))
+    assert len(bomb) < 1 << 15
+    assert from_npz(bomb)[0].shape == (1 << 24,)
+    monkeypatch.setenv("SLIPWAY_MAX_NPZ_BYTES", str(1 << 24))
+    assert peak_of_refused(bomb, r"take 16777344 bytes, and at most 16777216 are allowed") < 1 << 20
+    with pytest.raises(ValueError, match=r"take 4294967295 bytes"):
+        from_npz(claiming(bomb, 2**32 - 1))
+    monkeypatch.delenv("SLIPWAY_MAX_NPZ_BYTES")
+    with pytest.raises(ValueError, match=r"take 4294967295 bytes, and at most 1073741824"):
+        from_npz(claiming(bomb, 2**32 - 1))
+
+
+def test_the_sizes_of_all_arrays_of_an_archive_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [np.zeros(1000, "uint8")] * 3
+    monkeypatch.setenv("SLIPWAY_MAX_NPZ_BYTES", "2500")
+    assert len(from_npz(to_npz(arrays[:2]))) == 2
+    with pytest.raises(ValueError, match="at most 2500 are allowed"):
+        from_npz(to_npz(arrays))
+
+
+@pytest.mark.parametrize("limit", ["many", "-1", "1e9"])
+def test_a_limit_that_is_no_number_is_an_error(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPWAY_MAX_NPZ_BYTES", limit)
+    with pytest.raises(ValueError, match="SLIPWAY_MAX_NPZ_BYTES must be a number of bytes"):
+        from_npz(to_npz([np.zeros(1)]))
+
+
+def peak_of_refused(archive: bytes, message: str) -> int:
+    """Bytes of memory that were taken until the archive was refused."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=message):
+        from_npz(archive)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize("member", [npy(np.zeros(1 << 26, "uint8")), b"no array" + bytes(1 << 26)])
+def test_an_archive_that_lies_about_its_size_is_not_expanded_beyond_it(member: bytes) -> None:
+    assert peak_of_refused(claiming(archive_of(member), 200), "npz body cannot be read") < 1 << 21
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_compression_that_cannot_be_bounded_is_refused(compression: int) -> None:
+    bomb = claiming(archive_of(npy(np.zeros(1 << 26, "uint8")), compression), 200)
+    assert peak_of_refused(bomb, "compressed in a way that numpy does not use") < 1 << 20

@@ -205,3 +205,42 @@ def test_an_output_shows_its_types_instead_of_its_content() -> None:
     shown = json.loads(str(Output(201, "Created").add_property("a", object).add("secret", "k")))
     assert shown["code"] == 201
     assert shown["content"] == {"k": "type: <class 'bytes'>"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("é", "é".encode()),
+        (b"\xff", b"\xff"),
+        (bytearray(b"x"), b"x"),
+        (memoryview(b"y"), b"y"),
+        (5, b"5"),
+        (["é", 1], '[\n  "é",\n  1\n]'.encode()),
+    ],
+)
+def test_a_value_that_was_put_into_the_content_itself_is_encoded_as_if_it_had_been_added(
+    value: Any, expected: bytes
+) -> None:
+    encoded = Output.encode_value(value)
+    assert (type(encoded), encoded) == (bytes, expected)
+    output = Output()
+    output.content.add("k", value)
+    assert sent(output).endswith(text("k") + struct.pack(">i", len(expected)) + expected)
+    assert only_value(Output().add(value)) == expected
+    assert list(Output().add_stream_content([value], None).stream_chunks()) == [expected]
+
+
+def test_an_error_says_what_it_can_of_a_text_that_utf_8_cannot_hold() -> None:
+    assert json.loads(only_value(Output().error("no \ud800 é")))["error"] == "no ? é"
+    with pytest.raises(UnicodeEncodeError):
+        Output().add("\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        Output.encode_value("\ud800")
+
+
+def test_a_stream_that_fails_with_such_a_text_ends_all_the_same() -> None:
+    def failing() -> Iterator[str]:
+        raise ValueError("no \ud800")
+        yield ""
+
+    assert sent(Output().add_stream_content(failing(), None)).endswith(b"\x00" + text("no ?"))

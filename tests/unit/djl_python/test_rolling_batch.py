@@ -107,6 +107,19 @@ def test_custom_formatters_of_the_model_are_used(handler: TestHandler) -> None:
     assert handler.inference_rolling_batch([{"text": "abc"}]) == {0: "ABC"}
 
 
+def test_a_request_whose_error_utf_8_cannot_hold_fails_alone(handler: TestHandler) -> None:
+    def parse(item: Input, **kwargs: Any) -> TextInput:
+        text = item.get_as_json()["text"]
+        if text != "abc":
+            raise ValueError(text)
+        return TextInput(input_text=text)
+
+    handler.serving_properties |= {"input_formatter": parse}
+    good, bad = chunks(handler.inference(create_concurrent_batch_request([{"text": "abc"}, b'{"text": "no \\ud800"}'])))
+    assert "error" not in good
+    assert bad["error"] == "Input Parsing failed. no ?"
+
+
 def test_without_a_class_for_it_a_rolling_batch_is_refused() -> None:
     service = huggingface.HuggingFaceService()
     with pytest.raises(ValueError, match="runs in the server's engine"):

@@ -78,6 +78,13 @@ def test_a_marked_function_comes_before_its_sagemaker_counterpart(tmp_path: Path
     assert found.__name__ == "parse"
 
 
+def test_a_marked_function_of_a_module_that_has_been_imported_is_found(tmp_path: Path) -> None:
+    module = load_model_service(model(tmp_path, DECORATED), "model.py").module
+    assert find_decorated_function(module, "is_output_formatter") is module.a_format
+    assert find_decorated_function(module, "is_init_handler") is None
+    assert find_decorated_function(load_model_service(str(tmp_path), "json").module, "is_output_formatter") is None
+
+
 def test_sagemaker_functions_are_found_if_their_parameters_have_the_right_names(tmp_path: Path) -> None:
     directory = model(tmp_path, SAGEMAKER)
     names = {
