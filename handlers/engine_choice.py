@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def chosen(settings: ModelSettings) -> ModelSettings:
-    """The settings with `auto` replaced by an engine that can run the model: vLLM, else transformers. May block."""
+    """The settings with `auto` replaced by vLLM, or by transformers for what vLLM does not have. May block.
+
+    What transformers' continuous batching cannot run either, it refuses when it loads, and says what does.
+    """
     if settings.rolling_batch != "auto":
         return settings
     return replace(settings, rolling_batch="vllm" if _vllm_runs(settings) else "scheduler")
@@ -46,11 +49,11 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
 
 def _vllm_runs(settings: ModelSettings) -> bool:
     if importlib.util.find_spec("vllm") is None:
-        logger.warning("rolling_batch=auto: vLLM is not installed; transformers' continuous batching runs the model")
+        logger.warning("rolling_batch=auto: vLLM is not installed; the model goes to transformers' continuous batching")
         return False
     from handlers.engines.vllm_models import unsupported
 
     if (reason := unsupported(settings)) is None:
         return True
-    logger.warning("rolling_batch=auto: %s; transformers' continuous batching runs the model", reason)
+    logger.warning("rolling_batch=auto: %s; the model goes to transformers' continuous batching", reason)
     return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,8 +18,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting(Generic[T]):
-    item: T
+class _Waiting:
     weight: int
     deadline: float
     """Until then it waits for others."""
@@ -31,18 +30,27 @@ class _Group(Generic[T]):
     __slots__ = ("items", "weight")
 
     def __init__(self) -> None:
-        self.items: deque[_Waiting[T]] = deque()
+        self.items: OrderedDict[T, _Waiting] = OrderedDict()
         self.weight = 0
+
+    @property
+    def first(self) -> _Waiting:
+        """What has waited longest."""
+        return next(iter(self.items.values()))
+
+    def remove(self, item: T) -> None:
+        """Drop an item that waits."""
+        self.weight -= self.items.pop(item).weight
 
     def take(self, size: int) -> list[T]:
         """The first items that fit; the very first in any case."""
         taken: list[T] = []
         room = size
-        while self.items and (not taken or self.items[0].weight <= room):
-            waiting = self.items.popleft()
+        while self.items and (not taken or self.first.weight <= room):
+            item, waiting = self.items.popitem(last=False)
             self.weight -= waiting.weight
             room -= waiting.weight
-            taken.append(waiting.item)
+            taken.append(item)
         return taken
 
 
@@ -56,7 +64,8 @@ class BatchQueue(Generic[T]):
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._size, self._delay, self._clock = size, delay, clock
         self._groups: dict[Hashable, _Group[T]] = {}
-        self._places: dict[T, tuple[Hashable, _Waiting[T]]] = {}
+        self._places: dict[T, Hashable] = {}
+        """The key of each item, in order of arrival."""
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -64,22 +73,19 @@ class BatchQueue(Generic[T]):
 
     def put(self, item: T, key: Hashable, weight: int = 1) -> None:
         """Let an item wait; `weight`: its share of a batch."""
-        waiting = _Waiting(item, weight, self._clock() + self._delay)
         group = self._groups.setdefault(key, _Group())
-        group.items.append(waiting)
+        group.items[item] = _Waiting(weight, self._clock() + self._delay)
         group.weight += weight
-        self._places[item] = key, waiting
+        self._places[item] = key
         self._changed.set()
 
     def discard(self, item: T) -> bool:
         """Drop a waiting item; False if it does not wait (any more)."""
-        place = self._places.pop(item, None)
-        if place is None:
+        if item not in self._places:
             return False
-        key, waiting = place
+        key = self._places.pop(item)
         group = self._groups[key]
-        group.items.remove(waiting)
-        group.weight -= waiting.weight
+        group.remove(item)
         if not group.items:
             del self._groups[key]
         return True
@@ -135,4 +141,4 @@ class BatchQueue(Generic[T]):
         return min(self._groups, key=self._deadline)
 
     def _deadline(self, key: Hashable) -> float:
-        return self._groups[key].items[0].deadline
+        return self._groups[key].first.deadline

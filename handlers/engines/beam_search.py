@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from handlers.engines.protocol import Engine, Generation, Sink
-from handlers.engines.stream import generate
 from handlers.errors import GenerationFailed, InvalidParameter, RequestError
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
 
 logger = logging.getLogger(__name__)
+
+Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
+"""As `Engine.submit`."""
 
 
 @dataclass(slots=True)
@@ -37,9 +39,11 @@ class _Beam:
 
 
 async def submit_beam_search(
-    engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink
+    engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, submit: Submit | None = None
 ) -> Generation:
     """Begin a beam search; the beams reach `sink` when it ends, best first.
+
+    The engine has checked the request. `submit` takes the search's steps; by default the engine's own.
 
     Raises:
         InvalidRequest: it cannot be done; nothing was started.
@@ -49,7 +53,7 @@ async def submit_beam_search(
             "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
         )
     prompt_ids = await engine.prompt_token_ids(request)
-    search = _Search(engine, request, beam_search, sink, prompt_ids)
+    search = _Search(engine, request, beam_search, sink, prompt_ids, submit or engine.submit)
     return _Task(asyncio.create_task(search.run()))
 
 
@@ -63,13 +67,22 @@ class _Task:
 
 class _Search:
     def __init__(
-        self, engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, prompt_ids: Sequence[int]
+        self,
+        engine: Engine,
+        request: GenerationRequest,
+        beam_search: BeamSearch,
+        sink: Sink,
+        prompt_ids: Sequence[int],
+        submit: Submit,
     ) -> None:
         self._engine, self._request, self._options, self._sink = engine, request, beam_search, sink
+        self._submit = submit
         self._prompt_ids = tuple(prompt_ids)
         self._prompt_tokens: list[Token] | None = None
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
+        self._ending = engine.eos_token_ids | self._stop_ids
+        """None of them comes before `min_tokens`, whether or not the end token is ignored, as in the samplers."""
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
 
@@ -87,7 +100,14 @@ class _Search:
         for step in range(self._limit):
             alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in running))
             pairs = zip(running, alternatives, strict=True)
-            grown = [beam.extended(token, None) for beam, tokens in pairs for token in tokens]
+            grown = [
+                beam.extended(token, None)
+                for beam, tokens in pairs
+                for token in tokens
+                if step >= self._request.sampling.min_tokens or token.id not in self._ending
+            ]
+            if not grown:
+                raise GenerationFailed("no beam can go on: before min_tokens none of its probable tokens may come")
             grown.sort(key=lambda beam: beam.logprob, reverse=True)
             best = grown[: 2 * self._options.width]
             for beam in best:
@@ -125,20 +145,33 @@ class _Search:
             want_logprobs=True,
             top_tokens=2 * self._options.width,
             want_prompt_tokens=first and self._request.want_prompt_tokens,
+            adapter=self._request.adapter,
             priority=self._request.priority,
         )
-        async for delta in generate(self._engine, request):
-            if first:
-                self._prompt_tokens = delta.prompt_tokens
-            if delta.tokens:
-                return list(delta.tokens[0].top)
-        raise GenerationFailed("the engine gave no token")
+        delta = await self._step(request)
+        if first:
+            self._prompt_tokens = delta.prompt_tokens
+        if not delta.tokens:
+            raise GenerationFailed("the engine gave no token")
+        return list(delta.tokens[0].top)
+
+    async def _step(self, request: GenerationRequest) -> TokenDelta:
+        answer = _Answer()
+        generation = await self._submit(request, answer)
+        try:
+            await answer.ended.wait()
+        finally:
+            generation.cancel()
+        if answer.delta is None:
+            raise answer.error or GenerationFailed("the engine gave no token")
+        return answer.delta
 
     def _finish_reason(self, beam: _Beam) -> FinishReason | None:
         last = beam.tokens[-1].id
         if last in self._eos_ids:
             return FinishReason.EOS
-        if last in self._stop_ids or self._ends_with_stop_string(beam):
+        counts = len(beam.tokens) > self._request.sampling.min_tokens
+        if last in self._stop_ids or (counts and self._ends_with_stop_string(beam)):
             return FinishReason.STOP
         return None
 
@@ -157,14 +190,21 @@ class _Search:
         ids = [token.id for token in beam.tokens]
         return self._engine.detokenize(ids, self._request.sampling.skip_special_tokens, self._prompt_ids)
 
+    def _hide_stop(self, beam: _Beam, tokens: list[Token]) -> None:
+        """Take the text of what has ended the beam out of its tokens' texts."""
+        if beam.finish_reason in (FinishReason.EOS, FinishReason.STOP) and tokens[-1].id in self._ending:
+            tokens[-1].text = ""
+        elif beam.finish_reason is FinishReason.STOP:
+            _cut(tokens, self._request.sampling.stop)
+
     def _emit(self, beams: list[_Beam]) -> None:
         for rank, beam in enumerate(beams):
             tokens = [
                 msgspec.structs.replace(shown, logprob=token.logprob)
                 for shown, token in zip(self._texts(beam), beam.tokens, strict=True)
             ]
-            if beam.finish_reason is FinishReason.STOP and not self._request.sampling.include_stop_str_in_output:
-                _cut(tokens, self._request.sampling.stop)
+            if not self._request.sampling.include_stop_str_in_output:
+                self._hide_stop(beam, tokens)
             self._sink.on_delta(
                 TokenDelta(
                     text="".join(token.text for token in tokens),
@@ -178,6 +218,23 @@ class _Search:
                     last=rank == len(beams) - 1,
                 )
             )
+
+
+class _Answer:
+    """Waits for a step's only delta."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.delta: TokenDelta | None = None
+        self.error: RequestError | None = None
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.delta = delta
+        self.ended.set()
+
+    def on_error(self, error: RequestError) -> None:
+        self.error = error
+        self.ended.set()
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:

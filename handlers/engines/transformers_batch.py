@@ -27,7 +27,8 @@ from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.transformers_generate import Batch, BatchRunner, Job, Row, Step
 from handlers.engines.transformers_model import load_model, warn_of_arguments_without_effect
-from handlers.engines.transformers_sampling import TokenChooser, check_request
+from handlers.engines.transformers_parameters import check_prompt, check_request, prepare
+from handlers.engines.transformers_sampling import TokenChooser
 from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, RequestError
 from handlers.meter import Meter
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 STREAMED_TOGETHER = 32
 """Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
+_SEQUENCES_PER_TURN = 16
+"""After so many sequences others get their turn on the event loop."""
 _MAX_TOP_TOKENS = 20
 _WATCH_SECONDS = 0.25
 _STUCK_SECONDS = 30.0
@@ -93,9 +96,12 @@ class BatchEngine:
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`. All that can be wrong with a request is found here, before it shares a batch."""
         self._check_alive()
+        check_request(request, self._model)
+        if request.top_tokens > _MAX_TOP_TOKENS:
+            raise InvalidParameter("top_n_tokens", f"must be at most {_MAX_TOP_TOKENS}, got {request.top_tokens}")
         prompt_ids = await self.prompt_token_ids(request)
+        job = await self._job(request, prompt_ids, sink)
         self._check_alive()
-        job = self._job(request, prompt_ids, sink)
         self.meter.started_requests += 1
         self.meter.prompt_tokens += len(prompt_ids)
         self._waiting.put(job, _key(request), _weight(request))
@@ -105,18 +111,18 @@ class BatchEngine:
         if self._stopped or self._dead is not None:
             raise EngineDead
 
-    def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
-        check_request(request, self._model)
-        if request.top_tokens > _MAX_TOP_TOKENS:
-            raise InvalidParameter("top_n_tokens", f"must be at most {_MAX_TOP_TOKENS}, got {request.top_tokens}")
+    async def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
         if request.beam_search is not None:
             limit = GeneratedSequence(request, prompt_ids, self._model).limit
-            return Job(request, prompt_ids, sink, limit, time.monotonic())
+            return Job(request, prompt_ids, sink, limit, time.monotonic(), open_sequences=request.beam_search.width)
         if request.candidates > 1:
             sink = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
         job = Job(request, prompt_ids, sink, 0, time.monotonic())
+        prepared = await prepare(request, prompt_ids, self._model)
         for index in range(request.candidates):
-            chooser = TokenChooser(request, prompt_ids, self._model, index)
+            if index % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
+                await asyncio.sleep(0)
+            chooser = TokenChooser(prepared, index)
             job.rows.append(Row(job, chooser, GeneratedSequence(request, prompt_ids, self._model, index)))
         job.open_sequences = len(job.rows)
         return job
@@ -173,30 +179,30 @@ class BatchEngine:
     def _push(self, job: Job, delta: TokenDelta) -> None:
         if job.request.beam_search is not None:
             self.meter.tokens += delta.token_count
-        if delta.last:
+        if delta.finish_reason is not None:
+            self.meter.finished_requests += 1
             job.open_sequences -= 1
-            if job.open_sequences == 0:
-                job.ended = True
-                self.meter.finished_requests += 1
+            job.ended = job.open_sequences == 0
         try:
             job.sink.on_delta(delta)
         except Exception:
             logger.exception("request %s: internal error while handling a token", job.request.request_id)
             job.ended = False  # it may have been set just before the last delta failed
+            job.open_sequences = max(job.open_sequences, 1)
             self.fail(job, GenerationFailed("internal error while handling a token"))
 
     def fail(self, job: Job, error: RequestError) -> None:
         """End a request with an error, unless it has ended."""
         if not job.ended:
             job.ended = True
-            self.meter.failed_requests += 1
+            self.meter.failed_requests += job.open_sequences
             job.sink.on_error(error)
 
     def cancel(self, job: Job) -> None:
         """End a request for which nobody waits: it leaves the queue, or its batch before the next step."""
         if not job.ended:
             job.ended = True
-            self.meter.aborted_requests += 1
+            self.meter.aborted_requests += job.open_sequences
             self._waiting.discard(job)
 
     async def _watch(self) -> None:
@@ -227,7 +233,9 @@ class BatchEngine:
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """See `Engine.prompt_token_ids`."""
-        return await self._prompts.token_ids(request)
+        token_ids = await self._prompts.token_ids(request)
+        check_prompt(token_ids, self._model)
+        return token_ids
 
     def tokenize(self, text: str) -> Sequence[int]:
         """See `Engine.tokenize`."""
@@ -274,9 +282,12 @@ class _Generation:
 
 
 def _key(request: GenerationRequest) -> bytes:
-    """Requests with the same key may share a batch: all that decides how tokens are chosen is the same."""
+    """Requests with the same key may share a batch: all that decides how tokens are chosen is the same.
+
+    The seed and the limit on new tokens are each sequence's own, and change nothing for the others.
+    """
     options = (
-        request.sampling,
+        msgspec.structs.replace(request.sampling, seed=None, max_tokens=None),
         request.beam_search,
         request.truncate_prompt_tokens,
         request.adapter,

@@ -14,15 +14,20 @@ tests/live/test_scheduler_engine.py:
   of logits that the processor is then called with;
 - a request ends once it has `RequestState._new_tokens_limit` tokens;
 - `output_router` takes whatever a request ends with;
+- `_generation_loop_body` calls `_generation_step`, and goes on after `batch_processor.handle_batch_error`;
 - `batch_processor` has `scheduler.active_requests`, `scheduler.waiting_requests` and `cache`;
 - the manager's thread is made by `start`, and so is a daemon where the thread that calls it is one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -34,7 +39,10 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from handlers.engines.protocol import EngineStartError, EngineStatus
+from handlers.engines.transformers_memory import free_memory, out_of_memory
 from handlers.engines.transformers_model import TransformersModel
+
+logger = logging.getLogger(__name__)
 
 _WANTED_PARAMETERS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (
@@ -49,10 +57,17 @@ _WANTED_PARAMETERS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (continuous_api.ContinuousBatchingManager.stop, ("block", "timeout", "hard_stop")),
     (ContinuousBatchingLogitsProcessor.prepare_tensor_args, ("requests_with_new_token",)),
     (ContinuousBatchingLogitsProcessor.__call__, ("scores", "tensor_arg")),
+    (continuous_api.ContinuousBatchingManager._generation_loop_body, ("batch_processor", "bootstrapping")),
+    (continuous_api.ContinuousBatchingManager._generation_step, ()),
+    (continuous_api.ContinuousBatchProcessor.handle_batch_error, ("error",)),
     (continuous_api.OutputRouter.deliver, ("output",)),
     (continuous_api.OutputRouter.deliver_batch, ("outputs",)),
 )
 _WANTED_FIELDS = ("request_id", "_new_tokens_limit", "generated_tokens", "created_time", "lifespan", "position_offset")
+
+
+NO_MEMORY = "memory ran out while the request was running"
+"""What requests fail with that were in such a step."""
 
 
 class Steps(Protocol):
@@ -117,6 +132,8 @@ class _StepProcessor(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._rows: list[Row] = []
+        self.stepped_at = time.monotonic()
+        """When the last step began."""
 
     def fill_defaults(self, int32_tensor: Any) -> None:
         """We have no arguments; the manager keeps a row for them all the same."""
@@ -124,6 +141,7 @@ class _StepProcessor(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Any:
         """Called before the model runs: who gets a token in this step."""
+        self.stepped_at = time.monotonic()
         self._rows = [Row(request.state) for request in requests_with_new_token]
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
@@ -167,11 +185,15 @@ class ContinuousBatching:
         """Allocate the KV cache.
 
         Raises:
-            EngineStartError: transformers is not one that we know.
+            EngineStartError: transformers is not one that we know, or cannot run the model so.
         """
         check_seam()
-        self._manager = _make_manager(model.model, config, _StepProcessor(steps))
+        _check_attention(model.model)
+        self._processor = _StepProcessor(steps)
+        self._manager = _make_manager(model.model, config, self._processor)
         self._manager.output_router = _FailureRouter(steps)
+        self._between_steps: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        _guard_loop(self._manager, model.device, self._between_steps)
         # Makes the cache here, where failing is reported, and not in the manager's thread.
         self._manager.warmup()
         self.capacity: int = infer_max_single_request_tokens(self._manager.batch_processor.cache)
@@ -191,6 +213,15 @@ class ContinuousBatching:
         )
         return added is not None
 
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Have the manager's thread do `work`, which must not raise, before its next step.
+
+        The model has its own attention then, without the paged KV cache. No other thread may run it: transformers keeps
+        arguments of a pass in the model's configuration.
+        """
+        self._between_steps.put(work)
+        self._manager._wake_up_loop.set()
+
     def cancel(self, request_id: str) -> None:
         """Free what a request has, before the next step. Harmless where there is none such."""
         self._manager.cancel_request(request_id)
@@ -204,6 +235,16 @@ class ContinuousBatching:
         if status.can_accept_new_requests() is not None or not self._manager.is_running():
             return "its thread has ended"
         return None
+
+    def cause(self, seconds: float) -> str:
+        """Why it has failed, once its thread has ended; the cause is known only then. Waits for at most `seconds`."""
+        self._manager.join(time.perf_counter(), seconds)
+        return self.failure or "its thread has ended"
+
+    @property
+    def stepped_at(self) -> float:
+        """When the last step began (monotonic seconds)."""
+        return self._processor.stepped_at
 
     def status(self) -> EngineStatus:
         """The scheduler's queues and the share of the KV cache that running requests have."""
@@ -226,6 +267,70 @@ class ContinuousBatching:
         self._manager.stop(block=True, timeout=seconds, hard_stop=True)
 
 
+def _check_attention(model: Any) -> None:
+    """A model with attention of its own would take no notice of the paged KV cache, and answer with nonsense."""
+    if not model._can_set_attn_implementation():
+        raise EngineStartError(
+            f"transformers' continuous batching cannot run {type(model).__name__}: its attention is its own, and knows "
+            "no paged KV cache; option.rolling_batch=disable runs it"
+        )
+
+
+class _NoMemory(Exception):
+    """Stands for the exception of a step that ran out of memory, without the tensors in its traceback."""
+
+
+@contextlib.contextmanager
+def _own_attention(manager: Any) -> Iterator[None]:
+    """The model's attention as it was before the manager changed it, for a pass without the paged KV cache."""
+    model, own = manager.model, manager._original_attn_impl
+    if own is None:
+        yield
+        return
+    paged = model.config._attn_implementation
+    model.set_attn_implementation(own)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(paged)
+
+
+def _guard_loop(manager: Any, device: Any, between_steps: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """Have our own work done between steps, and a step for which memory runs out end its own requests alone."""
+    step, body = manager._generation_step, manager._generation_loop_body
+
+    def guarded_step() -> None:
+        try:
+            step()
+            return
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            logger.warning("memory ran out in a step, its requests fail: %s", error)
+        # Here the exception is gone, and with it the tensors that its traceback held.
+        raise _NoMemory(NO_MEMORY)
+
+    def guarded_body(batch_processor: Any, bootstrapping: bool) -> bool:
+        with contextlib.suppress(queue.Empty):
+            work = between_steps.get_nowait()
+            with _own_attention(manager):
+                work()
+        scheduler = batch_processor.scheduler
+        if not scheduler.active_requests:
+            # It waits for a request to end after room was made; one that is cancelled does not count as ended.
+            scheduler.block_new_requests = False
+        try:
+            go_on: bool = body(batch_processor, bootstrapping)
+            return go_on
+        except _NoMemory as error:
+            free_memory(device)
+            batch_processor.handle_batch_error(error)
+            scheduler.block_new_requests = False
+            return True
+
+    manager._generation_step, manager._generation_loop_body = guarded_step, guarded_body
+
+
 def _make_manager(model: Any, config: ContinuousBatchingConfig, processor: _StepProcessor) -> Any:
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
     model._get_logits_processor = lambda generation_config: LogitsProcessorList([processor])
@@ -233,7 +338,10 @@ def _make_manager(model: Any, config: ContinuousBatchingConfig, processor: _Step
         manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
     finally:
         del model._get_logits_processor
-    wanted = ("logit_processor", "output_router", "batch_processor", "input_queue", "background_thread_status")
+    wanted = (
+        *("logit_processor", "output_router", "batch_processor", "input_queue", "background_thread_status"),
+        *("_wake_up_loop", "_generation_loop_body", "_generation_step", "_original_attn_impl"),
+    )
     missing = [name for name in wanted if not hasattr(manager, name)]
     if missing:
         raise _moved(f"ContinuousBatchingManager has no {', '.join(missing)}")

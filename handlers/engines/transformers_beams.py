@@ -17,7 +17,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from handlers.engines.transformers_model import TransformersModel
 from handlers.engines.transformers_sampling import Choice
 from handlers.engines.transformers_sequence import GeneratedSequence
-from handlers.request import GenerationRequest, TokenDelta
+from handlers.request import GenerationRequest, SamplingParameters, TokenDelta
 
 _CHARACTER_TOKENS = 4
 """A character may take so many tokens."""
@@ -48,11 +48,12 @@ def beam_search(
             length_penalty=options.length_penalty,
             early_stopping=options.early_stopping,
             max_new_tokens=limit,
+            min_new_tokens=min(sampling.min_tokens, limit) or None,
             pad_token_id=model.pad_token_id,
             eos_token_id=sorted(ends) or None,
             return_dict_in_generate=True,
         ),
-        stopping_criteria=StoppingCriteriaList([_Stop(model, sampling.stop, start, step)]),
+        stopping_criteria=StoppingCriteriaList([_Stop(model, sampling, start, step)]),
     )
     # What follows a beam's own tokens is padding, which may look like tokens.
     lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
@@ -67,14 +68,17 @@ def beam_search(
 class _Stop:
     """Ends beams whose text holds a stop string."""
 
-    def __init__(self, model: TransformersModel, stop: Sequence[str], start: int, step: Callable[[], bool]) -> None:
-        self._tokenizer, self._stop, self._start, self._step = model.tokenizer, stop, start, step
-        self._reach = _CHARACTER_TOKENS * max(map(len, stop), default=0) + 1
+    def __init__(
+        self, model: TransformersModel, sampling: SamplingParameters, start: int, step: Callable[[], bool]
+    ) -> None:
+        self._tokenizer, self._stop, self._start, self._step = model.tokenizer, sampling.stop, start, step
+        self._min_tokens = sampling.min_tokens
+        self._reach = _CHARACTER_TOKENS * max(map(len, sampling.stop), default=0) + 1
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         if self._step():
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        if not self._stop:
+        if not self._stop or input_ids.shape[1] - self._start <= self._min_tokens:
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         tails = input_ids[:, max(self._start, input_ids.shape[1] - self._reach) :].tolist()
         texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -26,7 +27,9 @@ _GIB = 1 << 30
 _SHARE_OF_FREE_MEMORY = 0.3
 """Of the memory that is free once the weights are loaded, for the KV cache on a CPU."""
 _PAGE_TOKENS = 32
-_STEP_TOKENS_ON_CPU = 512
+_MAX_TOP_TOKENS = 20
+"""As vLLM's `max_logprobs`, and by the same option."""
+_STEP_TOKENS_ON_CPU = 128
 """Small steps keep the others' next tokens coming while a long prompt is read."""
 _STEP_TOKENS_ON_GPU = 2048
 
@@ -116,3 +119,46 @@ def _bytes_per_token(model: TransformersModel) -> int:
 def _head_size(model: TransformersModel) -> int:
     config: Any = model.model.config.get_text_config()
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def check_one_device(model: TransformersModel) -> None:
+    """Refuse a model that is spread over several devices.
+
+    Raises:
+        EngineStartError: it names them.
+    """
+    places = set(map(str, (getattr(model.model, "hf_device_map", None) or {}).values()))
+    if len(places) > 1:
+        raise EngineStartError(
+            f"option.device_map put the model on {', '.join(sorted(places))}: continuous batching keeps its KV cache "
+            "on one device; option.rolling_batch=disable can use several"
+        )
+
+
+def fitted(model: TransformersModel, capacity: int, settings: ModelSettings) -> TransformersModel:
+    """The model with a context that the KV cache can hold.
+
+    Raises:
+        EngineStartError: a longer one was asked for.
+    """
+    if capacity >= model.max_model_len:
+        return model
+    if "max_model_len" in settings.engine_arguments:
+        raise EngineStartError(
+            f"{source(settings, 'max_model_len')}: the KV cache holds {capacity} tokens, fewer than "
+            f"{model.max_model_len}; lower it, or give the cache more memory"
+        )
+    logger.warning("the KV cache holds %d tokens: the context is cut to that from %d", capacity, model.max_model_len)
+    return dataclasses.replace(model, max_model_len=capacity)
+
+
+def max_top_tokens(settings: ModelSettings, vocabulary_size: int) -> int:
+    """How many alternatives a token may carry.
+
+    Raises:
+        EngineStartError: option.max_logprobs is no number.
+    """
+    wanted = integer_argument(settings, "max_logprobs", -1)
+    if wanted is None:
+        return _MAX_TOP_TOKENS
+    return vocabulary_size if wanted < 0 else min(wanted, vocabulary_size)

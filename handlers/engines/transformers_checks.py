@@ -43,7 +43,10 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
         EngineStartError: it names some of the weights.
     """
     mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys") or ()]
-    for what, names in (("lacks weights", loading.get("missing_keys") or ()), ("has weights of a wrong shape", mismatched)):
+    for what, names in (
+        ("lacks weights", loading.get("missing_keys") or ()),
+        ("has weights of a wrong shape", mismatched),
+    ):
         if names:
             raise EngineStartError(f"{settings.model_id} {what}: {_shown(names)}")
 

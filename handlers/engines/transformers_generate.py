@@ -8,7 +8,6 @@ sequence alone where something else broke.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import time
@@ -21,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from handlers.engines.protocol import Sink
 from handlers.engines.transformers_beams import beam_search
+from handlers.engines.transformers_memory import free_memory, out_of_memory
 from handlers.engines.transformers_model import TransformersModel
 from handlers.engines.transformers_prompt import prompt_logprobs
 from handlers.engines.transformers_sampling import TokenChooser, choose_rows
@@ -29,10 +29,6 @@ from handlers.errors import GenerationFailed, RequestError
 from handlers.request import GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
-
-
-class DeviceLost(Exception):
-    """The device does not compute any more; nothing in this process will bring it back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +62,7 @@ class Job:
     rows: list[Row] = field(default_factory=list)
     """Empty for a beam search."""
     open_sequences: int = 1
-    """Deltas with `last` that are still to come; belongs to the event loop."""
+    """Sequences, or beams, that have not finished; belongs to the event loop."""
     ended: bool = False
     """Nothing more reaches the sink. The engine's thread reads it before each step."""
 
@@ -101,7 +97,7 @@ class BatchRunner:
 
     def try_out(self) -> None:
         """Generate one token; raises whatever keeps the model from it."""
-        inputs = padded([[min(self._model.eos_token_ids, default=0)]], self._model)
+        inputs = padded([[self._model.pad_token_id]], self._model)
         self._model.model.generate(**inputs, generation_config=GenerationConfig(do_sample=False, max_new_tokens=1))
 
     def run(self, batch: Batch) -> None:
@@ -134,12 +130,11 @@ class BatchRunner:
             run(batch, items)
             return
         except Exception as caught:
-            no_memory = _out_of_memory(caught)
+            no_memory = out_of_memory(caught)
             if not no_memory:
                 logger.exception("a batch of %d has failed", len(items))
         # Here the exception is gone, and with it the tensors that its traceback held.
-        gc.collect()
-        self._check_device()
+        free_memory(self._model.device)
         if len(items) == 1:
             self._fail(items[0], _failure(no_memory))
             return
@@ -148,14 +143,6 @@ class BatchRunner:
         for part in parts:
             batch.moved_at = time.monotonic()
             self._attempt(batch, part, run)
-
-    def _check_device(self) -> None:
-        try:
-            if self._model.device.type == "cuda":
-                torch.cuda.empty_cache()
-            torch.ones(2, device=self._model.device).sum().item()
-        except Exception as error:
-            raise DeviceLost(str(error)) from error
 
     def _fail(self, item: Job | Row, error: RequestError) -> None:
         job = item.job if isinstance(item, Row) else item
@@ -168,20 +155,29 @@ class BatchRunner:
             if row.job.request.want_prompt_tokens and row.sequence.prompt_logprobs is None:
                 known = row.job.rows[0].sequence.prompt_logprobs
                 row.sequence.prompt_logprobs = known or prompt_logprobs(self._model, row.job.prompt_ids)
-        inputs = padded([row.job.prompt_ids + row.token_ids for row in rows], self._model)
+                batch.moved_at = time.monotonic()
+        # Rows that have finished are padded along with the others, and must not leave the model's context either.
+        while rows:
+            self._generate_within(batch, rows)
+            rows = [row for row in rows if not row.done]
+
+    def _generate_within(self, batch: Batch, rows: list[Row]) -> None:
+        """Generate until all rows have ended, or the longest has come to the end of the context."""
+        texts = [row.job.prompt_ids + row.token_ids for row in rows]
+        room = self._model.max_model_len - max(map(len, texts))
+        wanted = max(row.sequence.limit - len(row.token_ids) for row in rows)
         steps = _Steps(batch, rows, self._model, self._post)
         self._model.model.generate(
-            **inputs,
+            **padded(texts, self._model),
             generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=max(row.sequence.limit - len(row.token_ids) for row in rows),
-                pad_token_id=self._model.pad_token_id,
+                do_sample=False, max_new_tokens=min(wanted, room), pad_token_id=self._model.pad_token_id
             ),
             logits_processor=LogitsProcessorList([steps.choose]),
             stopping_criteria=StoppingCriteriaList([steps.stopped]),
         )
         for row in rows:
-            if not row.done:
+            ended = row.sequence.limit <= len(row.token_ids) or not steps.count
+            if ended and not row.done:
                 self._fail(row, GenerationFailed("generation ended before the sequence did"))
 
     def _search(self, batch: Batch, jobs: list[Job]) -> None:
@@ -208,9 +204,12 @@ class _Steps:
 
     def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Callable[[Step], None]) -> None:
         self._batch, self._rows, self._model, self._post = batch, rows, model, post
+        self.count = 0
+        """Steps so far."""
 
     def choose(self, input_ids: Any, scores: Any) -> Any:
         """Have each unfinished sequence choose its token, and leave `generate` nothing else to choose."""
+        self.count += 1
         open_places = [place for place, row in enumerate(self._rows) if not row.done]
         chosen = [self._model.pad_token_id] * len(self._rows)
         if open_places:
@@ -279,10 +278,3 @@ def _failure(no_memory: bool) -> GenerationFailed:
     if no_memory:
         return GenerationFailed("the request needs more memory than there is, even alone")
     return GenerationFailed("internal error while generating")
-
-
-def _out_of_memory(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # PyTorch has no class for running out of the host's memory.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -61,9 +61,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     try:
         tokenizer = _load_tokenizer(settings)
         check_kind(settings, _load_config(settings))
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            settings.model_id, output_loading_info=True, **arguments
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(settings.model_id, output_loading_info=True, **arguments)
     except EngineStartError:
         raise
     except Exception as error:

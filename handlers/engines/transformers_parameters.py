@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -93,6 +94,17 @@ class PreparedSampling:
         mask = torch.zeros(self.model.vocabulary_size, dtype=torch.bool)
         mask[list(prompt_ids)] = True
         return mask.to(self.model.device)
+
+
+async def prepare(request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel) -> PreparedSampling:
+    """Make `PreparedSampling`, in a thread where that takes more than a moment.
+
+    Raises:
+        InvalidParameter: the request asks for what cannot be done.
+    """
+    if request.sampling.bad_words:
+        return await asyncio.to_thread(PreparedSampling, request, prompt_ids, model)
+    return PreparedSampling(request, prompt_ids, model)
 
 
 def _check_bad_words(bad_words: Sequence[str]) -> None:

@@ -9,21 +9,41 @@ import torch
 
 from handlers.engines.transformers_model import TransformersModel
 
-_CHUNK = 256
-"""Tokens in one pass: the logits of all tokens of a long prompt together would take gigabytes."""
+_CHUNK_ON_CPU, _CHUNK_ON_GPU = 128, 512
+"""Tokens in one pass: others wait for it, and the logits of all tokens of a long prompt would take gigabytes."""
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+class PromptPass:
+    """One pass over a prompt for the log probabilities of its tokens but the first, in chunks."""
+
+    def __init__(self, model: TransformersModel, prompt_ids: Sequence[int]) -> None:
+        self._model, self._length = model, len(prompt_ids)
+        self._ids = torch.tensor([list(prompt_ids)], device=model.device)
+        self._chunk = _CHUNK_ON_CPU if model.device.type == "cpu" else _CHUNK_ON_GPU
+        self._cache: Any = None
+        self._place = 0
+        self.values: list[float] = []
+        """Of the tokens that have been read so far; the log probability of each given those before."""
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to be read."""
+        return self._place >= self._length - 1
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def read(self) -> None:
+        """Read the next chunk; blocks for as long as the model takes."""
+        begin, end = self._place, min(self._place + self._chunk, self._length - 1)
+        output = self._model.model(input_ids=self._ids[:, begin:end], past_key_values=self._cache, use_cache=True)
+        self._cache, self._place = output.past_key_values, end
+        logprobs = output.logits[0].float().log_softmax(dim=-1)
+        following = self._ids[0, begin + 1 : end + 1]
+        self.values += logprobs.gather(-1, following[:, None]).squeeze(-1).tolist()
+
+
 def prompt_logprobs(model: TransformersModel, prompt_ids: Sequence[int]) -> list[float]:
     """The log probability of each token of the prompt but the first, given those before; one pass over the prompt."""
-    values: list[float] = []
-    cache: Any = None
-    ids = torch.tensor([list(prompt_ids)], device=model.device)
-    for begin in range(0, len(prompt_ids) - 1, _CHUNK):
-        end = min(begin + _CHUNK, len(prompt_ids) - 1)
-        output = model.model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logprobs = output.logits[0].float().log_softmax(dim=-1)
-        following = ids[0, begin + 1 : end + 1]
-        values += logprobs.gather(-1, following[:, None]).squeeze(-1).tolist()
-    return values
+    reading = PromptPass(model, prompt_ids)
+    while not reading.done:
+        reading.read()
+    return reading.values

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from handlers.engines.protocol import Sink
+from handlers.engines.protocol import Generation, Sink
 from handlers.engines.transformers_batching import Row
-from handlers.engines.transformers_model import TransformersModel
-from handlers.engines.transformers_prompt import prompt_logprobs
+from handlers.engines.transformers_parameters import PreparedSampling
 from handlers.engines.transformers_sampling import Choice, TokenChooser
 from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.errors import GenerationFailed, RequestError
 from handlers.meter import Meter
-from handlers.request import GenerationRequest, TokenDelta
+from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
-
-
-class SharedPrompt:
-    """The prompt of a request's sequences."""
-
-    def __init__(self, model: TransformersModel, ids: list[int]) -> None:
-        self.model = model
-        self.ids = ids
-        self._logprobs: Sequence[float] | None = None
-
-    def logprobs(self) -> Sequence[float]:
-        """The log probabilities of its tokens but the first; computed once, in the thread that runs the model."""
-        if self._logprobs is None:
-            self._logprobs = prompt_logprobs(self.model, self.ids)
-        return self._logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +38,12 @@ class RunningSequence:
     """
 
     def __init__(
-        self, name: str, request: GenerationRequest, prompt: SharedPrompt, index: int, sink: Sink, meter: Meter
+        self, name: str, prepared: PreparedSampling, prompt_ids: list[int], index: int, sink: Sink, meter: Meter
     ) -> None:
         self.name = name
-        self.chooser = TokenChooser(request, prompt.ids, prompt.model, index)
-        self._text = GeneratedSequence(request, prompt.ids, prompt.model, index)
-        self.limit = self._text.limit
-        self._prompt = prompt
-        self._prompt_logprobs_due = request.want_prompt_tokens
+        self.chooser = TokenChooser(prepared, index)
+        self.text = GeneratedSequence(prepared.request, prompt_ids, prepared.model, index)
+        self.prompt_ids = prompt_ids
         self._sink, self._meter = sink, meter
         self.ended = False
         """Nothing more reaches the sink."""
@@ -74,15 +55,12 @@ class RunningSequence:
         if isinstance(choice, RequestError):
             return Progress(self, None, error=choice)
         try:
-            if self._prompt_logprobs_due:
-                self._prompt_logprobs_due = False
-                self._text.prompt_logprobs = self._prompt.logprobs()
-            delta = self._text.add(choice)
+            delta = self.text.add(choice)
         except Exception:
             # An exception here would end the engine's loop and with it every other request.
             logger.exception("request %s: internal error while handling a token", self.name)
             return Progress(self, None, error=GenerationFailed("internal error while handling a token"))
-        token_id = choice.token_id if self._text.finish_reason is None else None
+        token_id = choice.token_id if self.text.finish_reason is None else None
         return Progress(self, token_id, delta, queue_seconds=row.queue_seconds)
 
     def deliver(self, progress: Progress, now: float) -> None:
@@ -131,3 +109,33 @@ class RunningSequence:
             meter.time_to_first_token.observe(now - self._started_at)
             meter.queue_time.observe(queue_seconds)
         self.last_at = now
+
+
+class CountedBeams:
+    """A beam search as a client sees it, for the meter: one prompt, and a sequence for each beam."""
+
+    def __init__(self, sink: Sink, width: int, meter: Meter) -> None:
+        self._sink, self._open, self._meter = sink, width, meter
+        self.search: Generation | None = None
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """See `Sink`."""
+        if delta.sequence == 0:
+            self._meter.prompt_tokens += delta.prompt_token_count
+        self._open -= 1
+        self._meter.finished_requests += 1
+        self._meter.tokens += delta.token_count
+        self._sink.on_delta(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        """See `Sink`."""
+        self._meter.failed_requests += self._open
+        self._open = 0
+        self._sink.on_error(error)
+
+    def cancel(self) -> None:
+        """See `Generation`."""
+        self._meter.aborted_requests += self._open
+        self._open = 0
+        if self.search is not None:
+            self.search.cancel()

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from handlers.engines.transformers_model import TransformersModel
-from handlers.errors import GenerationFailed, InvalidParameter, RequestError
-from handlers.request import GenerationRequest, SamplingParameters
+from handlers.engines.transformers_parameters import PreparedSampling
+from handlers.errors import GenerationFailed, RequestError
+from handlers.request import SamplingParameters
 
 logger = logging.getLogger(__name__)
 
-MAX_BAD_WORD_TOKENS = 1024
-"""Of all bad words together: they are compared one by one at each token."""
 _LOWEST_TEMPERATURE = 0.01
 """Below it vLLM takes 0.01, since the quotients would overflow."""
-_NUCLEUS = 256
+_NUCLEI = (256, 8192)
 """So many of the most probable tokens are looked at before the whole vocabulary is sorted."""
 _NEVER = -math.inf
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
+"""Of a random number whose logarithm is taken: neither infinite nor 0."""
 
 
 class Choice(msgspec.Struct, gc=False):
@@ -42,35 +42,27 @@ class Choice(msgspec.Struct, gc=False):
 class TokenChooser:
     """Chooses the next token of one sequence; keeps the generated ids, the penalties' counts and the seed's generator.
 
-    The random numbers come from a generator of its own, so that a seeded sequence is the same in any batch; the
+    The random numbers come from a generator of its own, so that a seeded sequence draws the same ones in any batch; the
     sequences of one request have different ones.
-
-    Raises:
-        InvalidParameter: the request asks for what cannot be done.
     """
 
-    def __init__(
-        self, request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel, sequence: int = 0
-    ) -> None:
-        check_request(request, model)
-        self._sampling = request.sampling
-        self._model = model
+    def __init__(self, prepared: PreparedSampling, sequence: int = 0) -> None:
+        request, s = prepared.request, prepared.request.sampling
+        self._sampling, self._prepared = s, prepared
         self._ids: list[int] = []
         self.top_tokens = request.top_tokens
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
         self.wants_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
-        self._generator = None if self._sampling.greedy else _generator(self._sampling.seed, sequence)
-        self._bad_words = _bad_word_ids(self._sampling.bad_words, model.tokenizer)
-        self._device = model.device
-        self._ending = sorted({*self._sampling.stop_token_ids, *model.eos_token_ids})
-        self._forbidden = self._forbidden_mask()
-        self._bias = self._bias_vector()
-        self._seen, self._counts = self._penalty_state(prompt_ids)
+        device = prepared.model.device
+        self._generator = None if s.greedy else _generator(s.seed, sequence, device)
+        self._seen = None if prepared.in_prompt is None else prepared.in_prompt.clone()
+        counting = self._seen is not None or s.presence_penalty or s.frequency_penalty
+        self._counts = torch.zeros(prepared.model.vocabulary_size, device=device) if counting else None
         self._adjusts = bool(
-            self._bad_words
-            or self._sampling.min_tokens
-            or self._forbidden is not None
-            or self._bias is not None
+            prepared.bad_words
+            or s.min_tokens
+            or prepared.forbidden is not None
+            or prepared.bias is not None
             or self._counts is not None
         )
 
@@ -114,18 +106,18 @@ class TokenChooser:
         return tuple(zip(ids.tolist(), (values - total).tolist(), strict=True))
 
     def _adjusted(self, raw: Any) -> Any:
-        s = self._sampling
+        s, prepared = self._sampling, self._prepared
         logits = raw.clone()
-        if self._forbidden is not None:
-            logits.masked_fill_(self._forbidden, _NEVER)
-        for words in self._bad_words:
+        if prepared.forbidden is not None:
+            logits.masked_fill_(prepared.forbidden, _NEVER)
+        for words in prepared.bad_words:
             begin = len(words) - 1
             if begin == 0 or self._ids[-begin:] == words[:-1]:
                 logits[words[-1]] = _NEVER
-        if self._bias is not None:
-            logits += self._bias
+        if prepared.bias is not None:
+            logits += prepared.bias
         if len(self._ids) < s.min_tokens:
-            logits[self._ending] = _NEVER
+            logits[prepared.ending] = _NEVER
         if self._seen is not None:
             punished = torch.where(logits > 0, logits / s.repetition_penalty, logits * s.repetition_penalty)
             logits = torch.where(self._seen, punished, logits)
@@ -135,61 +127,15 @@ class TokenChooser:
         return logits
 
     def _sample(self, logits: Any) -> int:
+        """A race: each token's time is exponentially distributed with its probability as the rate; the first wins.
+
+        As in vLLM. Every token has a random number of its own, so that rounding, which differs between batches, matters
+        only where it changes the order of the first two; in a walk over the summed probabilities it would move all.
+        """
         weights = _weights(logits, self._sampling)
-        # In the order of the ids, not of the probabilities: rounding that differs between batches hardly moves it.
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-        drawn = torch.rand((), generator=self._generator, dtype=torch.float64).item() * cumulative[-1].item()
-        index = int((cumulative <= drawn).sum())
-        return index if index < len(weights) else int(weights.argmax())
-
-    def _forbidden_mask(self) -> Any:
-        allowed = self._sampling.allowed_token_ids
-        if allowed is None:
-            return None
-        mask = torch.ones(self._model.vocabulary_size, dtype=torch.bool)
-        mask[list(allowed)] = False
-        return mask.to(self._device)
-
-    def _bias_vector(self) -> Any:
-        if not self._sampling.logit_bias:
-            return None
-        bias = torch.zeros(self._model.vocabulary_size)
-        for token_id, value in self._sampling.logit_bias.items():
-            bias[token_id] = value
-        return bias.to(self._device)
-
-    def _penalty_state(self, prompt_ids: Sequence[int]) -> tuple[Any, Any]:
-        s, size = self._sampling, self._model.vocabulary_size
-        seen = counts = None
-        if s.repetition_penalty != 1.0:
-            seen = torch.zeros(size, dtype=torch.bool)
-            seen[list(prompt_ids)] = True
-            seen = seen.to(self._device)
-        if seen is not None or s.presence_penalty or s.frequency_penalty:
-            counts = torch.zeros(size, device=self._device)
-        return seen, counts
-
-
-def check_request(request: GenerationRequest, model: TransformersModel) -> None:
-    """Refuse what cannot be done, or would be an index beyond the model's vocabulary.
-
-    Raises:
-        InvalidParameter: it names the parameter.
-    """
-    s = request.sampling
-    if request.adapter is not None:
-        raise InvalidParameter("adapter", "cannot be used: the transformers engines serve no adapters")
-    if request.priority:
-        raise InvalidParameter("priority", "cannot be used: the transformers engines serve requests in their order")
-    if s.allowed_token_ids is not None and not s.allowed_token_ids:
-        raise InvalidParameter("allowed_token_ids", "must not be empty")
-    if request.top_tokens > model.vocabulary_size:
-        raise InvalidParameter("top_n_tokens", f"must be at most {model.vocabulary_size}, got {request.top_tokens}")
-    _check_ids("stop_token_ids", s.stop_token_ids, model)
-    _check_ids("allowed_token_ids", s.allowed_token_ids or (), model)
-    _check_ids("logit_bias", s.logit_bias or (), model)
-    if isinstance(request.prompt, tuple):
-        _check_ids("prompt", request.prompt, model)
+        # Several times as fast on a CPU as `exponential_`.
+        times = torch.empty_like(weights).uniform_(generator=self._generator).clamp_(_LEAST, _MOST).log_().neg_()
+        return int((weights / times).argmax())
 
 
 def choose_rows(choosers: Sequence[TokenChooser], logits: Any) -> list[Choice | RequestError]:
@@ -265,12 +211,21 @@ def _weights(logits: Any, s: SamplingParameters) -> Any:
 
 def _nucleus(probabilities: Any, mass: float) -> Any:
     """The fewest tokens whose probabilities sum up to `mass`, most probable first; always one."""
-    size = len(probabilities)
-    values, ids = probabilities.topk(min(_NUCLEUS, size))
-    if len(values) < size and values.sum().item() < mass:
-        values, ids = probabilities.sort(descending=True)
+    values, ids = _most_probable(probabilities, mass)
     count = int((values.cumsum(dim=-1) < mass).sum()) + 1
     return torch.zeros_like(probabilities).index_copy_(0, ids[:count], values[:count])
+
+
+def _most_probable(probabilities: Any, mass: float) -> tuple[Any, Any]:
+    """Some of the most probable tokens, best first, whose probabilities sum up to `mass`; all of them if need be."""
+    for size in _NUCLEI:
+        if size >= len(probabilities):
+            break
+        values, ids = probabilities.topk(size)
+        if values.sum().item() >= mass:
+            return values, ids
+    values, ids = probabilities.sort(descending=True)
+    return values, ids
 
 
 def _typical(probabilities: Any, mass: float) -> Any:
@@ -285,35 +240,10 @@ def _typical(probabilities: Any, mass: float) -> Any:
     return torch.zeros_like(probabilities).index_copy_(0, kept, probabilities[kept])
 
 
-def _generator(seed: int | None, sequence: int) -> torch.Generator:
-    generator = torch.Generator()
+def _generator(seed: int | None, sequence: int, device: Any) -> torch.Generator:
+    generator = torch.Generator(device)
     if seed is None or seed == -1:  # vLLM takes -1 as none
         generator.seed()
     else:
         generator.manual_seed((seed + sequence) % 2**64)
     return generator
-
-
-def _bad_word_ids(bad_words: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Each word's token ids as vLLM finds them: at the beginning of a text, and after a blank where that differs."""
-    words: list[list[int]] = []
-    for word in bad_words:
-        ids = list(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        if not ids:
-            raise InvalidParameter("bad_words", f"must hold words of at least one token, got {word!r}")
-        words.append(ids)
-        after_blank = list(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
-        if after_blank and after_blank[0] != ids[0] and len(after_blank) == len(ids):
-            words.append(after_blank)
-    count = sum(map(len, words))
-    if count > MAX_BAD_WORD_TOKENS:
-        raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")
-    return words
-
-
-def _check_ids(name: str, token_ids: Collection[int], model: TransformersModel) -> None:
-    wrong = next((i for i in token_ids if not 0 <= i < model.vocabulary_size), None)
-    if wrong is not None:
-        raise InvalidParameter(
-            name, f"must hold token ids below the vocabulary's size ({model.vocabulary_size}), got {wrong}"
-        )

@@ -8,42 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from handlers.daemon_thread import in_daemon_thread
+from handlers.engines import transformers_tryout
 from handlers.engines.beam_search import submit_beam_search
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
-from handlers.engines.transformers_batching import ContinuousBatching, Row
-from handlers.engines.transformers_cache import CACHE_ARGUMENTS, batching_config
-from handlers.engines.transformers_model import (
-    TransformersModel,
-    integer_argument,
-    load_model,
-    source,
-    warn_of_arguments_without_effect,
+from handlers.engines.transformers_batching import NO_MEMORY, ContinuousBatching, Row
+from handlers.engines.transformers_cache import (
+    CACHE_ARGUMENTS,
+    batching_config,
+    check_one_device,
+    fitted,
+    max_top_tokens,
 )
-from handlers.engines.transformers_running import Progress, RunningSequence, SharedPrompt
+from handlers.engines.transformers_model import load_model, warn_of_arguments_without_effect
+from handlers.engines.transformers_parameters import PreparedSampling, check_prompt, check_request, prepare
+from handlers.engines.transformers_prompt import PromptPass
+from handlers.engines.transformers_running import CountedBeams, Progress, RunningSequence
 from handlers.engines.transformers_sampling import choose_rows
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest, SamplingParameters, Token, TokenDelta
+from handlers.request import BeamSearch, GenerationRequest, Token
 
 logger = logging.getLogger(__name__)
 
 _SUBMITS_PER_TURN = 16
 """After so many sequences others get their turn on the event loop."""
-_MAX_TOP_TOKENS = 20
-"""As vLLM's `max_logprobs`, and by the same option."""
 _WATCH_SECONDS = 0.25
+_STUCK_SECONDS = 30.0
+"""What a step may take beyond predict_timeout; then the thread counts as lost."""
 _STOP_SECONDS = 5.0
 """What the step in progress may take when the engine is stopped; its thread does not hold up the process."""
 
@@ -55,71 +57,104 @@ class SchedulerEngine:
         self._settings = settings
         self._ids = itertools.count()
         self._running: dict[str, RunningSequence] = {}
-        self.meter = Meter()
+        self._readings: set[asyncio.Task[None]] = set()
+        self._batching: ContinuousBatching | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._dead: str | None = None
         self._stopped = False
+        self.meter = Meter()
 
     async def start(self) -> None:
-        """See `Engine.start`. Ends with a first token, so that a model that cannot be run is found here."""
+        """See `Engine.start`. Ends with first tokens, so that a model that cannot be run is found here."""
         started = time.monotonic()
         self._loop = asyncio.get_running_loop()
+        self._one_reads = asyncio.Lock()
         limit = self._settings.model_loading_timeout
         try:
-            await asyncio.wait_for(in_daemon_thread(self._load), limit)
-            await self._try_out(limit)
-        except TimeoutError:
-            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
-        except EngineStartError:
-            raise
-        except Exception as error:
+            await asyncio.wait_for(self._load_and_try_out(), limit)
+        except BaseException as error:
+            if self._batching is not None:
+                self._batching.stop(0.0)
+            if isinstance(error, TimeoutError):
+                raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+            if isinstance(error, EngineStartError) or not isinstance(error, Exception):
+                raise
             raise EngineStartError(f"transformers cannot serve {self._settings.model_id}: {error}") from error
         self.meter = Meter()
         self._watchdog = asyncio.create_task(self._watch())
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
-    def _load(self) -> None:
+    async def _load_and_try_out(self) -> None:
+        self._batching = batching = await in_daemon_thread(self._load)
+        if self._stopped:
+            raise EngineStartError("the engine was stopped while it was loading")
+        # The manager's thread inherits being a daemon from the one that starts it.
+        await in_daemon_thread(batching.start)
+        await self._try_out(batching)
+
+    def _load(self) -> ContinuousBatching:
         warn_of_arguments_without_effect(self._settings, CACHE_ARGUMENTS | {"max_logprobs"})
         model = load_model(self._settings)
-        _check_one_device(model)
-        self._batching = ContinuousBatching(model, batching_config(self._settings, model), self)
-        self._model = _fitted(model, self._batching.capacity, self._settings)
+        check_one_device(model)
+        # Before the manager changes the model's attention.
+        self._reference = transformers_tryout.reference(model)
+        batching = ContinuousBatching(model, batching_config(self._settings, model), self)
+        self._model = fitted(model, batching.capacity, self._settings)
         self._prompts = PromptTokenizer(model.tokenizer, self._model.max_model_len)
         self.max_model_len = self._model.max_model_len
-        self.max_top_tokens = _max_top_tokens(self._settings, model.vocabulary_size)
+        self.max_top_tokens = max_top_tokens(self._settings, model.vocabulary_size)
         self.eos_token_ids = model.eos_token_ids
         self.tokenizer = model.tokenizer
-        # The manager's thread inherits being a daemon from this one.
-        self._batching.start()
+        return batching
 
-    async def _try_out(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._generate_one(), seconds)
-        except BaseException:
-            self._batching.stop(0.0)
-            raise
-
-    async def _generate_one(self) -> None:
-        token_id = min(self._model.eos_token_ids, default=0)
-        request = GenerationRequest(
-            request_id="start", prompt=(token_id,), sampling=SamplingParameters(max_tokens=1, ignore_eos=True)
-        )
-        first = _FirstToken(self._loop.create_future())
-        await self.submit(request, first)
-        while not first.done.done():
-            await asyncio.wait([first.done], timeout=_WATCH_SECONDS)
-            if (failure := self._batching.failure) is not None:
-                raise EngineStartError(f"transformers cannot run {self._settings.model_id}: {failure}")
-        await first.done
+    async def _try_out(self, batching: ContinuousBatching) -> None:
+        answer = transformers_tryout.Answer()
+        with contextlib.suppress(EngineDead):
+            await self._submit(self._reference.request(), answer, self.meter)
+        while not answer.ended.is_set() and batching.failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(answer.ended.wait(), _WATCH_SECONDS)
+        if batching.failure is not None:
+            cause = await in_daemon_thread(lambda: batching.cause(_STOP_SECONDS))
+            raise EngineStartError(f"transformers cannot run {self._settings.model_id}: {cause}")
+        if answer.error is not None:
+            raise answer.error
+        if not self._reference.agrees(answer.token_ids):
+            raise EngineStartError(
+                f"transformers' continuous batching gives other tokens of {self._settings.model_id} than the model by "
+                "itself; option.rolling_batch=disable runs it"
+            )
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`."""
         self._check_alive()
+        check_request(request, self._model)
         if request.beam_search is not None:
-            return await submit_beam_search(self, request, request.beam_search, sink)
+            return await self._submit_beam_search(request, request.beam_search, sink)
+        generation = await self._submit(request, sink, self.meter)
+        self.meter.started_requests += 1
+        self.meter.prompt_tokens += len(generation.sequences[0].prompt_ids)
+        return generation
+
+    async def _submit_beam_search(self, request: GenerationRequest, beam_search: BeamSearch, sink: Sink) -> Generation:
+        counted = CountedBeams(sink, beam_search.width, self.meter)
+        steps = Meter()  # what the search asks of the engine is no prompt of a client
+
+        async def submit(step: GenerationRequest, answer: Sink) -> Generation:
+            return await self._submit(step, answer, steps)
+
+        counted.search = await submit_beam_search(self, request, beam_search, counted, submit)
+        self.meter.started_requests += 1
+        return counted
+
+    async def _submit(self, request: GenerationRequest, sink: Sink, meter: Meter) -> _SchedulerGeneration:
         if request.top_tokens > self.max_top_tokens:
             raise InvalidParameter(
                 "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
             )
-        prompt = SharedPrompt(self._model, await self.prompt_token_ids(request))
+        prompt_ids = await self.prompt_token_ids(request)
+        prepared = await prepare(request, prompt_ids, self._model)
+        self._check_alive()
         generation = _SchedulerGeneration(self)
         target = sink
         if request.candidates > 1:
@@ -128,27 +163,87 @@ class SchedulerEngine:
             for index in range(request.candidates):
                 if index % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
-                generation.sequences.append(self._add(request, prompt, index, target))
+                sequence = self._sequence(prepared, prompt_ids, index, target, meter)
+                generation.sequences.append(sequence)
+                if not request.want_prompt_tokens:
+                    self._add(sequence)
         except BaseException:
             generation.cancel()
             raise
-        self.meter.started_requests += 1
-        self.meter.prompt_tokens += len(prompt.ids)
+        if request.want_prompt_tokens:
+            self._start_reading(list(generation.sequences))
         return generation
 
-    def _add(self, request: GenerationRequest, prompt: SharedPrompt, index: int, sink: Sink) -> RunningSequence:
-        name = f"{next(self._ids)}-{request.request_id}"
-        sequence = RunningSequence(name, request, prompt, index, sink, self.meter)
+    def _sequence(
+        self, prepared: PreparedSampling, prompt_ids: list[int], index: int, sink: Sink, meter: Meter
+    ) -> RunningSequence:
+        name = f"{next(self._ids)}-{prepared.request.request_id}"
+        sequence = RunningSequence(name, prepared, prompt_ids, index, sink, meter)
         # Registered first: the manager's thread may choose its first token before `add` returns.
         self._running[name] = sequence
-        if not self._batching.add(name, prompt.ids, sequence.limit):
-            self._running.pop(name, None)
-            raise EngineDead
         return sequence
 
-    def _check_alive(self) -> None:
-        if self._stopped or self._batching.failure is not None:
+    def _add(self, sequence: RunningSequence) -> None:
+        if self._batching is None or not self._batching.add(sequence.name, sequence.prompt_ids, sequence.text.limit):
+            self._running.pop(sequence.name, None)
             raise EngineDead
+
+    def _start_reading(self, sequences: list[RunningSequence]) -> None:
+        task = asyncio.create_task(self._read_prompt(sequences))
+        self._readings.add(task)
+        task.add_done_callback(self._readings.discard)
+
+    async def _read_prompt(self, sequences: list[RunningSequence]) -> None:
+        """Find the prompt's log probabilities, a chunk before each of the manager's steps; then add the sequences."""
+        error: RequestError | None = None
+        try:
+            reading = PromptPass(self._model, sequences[0].prompt_ids)
+            async with self._one_reads:  # each has a KV cache of its own
+                while not reading.done and not all(sequence.ended for sequence in sequences):
+                    await self._between_steps(reading.read)
+                    for sequence in sequences:
+                        sequence.last_at = time.monotonic()
+            for sequence in sequences:
+                if not sequence.ended:
+                    sequence.text.prompt_logprobs = reading.values
+                    self._add(sequence)
+        except RequestError as caught:
+            error = caught
+        except Exception:
+            logger.exception("request %s: the prompt's log probabilities have failed", sequences[0].name)
+            error = GenerationFailed("internal error while reading the prompt")
+        if error is not None:
+            for sequence in sequences:
+                self.discard(sequence)
+                sequence.fail(error)
+
+    async def _between_steps(self, work: Callable[[], None]) -> None:
+        """Wait until the manager's thread has done `work`; raises what that raises."""
+        done = asyncio.Event()
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                errors.append(error)
+            self._on_loop(done.set)
+
+        if self._batching is None:
+            raise EngineDead
+        self._batching.between_steps(run)
+        await done.wait()
+        if errors:
+            raise errors[0]
+
+    def _check_alive(self) -> None:
+        if self._stopped or self._failure() is not None:
+            raise EngineDead
+
+    def _failure(self) -> str | None:
+        if self._dead is not None or self._batching is None:
+            return self._dead
+        return self._batching.failure
 
     # ------------------------------------------------------------------ in the manager's thread
 
@@ -192,24 +287,39 @@ class SchedulerEngine:
         sequence = self._running.pop(request_id, None)
         if sequence is None:
             return
-        if self._batching.failure is not None:
+        if self._failure() is not None:
             sequence.fail(EngineDead())
+            return
+        if error == NO_MEMORY:
+            sequence.fail(GenerationFailed(error))
             return
         logger.error("request %s: transformers has given up on it: %s", request_id, error)
         sequence.fail(GenerationFailed("the engine reported an internal error for this request"))
 
     def discard(self, sequence: RunningSequence) -> None:
         """Free what a sequence has in the engine, if it has not ended there."""
-        if self._running.pop(sequence.name, None) is not None:
+        if self._running.pop(sequence.name, None) is not None and self._batching is not None:
             self._batching.cancel(sequence.name)
 
     async def _watch(self) -> None:
         """See to it that no client waits for ever: not for a dead engine, nor for one that gives it no token."""
-        while (failure := self._batching.failure) is None:
+        moved_at = time.monotonic()
+        while (failure := self._failure()) is None:
             await asyncio.sleep(_WATCH_SECONDS)
             self._end_overdue()
+            moved_at = self._moved_at(moved_at)
+            if time.monotonic() - moved_at > self._settings.predict_timeout + _STUCK_SECONDS:
+                self._dead = "the engine has died: a step does not end"
         logger.error("transformers' continuous batching has died: %s", failure)
         self._fail_all(EngineDead())
+
+    def _moved_at(self, before: float) -> float:
+        """When the manager last had nothing to do, or began a step."""
+        if self._batching is None:
+            return before
+        status = self._batching.status()
+        idle = status.running_requests == status.waiting_requests == 0
+        return time.monotonic() if idle else max(before, self._batching.stepped_at)
 
     def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
@@ -223,10 +333,14 @@ class SchedulerEngine:
         for sequence in list(self._running.values()):
             sequence.fail(error)
         self._running.clear()
+        for task in self._readings:
+            task.cancel()
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """See `Engine.prompt_token_ids`."""
-        return await self._prompts.token_ids(request)
+        token_ids = await self._prompts.token_ids(request)
+        check_prompt(token_ids, self._model)
+        return token_ids
 
     def tokenize(self, text: str) -> Sequence[int]:
         """See `Engine.tokenize`."""
@@ -243,22 +357,26 @@ class SchedulerEngine:
         """See `Engine.health`."""
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
-        if self._batching.failure is not None:
+        if self._dead is not None:
+            return EngineHealth(False, self._dead)
+        if self._failure() is not None:
             return EngineHealth(False, "the engine has died")
         return EngineHealth(True)
 
     def status(self) -> EngineStatus:
         """See `Engine.status`."""
-        return self._batching.status()
+        return EngineStatus(0, 0, 0.0) if self._batching is None else self._batching.status()
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
+        """See `Engine.stop`. While the model is being loaded, `start` ends with an error once that is done."""
         if self._stopped:
             return
         self._stopped = True
-        self._watchdog.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
-        await in_daemon_thread(lambda: self._batching.stop(_STOP_SECONDS))
+        if (batching := self._batching) is not None:
+            await in_daemon_thread(lambda: batching.stop(_STOP_SECONDS))
 
 
 class _SchedulerGeneration:
@@ -271,47 +389,3 @@ class _SchedulerGeneration:
             if sequence.abort():
                 self._engine.discard(sequence)
         self.sequences.clear()
-
-
-class _FirstToken:
-    """Waits for the token that the engine starts with."""
-
-    def __init__(self, done: asyncio.Future[None]) -> None:
-        self.done = done
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def on_error(self, error: RequestError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-
-def _check_one_device(model: TransformersModel) -> None:
-    places = set(map(str, (getattr(model.model, "hf_device_map", None) or {}).values()))
-    if len(places) > 1:
-        raise EngineStartError(
-            f"option.device_map put the model on {', '.join(sorted(places))}: continuous batching keeps its KV cache "
-            "on one device; option.rolling_batch=disable can use several"
-        )
-
-
-def _fitted(model: TransformersModel, capacity: int, settings: ModelSettings) -> TransformersModel:
-    """The model with a context that the KV cache can hold."""
-    if capacity >= model.max_model_len:
-        return model
-    if "max_model_len" in settings.engine_arguments:
-        raise EngineStartError(
-            f"{source(settings, 'max_model_len')}: the KV cache holds {capacity} tokens, fewer than "
-            f"{model.max_model_len}; lower it, or give the cache more memory"
-        )
-    logger.warning("the KV cache holds %d tokens: the context is cut to that from %d", capacity, model.max_model_len)
-    return dataclasses.replace(model, max_model_len=capacity)
-
-
-def _max_top_tokens(settings: ModelSettings, vocabulary_size: int) -> int:
-    wanted = integer_argument(settings, "max_logprobs", -1)
-    if wanted is None:
-        return _MAX_TOP_TOKENS
-    return vocabulary_size if wanted < 0 else min(wanted, vocabulary_size)

@@ -27,6 +27,7 @@ class TokenTexts:
             self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special)
         self._window = context
         self._known = len(self._window)
+        self._hidden = frozenset(tokenizer.all_special_ids) if skip_special else frozenset()
         # Only where special tokens are shown can there be blanks between them to leave out.
         self._joined: Mapping[int, str] = {} if spaces or skip_special else _added_tokens(tokenizer)
         self._after_added = False
@@ -53,6 +54,8 @@ class TokenTexts:
 
     def _step_slow(self, token_id: int) -> str:
         """Decode with the tokens before, since a token's text may depend on them."""
+        if token_id in self._hidden:
+            return ""  # it has no text, and a row of such tokens would make the window grow and grow
         self._window.append(token_id)
         before, whole = self._decode(self._window[: self._known]), self._decode(self._window)
         if whole.endswith("\ufffd") or len(whole) <= len(before):

@@ -133,6 +133,7 @@ class VllmEngine:
         if self._stopped or self._llm.errored:
             raise EngineDead
         if request.beam_search is not None:
+            self._translator.check(request)
             return await submit_beam_search(self, request, request.beam_search, sink)
         token_ids = await self.prompt_token_ids(request)
         params = self._translator.sampling_params(request, len(token_ids))

@@ -36,7 +36,7 @@ class SamplingTranslator:
         Raises:
             InvalidRequest: vLLM would refuse it, or it would harm the engine.
         """
-        self._check(request)
+        self.check(request)
         s = request.sampling
         room = self.max_model_len - prompt_length
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
@@ -71,7 +71,8 @@ class SamplingTranslator:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
 
-    def _check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
+        """Raises InvalidParameter for a token id that the vocabulary does not have, or too many of them."""
         s = request.sampling
         self._check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS)
         self._check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -77,6 +78,11 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it has not come about in time"
         await asyncio.sleep(0.02)
+
+
+def held_requests(engine: SchedulerEngine) -> set[str]:
+    assert engine._batching is not None
+    return engine._batching.held_requests()
 
 
 async def started(settings: ModelSettings) -> SchedulerEngine:
@@ -203,7 +209,7 @@ async def test_beam_search_finds_what_generate_finds(engine: SchedulerEngine, re
 
 
 async def test_a_cancelled_request_leaves_nothing_in_the_engine_and_its_peers_go_on(engine: SchedulerEngine) -> None:
-    await until(lambda: not engine._batching.held_requests())
+    await until(lambda: not held_requests(engine))
     gone, stays = Recorder(), Recorder()
     generation = await engine.submit(request_for(PROMPTS[1], max_tokens=400, ignore_eos=True), gone)
     await engine.submit(request_for(PROMPTS[0], ignore_eos=True), stays)
@@ -217,7 +223,7 @@ async def test_a_cancelled_request_leaves_nothing_in_the_engine_and_its_peers_go
     assert len(gone.deltas) == heard
     assert gone.errors == []
     assert engine.status().waiting_requests == 0
-    assert engine._batching.held_requests() == set()
+    assert held_requests(engine) == set()
     assert engine.meter.aborted_requests == aborted + 1
     assert "".join(delta.text for delta in stays.deltas) == (await answer(engine, PROMPTS[0], ignore_eos=True)).text
 
@@ -350,6 +356,217 @@ async def test_a_request_without_a_token_in_time_fails_and_is_freed(sample_model
         assert (await answer(engine, PROMPTS[0])).text
     finally:
         await engine.stop()
+
+
+async def test_a_step_that_runs_out_of_memory_ends_its_own_requests_alone(sample_model: Path) -> None:
+    engine = await started(settings_for(sample_model))
+    try:
+        expected = (await answer(engine, PROMPTS[0])).ids
+        failing = engine._model.model.register_forward_pre_hook(lambda *_: no_memory())
+        failed = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS[:3]), return_exceptions=True)
+        failing.remove()
+        assert [type(error) for error in failed] == [GenerationFailed] * 3
+        assert "memory ran out" in str(failed[0])
+        await until(lambda: engine.status().running_requests == 0)
+        assert held_requests(engine) == set()
+        assert engine.health().alive
+        assert (await answer(engine, PROMPTS[0])).ids == expected
+    finally:
+        await engine.stop()
+
+
+def no_memory() -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+async def test_an_engine_whose_step_never_ends_is_dead(sample_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from handlers.engines import transformers_scheduler
+
+    monkeypatch.setattr(transformers_scheduler, "_STUCK_SECONDS", 0.5)
+    engine = await started(replace(settings_for(sample_model), predict_timeout=0.5))
+    released = threading.Event()
+    hanging = engine._model.model.register_forward_pre_hook(lambda *_: released.wait(30) and None)
+    try:
+        with pytest.raises(GenerationFailed, match="no token within predict_timeout"):
+            await answer(engine, PROMPTS[0])
+        await until(lambda: not engine.health().alive)
+        assert engine.health().reason == "the engine has died: a step does not end"
+        with pytest.raises(EngineDead):
+            await answer(engine, PROMPTS[0])
+    finally:
+        released.set()
+        hanging.remove()
+        await engine.stop()
+
+
+async def test_an_engine_without_work_is_not_taken_for_dead(
+    sample_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from handlers.engines import transformers_scheduler
+
+    monkeypatch.setattr(transformers_scheduler, "_STUCK_SECONDS", 0.0)
+    engine = await started(replace(settings_for(sample_model), predict_timeout=2.0))
+    try:
+        await asyncio.sleep(2.6)
+        assert (await answer(engine, PROMPTS[0])).text
+        assert engine.health().alive
+    finally:
+        await engine.stop()
+
+
+async def test_a_text_with_a_token_that_the_model_does_not_have_is_refused(engine: SchedulerEngine) -> None:
+    with pytest.raises(InvalidRequest, match="token id 49152"):
+        await answer(engine, (1, 49152, 2))
+    assert engine.health().alive
+    assert (await answer(engine, PROMPTS[0])).text
+
+
+async def test_log_probabilities_of_a_prompt_are_the_same_beside_others_which_go_on(engine: SchedulerEngine) -> None:
+    prompt = tuple(range(1000, 1400))
+    fields: dict[str, Any] = {"want_prompt_tokens": True, "want_logprobs": True, "max_tokens": 2, "ignore_eos": True}
+    alone = (await answer(engine, prompt, **fields)).deltas[0].prompt_tokens
+    other = Recorder()
+    generation = await engine.submit(request_for(PROMPTS[1], max_tokens=400, ignore_eos=True), other)
+    await until(lambda: bool(other.deltas))
+    submitted = asyncio.create_task(answer(engine, prompt, **fields))
+    heard = len(other.deltas)
+    beside = (await submitted).deltas[0].prompt_tokens
+    assert len(other.deltas) - heard >= 4, "a step between the chunks"
+    generation.cancel()
+    assert alone is not None
+    assert beside is not None
+    assert [token.logprob for token in beside[1:]] == pytest.approx([token.logprob for token in alone[1:]], abs=1e-3)
+
+
+async def test_with_eager_attention_tokens_and_prompt_log_probabilities_are_the_same(
+    engine: SchedulerEngine, sample_model: Path
+) -> None:
+    fields: dict[str, Any] = {"want_prompt_tokens": True, "want_logprobs": True, "max_tokens": 6}
+    expected = await answer(engine, PROMPTS[1], **fields)
+    eager = await started(settings_for(sample_model, attn_implementation="eager"))
+    try:
+        given = await answer(eager, PROMPTS[1], **fields)
+        again = await answer(eager, PROMPTS[1], **fields)
+    finally:
+        await eager.stop()
+    assert given.ids == again.ids == expected.ids
+    assert [t.logprob for t in prompt_of(given)[1:]] == pytest.approx(
+        [t.logprob for t in prompt_of(expected)[1:]], abs=1e-3
+    )
+
+
+def prompt_of(given: Answer) -> list[Token]:
+    tokens = given.deltas[0].prompt_tokens
+    assert tokens is not None
+    return tokens
+
+
+async def test_a_request_that_is_cancelled_while_its_prompt_is_read_leaves_nothing(engine: SchedulerEngine) -> None:
+    gone = Recorder()
+    aborted = engine.meter.aborted_requests
+    request = request_for(tuple(range(1000, 1400)), want_prompt_tokens=True)
+    (await engine.submit(request, gone)).cancel()
+    await until(lambda: not engine._readings)
+    assert (gone.deltas, gone.errors, engine._running) == ([], [], {})
+    assert engine.meter.aborted_requests == aborted + 1
+
+
+async def test_the_meter_counts_a_beam_search_as_one_prompt_and_its_beams_as_sequences(engine: SchedulerEngine) -> None:
+    meter = engine.meter
+    before = (meter.started_requests, meter.finished_requests, meter.prompt_tokens, meter.tokens)
+    given = await answer(engine, PROMPTS[0], beam_search=BeamSearch(width=3), max_tokens=4)
+    counts = [delta.token_count for delta in given.deltas]
+    prompt = given.deltas[0].prompt_token_count
+    after = (meter.started_requests, meter.finished_requests, meter.prompt_tokens, meter.tokens)
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 3, prompt, sum(counts)]
+
+
+async def test_a_beam_that_a_stop_token_ends_does_not_show_it_unless_asked(engine: SchedulerEngine) -> None:
+    search: dict[str, Any] = {"beam_search": BeamSearch(width=3), "max_tokens": 6}
+    free = (await answer(engine, PROMPTS[0], **search)).deltas[0]
+    stop = free.tokens[2]
+    search["stop_token_ids"] = (stop.id,)
+    hidden = stopped_with(stop.id, await answer(engine, PROMPTS[0], **search))
+    shown = stopped_with(stop.id, await answer(engine, PROMPTS[0], include_stop_str_in_output=True, **search))
+    assert hidden.text == "".join(token.text for token in hidden.tokens[:-1])
+    assert shown.text == hidden.text + stop.text
+    late = await answer(engine, PROMPTS[0], min_tokens=4, **search)
+    assert all(delta.token_count > 4 for delta in late.deltas)
+
+
+def stopped_with(token_id: int, given: Answer) -> TokenDelta:
+    return next(delta for delta in given.deltas if delta.tokens[-1].id == token_id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"), [({"adapter": "a"}, "adapter"), ({"stop_token_ids": (10**6,)}, "stop_token_ids")]
+)
+async def test_a_beam_search_with_what_cannot_be_done_is_refused(
+    engine: SchedulerEngine, fields: dict[str, Any], parameter: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=parameter):
+        await answer(engine, PROMPTS[0], beam_search=BeamSearch(width=2), **fields)
+
+
+async def test_a_model_with_attention_of_its_own_is_refused_and_what_runs_it_is_named(
+    tmp_path: Path, sample_model: Path
+) -> None:
+    import torch
+    from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    BloomForCausalLM(BloomConfig(vocab_size=49152, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(sample_model).save_pretrained(tmp_path)
+    with pytest.raises(EngineStartError, match=r"BloomForCausalLM.*option\.rolling_batch=disable runs it"):
+        await started(settings_for(tmp_path))
+
+
+async def test_an_engine_that_gives_other_tokens_than_the_model_is_refused(
+    sample_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from handlers.engines import transformers_tryout
+
+    def of_another_model(model: Any) -> Any:
+        true = transformers_tryout.Reference(tuple(range(100, 112)), ())
+        shifted = model.model(input_ids=torch.tensor([true.prompt_ids])).logits[0, -1].detach().flip(0)
+        return replace(true, logits=(shifted,) * 4)
+
+    import torch
+
+    monkeypatch.setattr(transformers_tryout, "reference", of_another_model)
+    with pytest.raises(EngineStartError, match="gives other tokens"):
+        await started(settings_for(sample_model))
+
+
+async def test_a_model_whose_first_pass_fails_is_refused_with_the_cause(
+    sample_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from handlers.engines import transformers_scheduler
+    from handlers.engines.transformers_cache import batching_config
+
+    def failing(settings: ModelSettings, model: Any) -> Any:
+        model.model.register_forward_pre_hook(lambda *_: no_kernel())
+        return batching_config(settings, model)
+
+    monkeypatch.setattr(transformers_scheduler, "batching_config", failing)
+    with pytest.raises(EngineStartError, match="no kernel for this device"):
+        await started(settings_for(sample_model))
+
+
+def no_kernel() -> None:
+    raise RuntimeError("no kernel for this device")
+
+
+async def test_an_engine_that_is_stopped_while_it_loads_says_so(sample_model: Path) -> None:
+    from handlers.engines.transformers_scheduler import SchedulerEngine
+
+    engine = SchedulerEngine(settings_for(sample_model))
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineStartError, match="stopped while it was loading"):
+        await starting
+    assert not engine.health().alive
 
 
 async def test_a_model_that_cannot_be_loaded_is_refused_with_its_cause(tmp_path: Path) -> None:

@@ -107,6 +107,17 @@ def test_draining_gives_back_all_that_waits() -> None:
     assert queue.due_in() is None
 
 
+def test_discarding_all_of_a_long_queue_takes_no_time() -> None:
+    queue, _ = queue_of(*[(1, "a")] * 20_000, size=10**6)
+    items = queue.drain()
+    for item in items:
+        queue.put(item, item.key)
+    started = time.monotonic()
+    assert all(queue.discard(item) for item in reversed(items))
+    assert time.monotonic() - started < 1.0
+    assert queue.due_in() is None
+
+
 Step = tuple[str, int, str, float]
 """What happens, to an item of which weight and key, after how many seconds."""
 STEPS = st.lists(

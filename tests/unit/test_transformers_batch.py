@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,22 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from handlers.engines import transformers_batch
+from handlers.engines import transformers_batch, transformers_generate
 from handlers.engines.protocol import EngineStartError, Generation
 from handlers.engines.stream import generate
 from handlers.engines.transformers_batch import BatchEngine
@@ -188,7 +199,7 @@ async def test_a_list_longer_than_the_batch_size_runs_in_several_batches(directo
 async def test_requests_with_different_parameters_are_batched_apart(directory: Path, forward: Forward) -> None:
     others = [
         SamplingParameters(max_tokens=12, ignore_eos=True, logit_bias={5: 1.0}),
-        SamplingParameters(max_tokens=11, ignore_eos=True),
+        SamplingParameters(max_tokens=12, ignore_eos=True, temperature=0.5),
         TWELVE,
     ]
     async with engine_with(directory) as engine:
@@ -199,6 +210,22 @@ async def test_requests_with_different_parameters_are_batched_apart(directory: P
             request_for("searched", beam_search=BeamSearch(width=2)),
         )
     assert sorted(forward.batch_sizes) == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.asyncio
+async def test_requests_that_differ_in_seed_and_limit_alone_run_as_one_batch(directory: Path, forward: Forward) -> None:
+    samplings = [
+        SamplingParameters(max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=seed)
+        for tokens, seed in ((3, 1), (9, 2), (9, None), (1, 1))
+    ]
+    requests = [request_for(prompt, sampling) for prompt, sampling in zip(PROMPTS, samplings, strict=False)]
+    seeded = [request for request in requests if request.sampling.seed is not None]
+    alone = await texts_alone(directory, *seeded)
+    forward.inputs.clear()
+    async with engine_with(directory) as engine:
+        got = await texts(engine, *requests)
+    assert [got[0], got[1], got[3]] == alone
+    assert forward.batch_sizes == [4]
 
 
 @pytest.mark.asyncio
@@ -290,6 +317,118 @@ async def test_a_prompt_near_the_end_of_the_context_gets_the_tokens_that_fit(dir
             )
         assert (near[0].token_count, far[0].token_count) == (5, CONTEXT - 20)
         assert near[0].finish_reason is far[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+async def test_a_sequence_that_has_filled_the_context_does_not_break_those_that_go_on(
+    directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(load_learned_positions(directory, kind), max_model_len=32)
+    failures: list[Any] = []
+    monkeypatch.setattr(transformers_batch, "load_model", lambda _: model)
+    monkeypatch.setattr(transformers_generate.logger, "exception", lambda *message: failures.append(message))
+    requests = [request_for(p, SamplingParameters(max_tokens=20, ignore_eos=True)) for p in ("s", "mid" * 6, "l" * 29)]
+    alone = await texts_alone(directory, *requests)
+    async with engine_with(directory) as engine:
+        answers = await asyncio.gather(*(answer(engine, request) for request in requests))
+    assert [deltas[0].token_count for deltas in answers] == [20, 14, 3]
+    assert ["".join(delta.text for delta in deltas) for deltas in answers] == alone
+    assert not failures
+
+
+def load_learned_positions(directory: Path, kind: str) -> TransformersModel:
+    """A model that has no position beyond 32."""
+    common: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    size = load_model(settings(directory)).vocabulary_size
+    torch.manual_seed(3)
+    model: Any
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2, n_positions=32, initializer_range=0.4, **common)
+        )
+    else:
+        model = OPTForCausalLM(
+            OPTConfig(
+                vocab_size=size,
+                hidden_size=32,
+                ffn_dim=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=32,
+                word_embed_proj_dim=32,
+                init_std=0.4,
+                **common,
+            )
+        )
+    return replace(load_model(settings(directory)), model=model.eval())
+
+
+@pytest.mark.asyncio
+async def test_a_text_with_a_token_that_the_model_does_not_have_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(settings(directory))
+    model.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    monkeypatch.setattr(transformers_batch, "load_model", lambda _: model)
+    async with engine_with(directory) as engine:
+        good, refused = await texts(engine, request_for("good"), request_for("say [PAD]"))
+    assert isinstance(good, str)
+    assert isinstance(refused, InvalidRequest)
+    assert f"token id {model.vocabulary_size}" in refused.message
+
+
+@pytest.mark.asyncio
+async def test_the_meter_counts_prompts_that_start_and_sequences_that_finish(directory: Path) -> None:
+    sampling = SamplingParameters(max_tokens=3, ignore_eos=True, temperature=1.0, seed=1)
+    async with engine_with(directory) as engine:
+        await answer(engine, request_for("several", sampling, sequences=4, candidates=4))
+        await answer(engine, request_for("beams", TWELVE, beam_search=BeamSearch(width=3)))
+        meter = engine.meter
+    assert (meter.started_requests, meter.finished_requests, meter.failed_requests) == (2, 7, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_beam_does_not_end_before_min_tokens(directory: Path, tiny: TransformersModel) -> None:
+    search = BeamSearch(width=2)
+    async with engine_with(directory) as engine:
+        free = await answer(engine, request_for("beam", beam_search=search))
+        stop = free[0].text[:1]
+        by_text = SamplingParameters(max_tokens=12, min_tokens=6, ignore_eos=True, stop=(stop,))
+        by_token = SamplingParameters(
+            max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=tuple(tiny.tokenizer.encode(stop))
+        )
+        for sampling in (by_text, by_token):
+            found = await answer(engine, request_for("beam", sampling, beam_search=search))
+            assert all(delta.token_count > 6 for delta in found)
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_gets_its_turn_while_many_sequences_are_made(directory: Path) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    sampling = SamplingParameters(max_tokens=1, temperature=1.0, bad_words=("ab", "cd"))
+    async with engine_with(directory) as engine:
+        counting = asyncio.create_task(others())
+        generation = await engine.submit(request_for("many", sampling, sequences=256, candidates=256), Recorder())
+        counting.cancel()
+        generation.cancel()
+    assert turns >= 16
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(EngineStartError, match=r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(settings(tmp_path / "broken"))
 
 
 @pytest.mark.asyncio
@@ -534,9 +673,9 @@ async def test_a_running_request_that_is_cancelled_leaves_the_others_alone(direc
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("fields", [{}, {"beam_search": BeamSearch(width=2)}])
+@pytest.mark.parametrize(("fields", "sequences"), [({}, 1), ({"beam_search": BeamSearch(width=2)}, 2)])
 async def test_a_batch_stops_when_all_its_requests_are_gone(
-    directory: Path, forward: Forward, fields: dict[str, Any]
+    directory: Path, forward: Forward, fields: dict[str, Any], sequences: int
 ) -> None:
     running: list[Generation] = []
     loop = asyncio.get_running_loop()
@@ -555,7 +694,7 @@ async def test_a_batch_stops_when_all_its_requests_are_gone(
         running += [await engine.submit(request_for(prompt, **fields), Recorder()) for prompt in PROMPTS]
         await until(lambda: len(forward.inputs) >= 3)
         assert await text(engine, request_for("next", SamplingParameters(max_tokens=1)))
-        assert engine.meter.aborted_requests == 5
+        assert engine.meter.aborted_requests == 5 * sequences
     assert len(forward.inputs) == 4
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
+from handlers.engines.transformers_parameters import PreparedSampling, check_prompt
 from handlers.engines.transformers_sampling import Choice, TokenChooser, _weights, choose_rows
-from handlers.errors import GenerationFailed, InvalidParameter
+from handlers.errors import GenerationFailed, InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
 from tests.unit.test_transformers_sequence import END, MODEL, SEP, ids
 
@@ -30,7 +32,7 @@ def chooser(prompt_ids: tuple[int, ...] = (1, 2, 3), sequence: int = 0, **fields
     request = GenerationRequest(
         request_id="r", **{"prompt": prompt_ids, **request_fields}, sampling=SamplingParameters(**fields)
     )
-    return TokenChooser(request, prompt_ids, MODEL, sequence)
+    return TokenChooser(PreparedSampling(request, prompt_ids, MODEL), sequence)
 
 
 def token(value: Choice | Any) -> int:
@@ -80,6 +82,14 @@ def test_a_wide_nucleus_is_found_beyond_the_tokens_that_are_looked_at_first() ->
     row = torch.zeros(4000)
     weights = _weights(row, SamplingParameters(temperature=1.0, top_p=0.5))
     assert len(kept(weights)) in (2000, 2001)
+
+
+@pytest.mark.parametrize("mass", [0.001, 0.2, 0.9])
+def test_a_nucleus_of_any_width_is_that_of_transformers(mass: float) -> None:
+    row = torch.randn(20_000, generator=torch.Generator().manual_seed(4)) * 0.3
+    weights = _weights(row, SamplingParameters(temperature=1.0, top_p=mass))
+    expected = finite(TopPLogitsWarper(mass)(None, row[None])[0])
+    assert len(kept(weights) ^ expected) <= 2, "rounding of a sum over thousands of tokens"
 
 
 def test_penalties_are_vllms() -> None:
@@ -207,12 +217,53 @@ def test_one_sequence_without_a_choice_fails_alone() -> None:
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
         ({"allowed_token_ids": (-1,)}, "allowed_token_ids"),
         ({"logit_bias": {SIZE: 1.0}}, "logit_bias"),
-        ({"prompt": (SIZE,)}, "prompt"),
         ({"bad_words": (" ",)}, "bad_words"),
         ({"bad_words": ("x" * 2000,)}, "bad_words"),
+        ({"bad_words": ("x",) * 2000}, "bad_words"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         chooser(**fields)
     assert refused.value.parameter == parameter
+
+
+@pytest.mark.parametrize("wrong", [SIZE, -1])
+def test_a_prompt_with_a_token_that_the_model_does_not_have_is_refused(wrong: int) -> None:
+    check_prompt([0, SIZE - 1], MODEL)
+    with pytest.raises(InvalidRequest, match=f"token id {wrong}"):
+        check_prompt([0, wrong, 1], MODEL)
+
+
+def test_rounding_hardly_ever_changes_what_a_seed_draws() -> None:
+    size, draws = 2000, 300
+    row = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 3
+    noise = torch.randn(draws, size, generator=torch.Generator().manual_seed(2)) * 0.01
+    sampling = SamplingParameters(temperature=1.0, seed=5)
+    prepared = PreparedSampling(
+        GenerationRequest(request_id="r", prompt=(1,), sampling=sampling), (1,), replace(MODEL, vocabulary_size=size)
+    )
+    exact, rounded = TokenChooser(prepared), TokenChooser(prepared)
+    changed = sum(exact.choose(row).token_id != rounded.choose(row + noise[i]).token_id for i in range(draws))
+    assert changed <= draws // 50
+
+
+def test_the_sequences_of_a_request_share_what_was_prepared_but_not_what_they_have_seen() -> None:
+    sampling = SamplingParameters(bad_words=("ab",), logit_bias={3: 1.0}, repetition_penalty=2.0)
+    prepared = PreparedSampling(GenerationRequest(request_id="r", prompt=(1, 2), sampling=sampling), (1, 2), MODEL)
+    first, second = TokenChooser(prepared, 0), TokenChooser(prepared, 1)
+    row = torch.full((SIZE,), 2.0)
+    before = second._adjusted(row)
+    first.remember(9)
+    assert torch.equal(second._adjusted(row), before)
+    assert first._adjusted(row)[9] == 1.0
+
+
+def test_bad_words_are_refused_by_their_length_before_they_are_tokenized() -> None:
+    class Untouched:
+        def encode(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("it has been asked to tokenize")
+
+    request = GenerationRequest(request_id="r", prompt=(1,), sampling=SamplingParameters(bad_words=("x" * 10**6,)))
+    with pytest.raises(InvalidParameter, match="characters together"):
+        PreparedSampling(request, (1,), replace(MODEL, tokenizer=Untouched()))

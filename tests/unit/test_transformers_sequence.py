@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from handlers.engines.transformers_model import TransformersModel
 from handlers.engines.transformers_sampling import Choice
 from handlers.engines.transformers_sequence import GeneratedSequence
-from handlers.engines.transformers_text import StopStrings
+from handlers.engines.transformers_text import StopStrings, TokenTexts
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 
 
@@ -163,6 +163,28 @@ def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held
     assert delta.prompt_tokens is not None
     assert [(token.text, token.logprob) for token in delta.prompt_tokens] == [("P", None), (":", -2.0)]
     assert delta.text == ""
+
+
+class SlowTokenizer:
+    """The same tokens as those of `MODEL`, without the decoder of `tokenizers`; counts what it decodes."""
+
+    def __init__(self) -> None:
+        self.all_special_ids = [END, SEP]
+        self.added_tokens_decoder: dict[int, str] = {}
+        self.most = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        self.most = max(self.most, len(token_ids))
+        text: str = MODEL.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def test_with_a_slow_tokenizer_hidden_tokens_in_a_row_cost_no_more_and_more() -> None:
+    tokenizer = SlowTokenizer()
+    texts = TokenTexts(tokenizer, PROMPT, skip_special=True, spaces=True)
+    pieces = [texts.add(token_id) for token_id in [*ids("a"), *[SEP] * 200, *ids("é!")]]
+    assert "".join(pieces) == "aé!"
+    assert tokenizer.most < 20
 
 
 PIECES = st.lists(st.text("abc", max_size=3), max_size=12)

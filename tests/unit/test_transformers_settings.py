@@ -11,12 +11,14 @@ import torch
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.transformers_cache import batching_config
+from handlers.engines.transformers_checks import check_kind, check_rope, check_weights
 from handlers.engines.transformers_model import (
     TransformersModel,
     _check_quantization,
     _longest_context,
     _max_model_len,
     _model_arguments,
+    _pad_token_id,
     boolean_argument,
     integer_argument,
 )
@@ -156,3 +158,56 @@ def test_a_quantization_that_the_weights_do_not_have_is_refused(method: str) -> 
         _check_quantization(settings({"quantization": method}), plain)
     _check_quantization(settings({"quantization": method}), quantized)
     _check_quantization(settings({"quantization": "bitsandbytes"}), plain)
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "expected"), [(5, 2, 5), (100, 2, 2), (None, 2, 2), (None, 100, 0), (-1, None, 0)]
+)
+def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int | None, expected: int) -> None:
+    assert _pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos), 100) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder model"),
+        ({"model_type": "bert", "is_decoder": False}, "an encoder"),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        check_kind(settings(), SimpleNamespace(**config))
+
+
+def test_decoders_are_not_refused() -> None:
+    check_kind(settings(), SimpleNamespace(model_type="bert", is_decoder=True, is_encoder_decoder=False))
+    check_kind(settings(), SimpleNamespace(model_type="llama", is_encoder_decoder=False))
+
+
+def test_a_checkpoint_without_all_weights_is_refused_by_their_names() -> None:
+    check_weights(settings(), {"missing_keys": set(), "mismatched_keys": set()})
+    with pytest.raises(EngineStartError, match=r"lacks weights: a, b, c and 2 more"):
+        check_weights(settings(), {"missing_keys": set("edcba")})
+    with pytest.raises(EngineStartError, match=r"wrong shape: head"):
+        check_weights(settings(), {"missing_keys": set(), "mismatched_keys": {("head", (2, 3), (3, 2))}})
+
+
+@pytest.mark.parametrize(
+    ("rope", "trained"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),
+        ({"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic", "factor": 2.0}}, 128),
+    ],
+)
+def test_a_context_in_which_batch_mates_change_the_text_is_refused(rope: dict[str, Any], trained: int) -> None:
+    config = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
+    check_rope(settings(), config, trained)
+    with pytest.raises(EngineStartError, match=rf"set option\.max_model_len={trained}"):
+        check_rope(settings(), config, trained + 1)
+
+
+def test_rope_that_is_the_same_for_all_lengths_is_not_refused() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    check_rope(settings(), SimpleNamespace(max_position_embeddings=256, rope_parameters=rope), 256)
+    check_rope(settings(), SimpleNamespace(max_position_embeddings=256), 256)
