@@ -135,7 +135,7 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         assert last["details"]["finish_reason"] == "error"
         assert time.monotonic() - killed < 1.0 + 1.0, "a second, and one for a busy machine"
         assert server.ping() == 500
-        assert server.client.get("/ping").json() == {"model": {"status": "FAILED"}}
+        assert server.client.get("/ping").json() == {"model": {"status": "FAILED", "reason": "the engine has died"}}
         assert server.invoke("Once").status_code == 500
 
 
@@ -176,7 +176,8 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
 @pytest.mark.parametrize(
     ("options", "environment", "exit_code", "message"),
     [
-        ({"model_id": "{broken}"}, {}, 1, "the model cannot be served: vLLM cannot load"),
+        ({"model_id": "{broken}", "rolling_batch": "vllm"}, {}, 1, "the model cannot be served: vLLM cannot load"),
+        ({"model_id": "{broken}"}, {}, 1, "the model cannot be served: transformers cannot load"),
         ({"max_model_len": "many"}, {}, 1, "option.max_model_len"),
         ({}, {"OPTION_GPU_MEMORY_UTILIZATION": "lots"}, 1, "OPTION_GPU_MEMORY_UTILIZATION"),
         ({"model_id": "/nowhere/at/all"}, {}, 2, "option.model_id"),
