@@ -12,13 +12,13 @@ from container import model_location as location
 from container import options
 from container.devices import device_groups, gpu_count
 from container.handler_options import OPTIONS, assignments
+from container.option_parsers import TRUE
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
 from handlers.model_settings import HandlerSettings
 
 _BY_DEVICE = {"min_workers": "minWorkers", "max_workers": "maxWorkers"}
-_TRUE = frozenset({"true", "1", "yes", "on"})
 
 
 def handler_settings(
@@ -50,7 +50,7 @@ def handler_settings(
 def is_offline(sources: Sources) -> bool:
     """Whether packages are to be installed without an index (lmi.md 2.15)."""
     offline = sources.variables.get("DJL_OFFLINE")
-    return offline is not None and offline.text.strip().lower() in _TRUE
+    return offline is not None and offline.text.strip().lower() in TRUE
 
 
 def _for_this_device(layer: Mapping[str, Value], device: str) -> dict[str, Value]:

@@ -14,7 +14,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_TRUE = frozenset({"true", "1", "yes", "on"})
+TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 
 
@@ -36,7 +36,7 @@ class Parser:
 
 def _boolean(text: str) -> bool:
     folded = text.lower()
-    if folded in _TRUE:
+    if folded in TRUE:
         return True
     if folded in _FALSE:
         return False

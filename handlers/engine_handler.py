@@ -12,7 +12,7 @@ from handlers.engines.protocol import Engine, Generation
 from handlers.errors import GenerationFailed, InvalidRequest, Overloaded, RequestError
 from handlers.formatter_thread import FormatterThread
 from handlers.reply import ReplyWriter, Running
-from handlers.request import GenerationRequest, TokenDelta
+from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,6 @@ class ContractHandler:
         return await self._handler.handle(self._contract, call, writer, self._thread)
 
 
-def _sequences(request: GenerationRequest) -> int:
-    """How many sequences a prompt has in the engine at a time."""
-    return request.beam_search.width if request.beam_search is not None else request.candidates
-
-
 _Formatted = tuple[list[tuple[int, TokenDelta, bytes]], BaseException | None]
 """What became of some deltas, up to an error."""
 
@@ -124,7 +119,7 @@ class _Delivery:
 
     async def submit(self) -> None:
         requests, engine = self._exchange.requests, self._handler.engine
-        sequences = sum(map(_sequences, requests))
+        sequences = sum(request.sequences_in_engine for request in requests)
         self._handler.admit(sequences)
         self._held = sequences
         for index, request in enumerate(requests):
@@ -182,7 +177,7 @@ class _Delivery:
             return
         if delta.last:
             self._open -= 1
-            self._release(_sequences(self._exchange.requests[prompt]))
+            self._release(self._exchange.requests[prompt].sequences_in_engine)
         if self._open == 0:
             self._finish(data)
         elif data:

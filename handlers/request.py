@@ -103,6 +103,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     priority: int = 0
 
+    @property
+    def sequences_in_engine(self) -> int:
+        """How many sequences the engine has of it at a time."""
+        return self.beam_search.width if self.beam_search is not None else self.candidates
+
 
 class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.engines.token_ids import check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
 
@@ -99,11 +100,11 @@ class SamplingTranslator:
             InvalidRequest: naming what and why.
         """
         s = request.sampling
-        self._check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS)
-        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS)
-        self._check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS)
+        check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
+        check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
+        check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         if isinstance(request.prompt, tuple):
-            self._check_token_ids("prompt", request.prompt, self.max_model_len)
+            check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
         if s.typical_p < 1.0:
             raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist: TensorRT-LLM has none")
         if request.adapter is not None:
@@ -134,15 +135,6 @@ class SamplingTranslator:
                 raise InvalidParameter(
                     name, f"is ignored by this version of TensorRT-LLM; option.sampler_type={OLD_SAMPLER} applies it"
                 )
-
-    def _check_token_ids(self, name: str, token_ids: Collection[int], limit: int) -> None:
-        if len(token_ids) > limit:
-            raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
-        largest = max(token_ids, default=0)
-        if largest >= self.vocabulary_size:
-            raise InvalidParameter(
-                name, f"must hold token ids below the vocabulary's size ({self.vocabulary_size}), got {largest}"
-            )
 
     def _choice(self, s: SamplingParameters, sequence: int) -> dict[str, Any]:
         if s.greedy:

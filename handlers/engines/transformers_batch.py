@@ -104,7 +104,7 @@ class BatchEngine:
         self._check_alive()
         self.meter.started_requests += 1
         self.meter.prompt_tokens += len(prompt_ids)
-        self._waiting.put(job, _key(request), _weight(request))
+        self._waiting.put(job, _key(request), request.sequences_in_engine)
         return _Generation(self, job)
 
     def _check_alive(self) -> None:
@@ -295,8 +295,3 @@ def _key(request: GenerationRequest) -> bytes:
         request.candidates,
     )
     return msgspec.msgpack.encode(options)
-
-
-def _weight(request: GenerationRequest) -> int:
-    """How many sequences a request has in its batch."""
-    return request.beam_search.width if request.beam_search is not None else request.candidates

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 
+from handlers.engines.token_ids import check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
 
@@ -74,24 +74,14 @@ class SamplingTranslator:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidParameter for a token id that the vocabulary does not have, or too many of them."""
         s = request.sampling
-        self._check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS)
-        self._check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS)
-        self._check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS)
+        check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
+        check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
+        check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         if isinstance(request.prompt, tuple):
-            self._check_token_ids("prompt", request.prompt, self.max_model_len)
+            check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
         if request.top_tokens > self.max_top_tokens:
             raise InvalidParameter(
                 "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
-            )
-
-    def _check_token_ids(self, name: str, token_ids: Collection[int], limit: int) -> None:
-        if len(token_ids) > limit:
-            raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
-        # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
-        largest = max(token_ids, default=0)
-        if largest >= self.vocabulary_size:
-            raise InvalidParameter(
-                name, f"must hold token ids below the vocabulary's size ({self.vocabulary_size}), got {largest}"
             )
 
     def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 from handlers.reply import ReplyWriter
 from handlers.workers.errors import invalid_status, is_status
+from handlers.workers.parts import Part, failure_of
 from handlers.workers.response_headers import response_headers
-from handlers.workers.runtime.messages import OutputMessage
+from handlers.workers.runtime.messages import OutputMessage, Properties
 
 
 def reply_of(output: OutputMessage, body: bytes | None = None) -> Reply:
@@ -60,6 +63,20 @@ class Delivery:
             reply = reply_of(self._head, b"")
             self.writer.start(reply.status, reply.content_type, reply.headers)
         self.writer.write(data)
+
+    def accept(self, part: Part, properties: Properties, write: Callable[[bytes], None]) -> None:
+        """A part of an answer; one that has nothing to send adds headers only. `write` sends what is not the last."""
+        if not self.started:
+            merged = dict(self._head.properties) | dict(properties)
+            self.prepare(OutputMessage(properties=tuple(merged.items())))
+        if not part.data and not part.last:
+            return
+        if part.code is not None:
+            self.fail(failure_of(part, self._head.properties), part.failure)
+        elif part.last:
+            self.end(part.data.encode())
+        else:
+            write(part.data.encode())
 
     def end(self, data: bytes = b"") -> None:
         """The last part of the body."""

@@ -11,8 +11,8 @@ from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.contracts.protocol import Reply
 from handlers.workers.batch_messages import prefixed
 from handlers.workers.job import Job
-from handlers.workers.parts import Part, failure_of
-from handlers.workers.runtime.messages import InputMessage, OutputMessage, Properties
+from handlers.workers.parts import Part
+from handlers.workers.runtime.messages import InputMessage, Properties, data_of
 
 logger = logging.getLogger("handlers.workers")
 
@@ -53,27 +53,14 @@ class RollingRequest:
         if self.seen:
             return prefixed(index, InputMessage((), (("data", b""),)))
         message = self.job.message
-        contents = OutputMessage(contents=message.contents)
-        return prefixed(
-            index, InputMessage(message.properties, (("data", contents.data), ("seed", self._seed.encode())))
-        )
+        contents = (("data", data_of(message.contents)), ("seed", self._seed.encode()))
+        return prefixed(index, InputMessage(message.properties, contents))
 
     def accept(self, part: Part, headers: Properties) -> None:
         """What a step has answered for it."""
         self.seen, self.last = True, part.last
-        delivery = self.job.delivery
-        if not delivery.started:
-            named = {"Content-Type": part.content_type} if part.content_type else {}
-            merged = dict(delivery.head.properties) | named | dict(headers)
-            delivery.prepare(OutputMessage(properties=tuple(merged.items())))
-        if not part.data and not part.last:
-            return
-        if part.code is not None:
-            delivery.fail(failure_of(part, delivery.head.properties), part.failure)
-        elif part.last:
-            delivery.end(part.data.encode())
-        else:
-            self._write(part.data.encode())
+        named = (("Content-Type", part.content_type),) if part.content_type else ()
+        self.job.delivery.accept(part, (*named, *headers), self._write)
 
     def _write(self, data: bytes) -> None:
         delivery = self.job.delivery

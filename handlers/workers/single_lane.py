@@ -11,7 +11,7 @@ from handlers.workers.errors import front_end_reply
 from handlers.workers.flow import Flow
 from handlers.workers.job import Job
 from handlers.workers.lane_settings import LaneSettings
-from handlers.workers.parts import Part, decode_part, failure_of
+from handlers.workers.parts import decode_part
 from handlers.workers.runtime.messages import OutputMessage
 from handlers.workers.watch import Watch
 from handlers.workers.worker import Worker
@@ -91,7 +91,7 @@ class _Run:
         if part is None:
             self._take(output)
         else:
-            self._take_part(output, part)
+            self._delivery.accept(part, output.properties, self._delivery.write)
 
     def on_chunk(self, chunk: bytes) -> None:
         """Called by the worker."""
@@ -125,20 +125,6 @@ class _Run:
             self._delivery.write(output.data)
         else:
             self._delivery.reply(reply_of(output))
-
-    def _take_part(self, output: OutputMessage, part: Part) -> None:
-        """A part of an async handler's answer; parts that have nothing to send add headers only."""
-        if not self._delivery.started:
-            merged = dict(self._delivery.head.properties) | dict(output.properties)
-            self._delivery.prepare(OutputMessage(properties=tuple(merged.items())))
-        if not part.data and not part.last:
-            return
-        if part.code is not None:
-            self._delivery.fail(failure_of(part, self._delivery.head.properties), part.failure)
-        elif part.last:
-            self._delivery.end(part.data.encode())
-        else:
-            self._delivery.write(part.data.encode())
 
     def _stalled(self) -> None:
         """A client that reads no more must not keep the worker from others."""

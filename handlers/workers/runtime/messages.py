@@ -37,10 +37,8 @@ class OutputMessage:
 
     @property
     def data(self) -> bytes:
-        """The body: the entry `data`, else the first, else nothing."""
-        return next(
-            (value for key, value in self.contents if key == "data"), self.contents[0][1] if self.contents else b""
-        )
+        """The body."""
+        return data_of(self.contents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +53,11 @@ class LoadOrder:
     """For the initializing call."""
     standing_properties: Properties
     """For every call."""
+
+
+def data_of(contents: Contents) -> bytes:
+    """The entry `data`, else the first, else nothing."""
+    return next((value for key, value in contents if key == "data"), contents[0][1] if contents else b"")
 
 
 def encode_input(message: InputMessage) -> bytes:
