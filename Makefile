@@ -54,7 +54,7 @@ image: ## Build the container image slipway:cpu or slipway:gpu (needs docker)
 lock: ## Renew requirements/*.txt (needs uv)
 	$(LOCK) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.in requirements/cpu.in -o requirements/cpu.txt
 	$(LOCK) --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.txt
-	$(LOCK) --python-platform x86_64-manylinux_2_28 requirements/dev.in -o requirements/dev.txt
+	$(LOCK) --python-platform x86_64-manylinux_2_28 --override requirements/dev-overrides.in requirements/dev.in -o requirements/dev.txt
 
 clean: ## Remove what the checks leave behind
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build

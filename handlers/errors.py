@@ -1,10 +1,15 @@
 """What can go wrong with a request, as a tree.
 
     RequestError                 the request ends; its contract says with which bytes
+    ├── UnknownModel             it names a model that is not served here
+    ├── NotServed                the model is here, but cannot be asked for this
+    ├── NotReady                 the model is loading, or the server is stopping
+    ├── BodyTooLarge             its body is larger than max_request_size
     ├── InvalidRequest           the client sent something wrong; nothing was generated
     │   └── InvalidParameter     ... in a generation parameter, which is named
     ├── Overloaded               the queue is full; to be tried again later
     ├── GenerationFailed         the engine gave up on this request alone
+    │   └── InternalError        ... or we did, by a fault of our own
     └── EngineDead               the engine is gone, with every request in it
 
 Messages are shown to clients: they name the field, the value and what is allowed, and hold no traceback or path.
@@ -19,6 +24,26 @@ class RequestError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+class UnknownModel(RequestError):
+    """The model, or the version of it, that the call names is not served here."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class NotServed(RequestError):
+    """What the call asks for cannot be had from this model, such as chat from an engine without it."""
+
+
+class NotReady(RequestError):
+    """No model that could answer: it is still loading, or the server is stopping."""
+
+
+class BodyTooLarge(RequestError):
+    """The request's body is larger than is allowed."""
 
 
 class InvalidRequest(RequestError):
@@ -39,6 +64,13 @@ class Overloaded(RequestError):
 
 class GenerationFailed(RequestError):
     """The engine could not go on with this request; others are not touched."""
+
+
+class InternalError(GenerationFailed):
+    """A fault in this server; the log has more under the request's id."""
+
+    def __init__(self) -> None:
+        super().__init__("internal error; the log has more under this request's id")
 
 
 class EngineDead(RequestError):

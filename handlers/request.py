@@ -27,6 +27,28 @@ class FinishReason(Enum):
     """The engine failed to go on."""
 
 
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text of an answer must be; exactly one of `choice` to `grammar` is set.
+
+    Enforced token by token by the engine. One that cannot do so refuses the request with `InvalidParameter`.
+    """
+
+    parameter: str
+    """What the client called it, for error messages."""
+    choice: tuple[str, ...] | None = None
+    """One of these texts, and then the end."""
+    json_schema: str | None = None
+    """A JSON document that is valid by this schema, which is itself JSON text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A text that the whole expression matches."""
+    grammar: str | None = None
+    """A text of this grammar, in the engine's EBNF."""
+    any_whitespace: bool = True
+    """JSON may have white space wherever JSON allows it; otherwise it is written on one line."""
+
+
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The union of the contracts' sampling parameters, every default explicit.
 
@@ -57,6 +79,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    constraint: Constraint | None = None
 
     @property
     def greedy(self) -> bool:
@@ -96,6 +119,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Deltas carry `tokens`, not text alone."""
     want_logprobs: bool = False
     """Tokens carry their log probability."""
+    want_ranks: bool = False
+    """Tokens carry their rank as well; only together with `want_logprobs`."""
     want_prompt_tokens: bool = False
     """The first delta carries the prompt's tokens with their log probabilities."""
     top_tokens: int = 0
@@ -120,6 +145,8 @@ class Token(msgspec.Struct, gc=False):
     special: bool = False
     top: tuple[Token, ...] = ()
     """The most probable tokens at this place, best first."""
+    rank: int | None = None
+    """Place among all tokens by probability, from 1; set where the request wants ranks."""
 
 
 class TokenDelta(msgspec.Struct, gc=False):
@@ -131,11 +158,11 @@ class TokenDelta(msgspec.Struct, gc=False):
     sequence: int = 0
     finish_reason: FinishReason | None = None
     prompt_token_count: int = 0
-    """Always set when `finish_reason` is."""
+    """Set on every delta."""
     token_count: int = 0
     """Tokens generated so far in this sequence."""
     cumulative_logprob: float | None = None
-    """Of the whole sequence, set with `finish_reason` where log probabilities were computed."""
+    """Of the sequence so far, set where log probabilities were computed."""
     prompt_tokens: list[Token] | None = None
     """On the first delta, if the request wants them."""
     last: bool = False

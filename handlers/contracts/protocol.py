@@ -6,7 +6,9 @@ A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from handlers.errors import RequestError
@@ -30,6 +32,11 @@ class Call:
     """All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count."""
     query: tuple[tuple[str, str], ...] = ()
     """Query parameters, decoded, in order."""
+    method: str = "POST"
+    path: str = ""
+    """As it came in, decoded, without the query."""
+    path_parameters: Mapping[str, str] = MappingProxyType({})
+    """What stands in the place of `{name}` in the route's path."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,163 @@
+"""What a family of clients is: its routes, declared in the file of its wire contract, and its own error bodies.
+
+The registration of all families is `handlers.families`; `container` makes an HTTP endpoint of each route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from handlers.contracts.protocol import Call, Contract, Reply
+from handlers.errors import NotReady, NotServed, RequestError
+from handlers.meter import Meter
+from handlers.model_settings import ModelSettings
+from handlers.request import Token
+
+State = Literal["starting", "ready", "failed", "draining", "stopped"]
+
+
+class SchedulerStatus(Protocol):
+    """The engine's account of itself; see `handlers.engines.protocol.EngineStatus`."""
+
+    @property
+    def running_requests(self) -> int:
+        """Sequences in the batch."""
+
+    @property
+    def waiting_requests(self) -> int:
+        """Sequences that wait for a place in it."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """From 0 to 1."""
+
+
+class LoadedModel(Protocol):
+    """A model as a contract may know it: its text side and its figures. Every engine is one."""
+
+    meter: Meter
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    max_top_tokens: int
+    eos_token_ids: frozenset[int]
+    tokenizer: Any
+    """Of Hugging Face's kind."""
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """Token ids of a prompt, special tokens included as the model wants them."""
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        """Tokens with texts which, joined, are the text of `token_ids`."""
+
+    def status(self) -> SchedulerStatus:
+        """The scheduler's last report."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """What a route that generates nothing may know of the model at this moment."""
+
+    settings: ModelSettings
+    state: State
+    reason: str
+    """Why it has failed; empty if it has not."""
+    started_at: float
+    """When the server was started, in seconds since the epoch."""
+    loaded: LoadedModel | None
+    """None until it is loaded, and where a custom handler generates."""
+    engine: str
+    """What runs it: "vllm", "scheduler", "dynamic_batch", "trtllm" or "python"."""
+    engine_version: str
+    max_requests: int
+    """Sequences that may run or wait at a time."""
+    abort: Callable[[str], None]
+    """Ends the calls with this request id, if there are any; their clients get an aborted answer."""
+
+    def text(self) -> LoadedModel:
+        """The loaded model.
+
+        Raises:
+            NotReady: it is not loaded.
+            NotServed: it has a handler of its own, and no tokenizer that we know.
+        """
+        if self.loaded is not None:
+            return self.loaded
+        if self.settings.handler is not None:
+            raise NotServed("this model has a handler of its own; only /invocations and /predictions reach it")
+        raise NotReady(f"model {self.settings.name} is not loaded yet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContractSetting:
+    """What a contract is made with."""
+
+    settings: ModelSettings
+    model: LoadedModel
+    overload_status: int
+    """LMI's status for a full queue (SERVING_THROTTLE_ERROR_HTTP_CODE); other contracts have their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What a route is for, as /openapi.json and /docs show it."""
+
+    summary: str
+    request: Mapping[str, Any] | None = None
+    """The JSON schema of the body; None where there is none."""
+    answers: Mapping[str, tuple[str, str, Mapping[str, Any] | None]] = field(default_factory=dict)
+    """Status to what it means, media type and JSON schema."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generates:
+    """A route on which text is generated."""
+
+    path: str
+    """With `{name}` for one segment, and `{name:int}` for one of digits."""
+    contract: Callable[[ContractSetting], Contract]
+    methods: tuple[str, ...] = ("POST",)
+    about: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tells:
+    """A route that tells something of the model, whatever its state, and generates nothing."""
+
+    path: str
+    tell: Callable[[Call, ModelView], Reply]
+    """May raise RequestError, which the family answers. Bodies of 256 KiB and more are read in a thread."""
+    methods: tuple[str, ...] = ("GET",)
+    where: str | None = None
+    """The route is meant only where the body's object has this field; another family's takes the rest."""
+    about: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwards:
+    """A route that goes to vLLM's own OpenAI server as it is."""
+
+    path: str
+    methods: tuple[str, ...] = ("POST",)
+
+
+Route = Generates | Tells | Forwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One kind of clients."""
+
+    name: str
+    routes: tuple[Route, ...]
+    refuse: Callable[[RequestError], Reply]
+    """Its error reply for anything in `handlers.errors`, on routes of all kinds."""
+    wrong_method: Callable[[Call], Reply]
+    """The reply where the path is one of the family's, but not with this method; the server adds `allow`."""
+    prefix: str | None = None
+    """Unknown paths below it are this family's as well ..."""
+    not_found: Callable[[Call], Reply] | None = None
+    """... and answered with this."""
