@@ -2,85 +2,190 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.routing import compile_path
 
+from container.docs_page import plain_page, swagger_assets, swagger_page
+from container.endpoint import Site
+from container.family_endpoints import family_endpoints
 from container.health import ping
-from container.inference import InferenceEndpoint
+from container.inference import invocations
 from container.lifecycle import Lifecycle
 from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
-from container.openapi import openapi_document, openapi_page
+from container.openapi import Document, openapi_document
 from container.settings import ServerSettings
+from handlers.contracts.family import Family
 from handlers.contracts.lmi_errors import JSON, front_end_error
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Call, Reply
+from handlers.families import FAMILIES
 
-_ANY = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+_ANY = "*"
+"""Stands for all methods for which a path has nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Application:
-    """Dispatches by path. `/invocations`, where nearly all requests go, is found without a search."""
+class Routes:
+    """Dispatches by path, then by method. Paths without parameters, nearly all that is called, need no search."""
 
-    invocations: InferenceEndpoint
-    router: Router
+    def __init__(self, not_found: Application) -> None:
+        self._plain: dict[str, dict[str, Application]] = {}
+        self._patterns: list[_Pattern] = []
+        self._not_found = not_found
+
+    def add(self, path: str, method: str, application: Application) -> None:
+        """Serve a path, which may have `{name}` for a segment; what was added first stays."""
+        if "{" not in path:
+            self._plain.setdefault(path, {}).setdefault(method, application)
+            return
+        pattern = next((p for p in self._patterns if p.path == path), None)
+        if pattern is None:
+            pattern = _Pattern(path)
+            self._patterns.append(pattern)
+        pattern.methods.setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
-        if scope["type"] == "http" and scope["path"] == "/invocations":
-            await self.invocations(scope, receive, send)
+        if scope["type"] != "http":
             return
-        await self.router(scope, receive, send)
+        methods = self._plain.get(scope["path"]) or self._match(scope)
+        application = self._not_found
+        if methods is not None:
+            application = methods.get(scope["method"]) or methods.get(_ANY) or self._not_found
+        await application(scope, receive, send)
+
+    def _match(self, scope: Any) -> Mapping[str, Application] | None:
+        for pattern in self._patterns:
+            if (parameters := pattern.match(scope["path"])) is not None:
+                scope["path_params"] = parameters
+                return pattern.methods
+        return None
+
+    def methods(self, path: str) -> list[str]:
+        """What a path, as it was added, is served with."""
+        pattern = next((p.methods for p in self._patterns if p.path == path), {})
+        return sorted({*self._plain.get(path, {}), *pattern} - {_ANY})
 
 
-def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Application:
+class _Pattern:
+    __slots__ = ("_match", "methods", "path")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._match = compile_path(path)[0].fullmatch
+        self.methods: dict[str, Application] = {}
+
+    def match(self, path: str) -> dict[str, str] | None:
+        found = self._match(path)
+        return found.groupdict() if found is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A route of the server's own, which asks for nothing and is neither counted nor logged."""
+
+    show: Callable[[], Response]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.show()(scope, receive, send)
+
+
+def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Routes:
     """The application for one model's service."""
     counts = HttpCounts()
+    site = Site(lifecycle, settings, counts)
     metrics = Metrics(lifecycle, counts)
-    inference = InferenceEndpoint(lifecycle, settings, counts)
-    document = openapi_document(lifecycle.model)
-    page = openapi_page(document)
+    description = _Description(lifecycle)
 
-    async def show_ping(_: Request) -> Response:
-        return _response(ping(lifecycle, settings))
-
-    async def show_options(_: Request) -> Response:
-        return Response(b"{}\n", media_type=JSON)
-
-    async def show_metrics(_: Request) -> Response:
-        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-    async def show_openapi(_: Request) -> Response:
-        return Response(document.json, media_type=JSON)
-
-    async def show_docs(_: Request) -> Response:
-        return HTMLResponse(page)
-
-    routes = [
-        Route("/ping", show_ping, methods=_ANY),
-        Route("/", show_options, methods=["OPTIONS"]),
-        Route("/metrics", show_metrics, methods=["GET"]),
-        Route("/openapi.json", show_openapi, methods=["GET"]),
-        Route("/docs", show_docs, methods=["GET"]),
-        # Classes and instances are plain ASGI applications to Starlette and take any method, as LMI does.
-        Route("/predictions/{model}", inference),
-        Route("/predictions/{model}/{version}", inference),
-    ]
-    return Application(inference, Router(routes, redirect_slashes=False, default=_front_end_errors))
+    routes = Routes(_not_found)
+    for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
+        routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
+    routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings))))
+    routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
+    routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
+    _add_pages(routes, description)
+    routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
+    for (path, method), endpoint in family_endpoints(site, FAMILIES).items():
+        routes.add(path, method, endpoint)
+    _add_wrong_methods(routes, site)
+    return routes
 
 
-async def _front_end_errors(scope: Scope, receive: Receive, send: Send) -> None:
-    """Any path that is not served: LMI's error object."""
-    if scope["type"] != "http":
-        return
-    message = f"Requested resource is not found: {scope['path']}"
-    body = front_end_error(404, "ResourceNotFoundException", message)
-    await _response(Reply(404, JSON, body))(scope, receive, send)
+class _Description:
+    """The API description, which grows by vLLM's own routes once the model is loaded."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._document = openapi_document(lifecycle.model)
+        self._complete = False
+
+    def document(self) -> Document:
+        """What is served at this moment."""
+        service = self._lifecycle.service
+        if not self._complete and service is not None and service.openai is not None:
+            self._document = openapi_document(self._lifecycle.model, service.openai.openapi())
+            self._complete = True
+        return self._document
 
 
-def _response(reply: Reply) -> Response:
-    return Response(reply.body, reply.status, {"content-type": reply.content_type})
+def _add_pages(routes: Routes, description: _Description) -> None:
+    title = str(description.document().content["info"]["title"])
+    plain = _Page(lambda: HTMLResponse(plain_page(description.document())))
+    assets = swagger_assets()
+    routes.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(title))) if assets else plain)
+    routes.add("/docs/plain", "GET", plain)
+    for name, (path, kind) in assets.items():
+        routes.add(f"/docs/{name}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
+
+
+def _add_wrong_methods(routes: Routes, site: Site) -> None:
+    """A path that is there, but not with this method: its family's answer; preflight requests of browsers get CORS."""
+    for family in FAMILIES:
+        for path in {route.path: None for route in family.routes}:
+            allowed = ", ".join(routes.methods(path))
+            routes.add(path, _ANY, _WrongMethod(family, allowed))
+            if site.settings.cors_allowed_origin:
+                routes.add(path, "OPTIONS", _Page(partial(_preflight, site, allowed)))
+
+
+def _preflight(site: Site, allowed: str) -> Response:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in site.standing_headers}
+    return Response(b"", 200, {"allow": allowed, **headers})
+
+
+@dataclass(frozen=True, slots=True)
+class _WrongMethod:
+    family: Family
+    allowed: str
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        reply = self.family.wrong_method(_bare_call(scope))
+        await _response(reply, {"allow": self.allowed})(scope, receive, send)
+
+
+async def _not_found(scope: Any, receive: Any, send: Any) -> None:
+    """Any path that is not served: the error of the family whose prefix it has, or else LMI's."""
+    path: str = scope["path"]
+    family = next((f for f in FAMILIES if f.prefix and path.startswith(f.prefix) and f.not_found), None)
+    if family is not None and family.not_found is not None:
+        reply = family.not_found(_bare_call(scope))
+    else:
+        message = f"Requested resource is not found: {path}"
+        reply = Reply(404, JSON, front_end_error(404, "ResourceNotFoundException", message))
+    await _response(reply)(scope, receive, send)
+
+
+def _bare_call(scope: Any) -> Call:
+    request = Request(scope)
+    return Call(body=b"", request_id="", method=request.method, path=scope["path"])
+
+
+def _response(reply: Reply, more: Mapping[str, str] | None = None) -> Response:
+    headers = {"content-type": reply.content_type} if reply.content_type else {}
+    return Response(reply.body, reply.status, {**headers, **dict(reply.headers), **(more or {})})

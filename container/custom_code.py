@@ -13,13 +13,13 @@ from pathlib import Path
 
 BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
 """Names of LMI's own handlers whose work the engines do."""
+ASYNCHRONOUS = frozenset({"djl_python.lmi_vllm.vllm_async_service", "djl_python.lmi_trtllm.trtllm_async_service"})
+"""Those whose answers have the newer schema, as under `option.async_mode=true`."""
 FORMER = frozenset(
     {"djl_python.deepspeed", "djl_python.tensorrt_llm_python", "djl_python.transformers_neuronx", "djl_python.tnx"}
 )
 """Names of LMI's own handlers for text generation that LMI itself has given up."""
 NOT_SERVED = {
-    "djl_python.lmi_vllm.vllm_async_service": "its answers have another schema; leave it out",
-    "djl_python.lmi_trtllm.trtllm_async_service": "its answers have another schema; leave it out",
     "djl_python.sklearn_handler": "only language models are served",
     "djl_python.xgboost_handler": "only language models are served",
     "djl_python.sagemaker": "only language models are served",

@@ -9,6 +9,8 @@ import time
 from enum import Enum
 
 from container.settings import Settings
+from handlers.contracts.family import ModelView
+from handlers.engine_choice import running_engine
 from handlers.engines.protocol import Engine, EngineStartError
 from handlers.engines.stream import generate
 from handlers.entry_point import Limits, Service, load_service
@@ -39,6 +41,7 @@ class Lifecycle:
         self.service: Service | None = None
         """None until the model is loaded."""
         self._state, self._failure = State.STARTING, ""
+        self._started_at = time.time()
         self.open_calls = 0
         """Calls that were let in and are not answered yet."""
 
@@ -78,6 +81,7 @@ class Lifecycle:
                 queue_size=self._server.job_queue_size,
                 overload_status=self._server.throttle_error_http_code,
                 unavailable_status=self._server.wlm_error_http_code,
+                model_aliases=self._server.model_aliases,
             )
             self.service = await load_service(self.model, limits)
             if self.service.engine is not None:
@@ -93,6 +97,23 @@ class Lifecycle:
             self._state = State.READY
             logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)
 
+    def view(self) -> ModelView:
+        """What routes that generate nothing may know of the model."""
+        service = self.service if self._state is not State.STARTING else None
+        engine_handler = service.engine_handler if service is not None else None
+        engine, version = running_engine(service.settings if service is not None else self.model)
+        return ModelView(
+            settings=self.model,
+            state=self.state.value,
+            reason=self.reason,
+            started_at=self._started_at,
+            loaded=service.engine if service is not None else None,
+            engine=engine,
+            engine_version=version,
+            max_requests=engine_handler.limit if engine_handler is not None else self._server.job_queue_size,
+            abort=engine_handler.abort if engine_handler is not None else _nothing_to_abort,
+        )
+
     async def drain(self, limit: float) -> None:
         """Let no call in any more and wait for those inside, at most `limit` seconds."""
         self._state = State.DRAINING
@@ -107,6 +128,10 @@ class Lifecycle:
         self._state = State.STOPPED
         if self.service is not None:
             await self.service.runtime.stop()
+
+
+def _nothing_to_abort(_: str) -> None:
+    """No engine, no calls."""
 
 
 async def _warm_up(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from container.known_metrics import known_metrics
 from container.lifecycle import Lifecycle, State
 from handlers.engines.protocol import EngineStatus
 from handlers.meter import Distribution, Meter
@@ -28,9 +29,8 @@ class HttpCounts:
         self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
         self.duration = Distribution(_DURATION_BUCKETS)
 
-    def count(self, path: str, status: int, seconds: float) -> None:
-        """Count a finished request. The path is one of ours; a model's name in it is left out."""
-        route = "/predictions" if path.startswith("/predictions") else path
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """Count a finished request. The route is one of ours, with `{name}` for what is in a path."""
         self.requests[route, status] += 1
         self.duration.observe(seconds)
 
@@ -58,7 +58,9 @@ class Metrics(Collector):
         service = self._lifecycle.service
         if service is not None and service.engine is not None:
             yield from self._generation(service.engine.meter)
-            yield from self._engine(service.engine.status())
+            status = service.engine.status()
+            yield from self._engine(status)
+            yield from known_metrics(service.settings.name, service.engine.meter, status)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.status())
 

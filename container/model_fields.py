@@ -14,6 +14,7 @@ from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
 from container.masking import HIDDEN, quoted
 from container.model_name import set_model
 from container.option import Option
+from container.option_parsers import names
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
@@ -47,7 +48,7 @@ def _entry_point(sources: Sources, code: custom_code.Code | None, found: Resolut
     if text is None or given is None:
         return str(code.path) if code is not None and (code.has_handler or not _engine_has_model(sources)) else None
     name = str(text)
-    if name in custom_code.BUILT_IN or name in custom_code.FORMER:
+    if name in custom_code.BUILT_IN | custom_code.ASYNCHRONOUS | custom_code.FORMER:
         _use_built_in(name, given, sources, found)
         return None
     try:
@@ -65,7 +66,9 @@ def _engine_has_model(sources: Sources) -> bool:
 def _use_built_in(name: str, given: Value, sources: Sources, found: Resolution) -> None:
     if name in custom_code.FORMER:
         found.warnings.append(f"{ENTRY_POINT.key} is {name} ({given.source}): option.rolling_batch chooses the engine")
-    if name == "djl_python.tensorrt_llm":
+    if name in custom_code.ASYNCHRONOUS:
+        sources.model.setdefault(options.ENGINE_ASYNC_MODE.key, Value("true", given.source))
+    if "trtllm" in name or name == "djl_python.tensorrt_llm":
         sources.model.setdefault("option.rolling_batch", Value("trtllm", given.source))
 
 
@@ -90,9 +93,11 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
             fields[option.field] = value
         elif option.argument is not None and value is not None:
             _add_argument(fields, option.argument, str(value), _source(option, sources.model))
+    fields["async_mode"] = found.take(options.ENGINE_ASYNC_MODE, sources.model, sources.variables)
+    fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     _set_batching(sources, fields, found)
     _set_formatters(sources, fields, code, found)
-    for option in (*options.NOT_SERVED, options.ENGINE_ASYNC_MODE):
+    for option in options.NOT_SERVED:
         found.take(option, sources.model, sources.variables)
     _take_leftovers(sources, fields, found)
     _take_others(sources, fields, found)
@@ -104,8 +109,20 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
 
 
 def _set_batching(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
-    """A batch size chooses dynamic batch, whatever the engine is (lmi.md 2.8)."""
+    """A batch size chooses dynamic batch, whatever the engine is (lmi.md 2.8).
+
+    In the asynchronous mode LMI's configurations have `rolling_batch=disable`, which there means only that it is not
+    rolling batch's schema: the engine batches all the same.
+    """
     fields["stop_sequences"] = _stop_sequences(fields.pop("stop_sequence", None))
+    if fields["async_mode"]:
+        if (fields["batch_size"] or 1) > 1:
+            found.problems.append("option.async_mode is on, but batch_size is above 1: give one of them")
+        if fields["rolling_batch"] == "disable":
+            fields["rolling_batch"] = "auto"
+            source = sources.model["option.rolling_batch"].source
+            found.replace(SettingEntry("option.rolling_batch", "auto", source, "asynchronous mode"))
+        return
     if (fields["batch_size"] or 1) > 1 and fields["rolling_batch"] != "disable":
         given = sources.model.get("option.rolling_batch")
         if given is not None and given.text.strip().lower() != "auto":

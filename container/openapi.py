@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: what is served, as OpenAPI and as a page that needs nothing from elsewhere."""
+"""`/openapi.json`: what is served, as OpenAPI."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 
+from container.openapi_families import family_paths, forwarded
 from container.openapi_schemas import SCHEMAS
+from handlers.families import FAMILIES
 from handlers.model_settings import HandlerSettings, ModelSettings
 
 _REFERENCE = re.compile(r'"#/components/schemas/(\w+)"')
@@ -24,14 +25,23 @@ class Document:
     json: bytes
 
 
-def openapi_document(model: ModelSettings) -> Document:
-    """OpenAPI 3.1 for what this server serves with these settings."""
-    paths = _paths(model)
+def openapi_document(model: ModelSettings, vllm: dict[str, Any] | None = None) -> Document:
+    """OpenAPI 3.1 for what this server serves with these settings.
+
+    `vllm`: what vLLM's own server says of the routes that go to it; known once the model is loaded.
+    """
+    paths = {**_paths(model), **family_paths(FAMILIES, generates=model.handler is None)}
+    schemas = _named_in(paths)
+    if vllm is not None:
+        routes, theirs = forwarded(FAMILIES, vllm)
+        for path, verbs in routes.items():
+            paths[path] = {**verbs, **paths.get(path, {})}
+        schemas |= theirs
     content = {
         "openapi": "3.1.0",
         "info": {"title": f"Slipway: {model.name}", "version": "0.1.0"},
         "paths": paths,
-        "components": {"schemas": _named_in(paths)},
+        "components": {"schemas": schemas},
     }
     return Document(content, msgspec.json.format(msgspec.json.encode(content), indent=2))
 
@@ -57,7 +67,8 @@ def _paths(model: ModelSettings) -> dict[str, Any]:
         "/ping": {"get": _get("Health: 200 when the model generates", "ping", "application/json", ("500", "503"))},
         "/metrics": {"get": _get("Prometheus metrics", "metrics", "text/plain")},
         "/openapi.json": {"get": _get("This document", "openapi", "application/json")},
-        "/docs": {"get": _get("This page", "docs", "text/html")},
+        "/docs": {"get": _get("This document as a page to try things on", "docs", "text/html")},
+        "/docs/plain": {"get": _get("The same as a page without scripts", "docs_plain", "text/html")},
     }
 
 
@@ -139,35 +150,3 @@ def _error(description: str, schema: str) -> dict[str, Any]:
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ info.title }}</title><style>
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;width:100%;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #ddd;padding:.3rem .6rem;
-text-align:left;vertical-align:top}code{background:#f3f3f3;padding:.1rem .3rem;border-radius:3px}
-h2 code{background:none;padding:0}.verb{text-transform:uppercase;color:#06c}</style></head><body>
-<h1>{{ info.title }}</h1><p>The machine-readable form is <a href="openapi.json">openapi.json</a>.</p>
-{% for path, verbs in paths.items() %}{% for verb, operation in verbs.items() %}
-<h2><span class="verb">{{ verb }}</span> <code>{{ path }}</code></h2><p>{{ operation.summary }}</p>
-<table><tr><th>Status</th><th>Meaning</th><th>Content</th></tr>
-{% for status, response in operation.responses.items() %}<tr><td>{{ status }}</td><td>{{ response.description }}</td>
-<td>{% for type, body in (response.content or {}).items() %}<code>{{ type }}</code>
-{% if body.schema and body.schema["$ref"] %}<a href="#{{ body.schema["$ref"].split("/")[-1] }}">
-{{ body.schema["$ref"].split("/")[-1] }}</a>{% endif %}<br>{% endfor %}</td></tr>{% endfor %}</table>
-{% endfor %}{% endfor %}
-{% for name, schema in components.schemas.items() %}<h2 id="{{ name }}">{{ name }}</h2>
-{% if schema.description %}<p>{{ schema.description }}</p>{% endif %}
-<table><tr><th>Field</th><th>Type</th><th>Default</th><th>Meaning</th></tr>
-{% for field, type in schema.properties.items() %}<tr><td><code>{{ field }}</code></td>
-<td>{{ type.type or (type["$ref"] or "").split("/")[-1] }}</td>
-<td>{% if "default" in type %}<code>{{ type.default | tojson }}</code>{% endif %}</td>
-<td>{{ type.description }}</td></tr>
-{% endfor %}</table>{% endfor %}
-</body></html>"""
-
-
-def openapi_page(document: Document) -> str:
-    """The document as a page for people."""
-    environment = jinja2.Environment(autoescape=True)
-    return environment.from_string(_PAGE).render(document.content)

@@ -119,6 +119,21 @@ def _strings(text: str) -> str:
     return text
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names of a list: a JSON array, or with commas or blanks between; quotes around one, and empty ones, fall away."""
+    if text.lstrip().startswith("["):
+        values = json.loads(text)
+    else:
+        values = [word.strip("\"'") for word in text.replace(",", " ").split()]
+    return tuple(value for value in values if value)
+
+
+def _names(text: str) -> str:
+    if not _non_empty(text) or not all(isinstance(name, str) for name in names(text)):
+        raise ValueError(text)
+    return text
+
+
 _FUNCTION_NAME = re.compile(r"\w+")
 _BUILT_IN_FORMATTERS = ("json", "jsonlines", "sse")
 
@@ -133,6 +148,7 @@ def _formatter(text: str) -> str:
 
 ANYTHING = Parser(lambda text: text, "anything")
 STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
+NAMES = Parser(_names, "names with commas between, or a JSON array of them")
 TEXT = Parser(_non_empty, "text that is not empty")
 BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")

@@ -17,6 +17,7 @@ from container.option_parsers import (
     DTYPE,
     FORMATTER,
     MILLISECONDS,
+    NAMES,
     SECONDS,
     STRINGS,
     TEXT,
@@ -111,6 +112,19 @@ SERVED = (
         default="false",
         field="tgi_compat",
         meaning="Answer `inputs` with the field names of Text Generation Inference",
+    ),
+    Option(
+        key="option.chat_format",
+        parser=choice(("lmi", "openai")),
+        default="lmi",
+        field="chat_format",
+        meaning="How `/invocations` answers `messages`: `lmi` as LMI's rolling batch does, `openai` as vLLM does",
+    ),
+    Option(
+        key="option.served_model_name",
+        parser=NAMES,
+        field="served_model_name",
+        meaning="What OpenAI's clients call the model, several names with commas; without it, the model's name",
     ),
     Option(
         key="option.do_sample_inferred",
@@ -220,8 +234,12 @@ NOT_SERVED = (
     _refused("option.lmcache_config_file", TEXT, (), "LMCache", "use `option.kv_transfer_config`"),
 )
 
-ENGINE_ASYNC_MODE = _refused(
-    "option.async_mode", BOOLEAN, (False,), "Newer handler with another schema", "the rolling-batch schema is served"
+ENGINE_ASYNC_MODE = Option(
+    key="option.async_mode",
+    parser=BOOLEAN,
+    default="false",
+    field="async_mode",
+    meaning="`/invocations` answers in the schema of LMI's asynchronous handler",
 )
 """Without a custom handler."""
 

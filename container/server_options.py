@@ -116,6 +116,13 @@ SERVED = (
         field="coalesce_above",
         meaning="From so many open streams on, a token may wait 10 ms for others of its stream; 0: never",
     ),
+    Option(
+        key="model_aliases",
+        parser=ANYTHING,
+        default='"",dummy,tgi',
+        field="model_aliases",
+        meaning="Further values of `model` on OpenAI's routes that stand for the model, with commas between",
+    ),
     Option(key="cors_allowed_origin", parser=HEADER_VALUE, field="cors_allowed_origin", meaning="CORS origin"),
     Option(key="cors_allowed_methods", parser=HEADER_VALUE, field="cors_allowed_methods", meaning="CORS methods"),
     Option(key="cors_allowed_headers", parser=HEADER_VALUE, field="cors_allowed_headers", meaning="CORS headers"),

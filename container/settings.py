@@ -17,6 +17,7 @@ from container import server_options
 from container.addresses import Address, AddressError
 from container.masking import quoted
 from container.model_fields import model_fields
+from container.option_parsers import names
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources, read_sources
@@ -51,6 +52,7 @@ class ServerSettings:
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None
+    model_aliases: tuple[str, ...] = ("dummy", "tgi")
     throttle_error_http_code: int = 503
     wlm_error_http_code: int = 503
     server_error_http_code: int = 500
@@ -110,7 +112,10 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
     layer = sources.server
     if "request_id_header_key" not in layer and os.path.exists(SAGEMAKER_METADATA):
         layer["request_id_header_key"] = Value("X-Amzn-SageMaker-Inference-Id", "default on SageMaker")
-    fields = {option.field: found.take(option, layer) for option in server_options.SERVED if option.field}
+    fields: dict[str, Any] = {
+        option.field: found.take(option, layer) for option in server_options.SERVED if option.field
+    }
+    fields["model_aliases"] = names(str(fields["model_aliases"]))
     for option in (*server_options.NOT_SERVED, *server_options.LEFTOVERS):
         found.take(option, layer)
     _check_management(layer, fields, found)

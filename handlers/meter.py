@@ -6,6 +6,7 @@ microsecond. `container.metrics` shows them as Prometheus metrics when scraped.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -38,11 +39,34 @@ class Distribution:
         return pairs
 
 
+class CallCounts:
+    """Calls of all contracts, answered by an engine: whole HTTP requests, whatever they hold."""
+
+    __slots__ = ("failed", "failed_seconds", "last_at", "succeeded", "succeeded_seconds")
+
+    def __init__(self) -> None:
+        self.succeeded = self.failed = 0
+        self.succeeded_seconds = self.failed_seconds = 0.0
+        self.last_at = 0.0
+        """Seconds since the epoch; 0 if there was none."""
+
+    def count(self, seconds: float, *, failed: bool) -> None:
+        """Count a call that took so long. One whose client went away counts as neither."""
+        self.last_at = time.time()
+        if failed:
+            self.failed += 1
+            self.failed_seconds += seconds
+        else:
+            self.succeeded += 1
+            self.succeeded_seconds += seconds
+
+
 class Meter:
     """Everything that one engine counts."""
 
     __slots__ = (
         "aborted_requests",
+        "calls",
         "failed_requests",
         "finished_requests",
         "inter_token",
@@ -54,6 +78,7 @@ class Meter:
     )
 
     def __init__(self) -> None:
+        self.calls = CallCounts()
         self.started_requests = 0
         self.finished_requests = 0
         self.aborted_requests = 0

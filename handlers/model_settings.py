@@ -13,6 +13,7 @@ from typing import Literal
 RollingBatch = Literal["auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable"]
 OutputFormatter = Literal["json", "jsonlines", "sse"]
 Streaming = Literal["false", "true", "huggingface"]
+ChatFormat = Literal["lmi", "openai"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,12 @@ class ModelSettings:
     max_rolling_batch_size: int = 256
     output_formatter: OutputFormatter | None = None
     tgi_compat: bool = False
+    async_mode: bool = False
+    """`/invocations` speaks the schema of LMI's asynchronous handler, all kinds of bodies alike."""
+    chat_format: ChatFormat = "lmi"
+    """How `/invocations` answers chat: as LMI's rolling batch does, or in OpenAI's own objects and frames."""
+    served_model_names: tuple[str, ...] = ()
+    """What OpenAI's clients may call the model, besides `name`; the first is what answers call it."""
     do_sample_inferred: bool = True
     """Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later)."""
     token_logprobs: bool = True
@@ -98,3 +105,8 @@ class ModelSettings:
     """Further `option.<name>` values, for the engine to interpret."""
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
     """Where each engine argument came from, for error messages."""
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """The names under which OpenAI's clients see the model."""
+        return self.served_model_names or (self.name,)

@@ -81,6 +81,7 @@ class JsonAnswer:
     """One JSON document when everything has finished; an array of them where the client sent an array of prompts."""
 
     content_type = JSON
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompts: Sequence[str], show: Show, in_array: bool) -> None:
         self._prompts = prompts
@@ -132,6 +133,8 @@ class JsonAnswer:
 
 class RecordAnswer:
     """A record for each token, as a line or as a server-sent event; the last one carries the whole text."""
+
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompt: str, show: Show, sse: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"

@@ -28,6 +28,7 @@ class ListAnswer:
     """One text for each prompt, in the prompts' order; sent when all have finished."""
 
     content_type = JSON
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, lead: Sequence[str], overload_status: int) -> None:
         """`lead`: what each text begins with, the prompt or nothing."""
@@ -63,6 +64,7 @@ class RecordListAnswer:
     """
 
     content_type = JSON_LINES
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
         """`first_record`: what is sent before anything was generated; nothing if empty."""

@@ -27,6 +27,7 @@ class FormatterAnswer:
     else once for each engine step. The older kind is called with each token. As in LMI there is no content type.
     """
 
+    headers: tuple[tuple[str, str], ...] = ()
     content_type = ""
 
     def __init__(

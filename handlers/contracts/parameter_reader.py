@@ -94,7 +94,14 @@ class ParameterReader:
             return value
         raise _wrong(name, "a string", value)
 
-    def strings(self, name: str) -> tuple[str, ...]:
+    def optional_object(self, name: str) -> dict[str, Any] | None:
+        """An object, or None if absent."""
+        value = self._take(name, None)
+        if value is None or isinstance(value, dict):
+            return value
+        raise _wrong(name, "an object", value)
+
+    def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
         """A list of strings, none empty; one string alone stands for a list of it."""
         value = self._take(name, [])
         if isinstance(value, str):
@@ -103,8 +110,8 @@ class ParameterReader:
             raise _wrong(name, "a list of strings", value)
         if "" in value:
             raise InvalidParameter(name, "must not contain an empty string")
-        if len(value) > MAX_STRINGS or any(len(item) > MAX_STRING_LENGTH for item in value):
-            raise InvalidParameter(name, f"may hold {MAX_STRINGS} strings of {MAX_STRING_LENGTH} characters at most")
+        if len(value) > most or any(len(item) > longest for item in value):
+            raise InvalidParameter(name, f"may hold {most} strings of {longest} characters at most")
         return tuple(value)
 
     def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:

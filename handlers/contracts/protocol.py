@@ -7,8 +7,7 @@ A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from handlers.errors import RequestError
@@ -35,7 +34,7 @@ class Call:
     method: str = "POST"
     path: str = ""
     """As it came in, decoded, without the query."""
-    path_parameters: Mapping[str, str] = MappingProxyType({})
+    path_parameters: Mapping[str, str] = field(default_factory=dict)
     """What stands in the place of `{name}` in the route's path."""
 
 
@@ -66,8 +65,16 @@ class Answer(Protocol):
 
     content_type: str
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Further headers of the reply, asked for when it begins."""
+
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The bytes that this delta adds to the body; empty if there is nothing to send yet."""
+        """The bytes that this delta adds to the body; empty if there is nothing to send yet.
+
+        Raises:
+            RequestError: the call ends here, with this error.
+        """
 
     def fail(self, error: RequestError) -> Reply:
         """The reply when nothing has been sent yet."""

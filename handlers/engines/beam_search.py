@@ -48,6 +48,8 @@ async def submit_beam_search(
     Raises:
         InvalidRequest: it cannot be done; nothing was started.
     """
+    if request.sampling.constraint is not None:
+        raise InvalidParameter(request.sampling.constraint.parameter, "cannot be used together with beam search")
     if 2 * beam_search.width > engine.max_top_tokens:
         raise InvalidParameter(
             "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
@@ -143,6 +145,7 @@ class _Search:
             sampling=SamplingParameters(max_tokens=1, ignore_eos=True),
             want_tokens=True,
             want_logprobs=True,
+            want_ranks=self._request.want_ranks,
             top_tokens=2 * self._options.width,
             want_prompt_tokens=first and self._request.want_prompt_tokens,
             adapter=self._request.adapter,
@@ -200,7 +203,7 @@ class _Search:
     def _emit(self, beams: list[_Beam]) -> None:
         for rank, beam in enumerate(beams):
             tokens = [
-                msgspec.structs.replace(shown, logprob=token.logprob)
+                msgspec.structs.replace(shown, logprob=token.logprob, rank=token.rank)
                 for shown, token in zip(self._texts(beam), beam.tokens, strict=True)
             ]
             if not self._request.sampling.include_stop_str_in_output:

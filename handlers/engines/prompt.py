@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from handlers.errors import InvalidRequest
+from handlers.errors import ContextExceeded, InvalidRequest
 from handlers.request import GenerationRequest
 
 LONG_PROMPT = 4096
@@ -47,11 +47,8 @@ class PromptTokenizer:
             ids = self._truncate(ids, request.truncate_prompt_tokens)
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
-        if len(ids) >= self._max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the model's context of {self._max_model_len} tokens "
-                f"must hold it and at least one new token"
-            )
+        if len(ids) + request.room > self._max_model_len:
+            raise ContextExceeded(len(ids), request.room, self._max_model_len)
         return ids
 
     async def _encode(self, text: str, request: GenerationRequest) -> list[int]:

@@ -105,8 +105,9 @@ class GeneratedSequence:
         if logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + logprob
         if self._request.want_tokens:
+            rank = _rank(logprobs, token_id) if self._request.want_ranks else None
             self._pending.append(
-                Token(token_id, piece, logprob, token_id in self._facts.special_ids, self._top(logprobs))
+                Token(token_id, piece, logprob, token_id in self._facts.special_ids, self._top(logprobs), rank)
             )
         self._held += piece
         surplus = self._stop.add(piece, count=self._count > s.min_tokens)
@@ -127,7 +128,11 @@ class GeneratedSequence:
             return ()
         best = sorted(logprobs.items(), key=lambda item: item[1].logprob, reverse=True)[:count]
         decode, special = self._facts.tokenizer.decode, self._facts.special_ids
-        return tuple(Token(i, decode([i]), entry.logprob, i in special) for i, entry in best)
+        ranked = self._request.want_ranks
+        return tuple(
+            Token(i, decode([i]), entry.logprob, i in special, (), place if ranked else None)
+            for place, (i, entry) in enumerate(best, start=1)
+        )
 
     def _finish(self, output: Any) -> None:
         reason = output.finish_reason
@@ -152,11 +157,11 @@ class GeneratedSequence:
         if not (text or tokens or finished or self._prompt_tokens_due):
             return
         delta = TokenDelta(text, tokens, self._index, self._reason, len(self._prompt_ids), self._count)
+        delta.cumulative_logprob = self._cumulative_logprob
         if self._prompt_tokens_due:
             self._prompt_tokens_due = False
             delta.prompt_tokens = self._prompt_tokens()
         if finished:
-            delta.cumulative_logprob = self._cumulative_logprob
             delta.last = self.ended = True
             self._meter.finished_requests += 1
         self._sink.on_delta(delta)
@@ -192,3 +197,9 @@ def _chosen(logprobs: Any, token_id: int) -> float | None:
         return None if logprobs is None else float(logprobs)
     entry = logprobs.get(token_id)
     return None if entry is None else float(entry.logprob)
+
+
+def _rank(logprobs: Any, token_id: int) -> int | None:
+    """As TensorRT-LLM says; None from its older sampler, which does not know."""
+    entry = logprobs.get(token_id) if isinstance(logprobs, dict) else None
+    return None if entry is None else entry.rank

@@ -100,6 +100,8 @@ class SamplingTranslator:
             InvalidRequest: naming what and why.
         """
         s = request.sampling
+        if s.constraint is not None:
+            raise InvalidParameter(s.constraint.parameter, "needs the vLLM engine (option.rolling_batch=vllm)")
         check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
         check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)

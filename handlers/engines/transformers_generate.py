@@ -22,7 +22,7 @@ from handlers.engines.protocol import Sink
 from handlers.engines.transformers_beams import beam_search
 from handlers.engines.transformers_memory import free_memory, out_of_memory
 from handlers.engines.transformers_model import TransformersModel
-from handlers.engines.transformers_prompt import prompt_logprobs
+from handlers.engines.transformers_prompt import read_prompt
 from handlers.engines.transformers_sampling import TokenChooser, choose_rows
 from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.errors import GenerationFailed, RequestError
@@ -152,9 +152,10 @@ class BatchRunner:
 
     def _generate(self, batch: Batch, rows: list[Row]) -> None:
         for row in rows:
-            if row.job.request.want_prompt_tokens and row.sequence.prompt_logprobs is None:
-                known = row.job.rows[0].sequence.prompt_logprobs
-                row.sequence.prompt_logprobs = known or prompt_logprobs(self._model, row.job.prompt_ids)
+            job = row.job
+            if job.request.want_prompt_tokens and row.sequence.prompt_reading is None:
+                known = job.rows[0].sequence.prompt_reading
+                row.sequence.prompt_reading = known or read_prompt(self._model, job.prompt_ids, job.request.want_ranks)
                 batch.moved_at = time.monotonic()
         # Rows that have finished are padded along with the others, and must not leave the model's context either.
         while rows:

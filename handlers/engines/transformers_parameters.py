@@ -25,6 +25,8 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
         InvalidParameter: it names the parameter.
     """
     s = request.sampling
+    if s.constraint is not None:
+        raise InvalidParameter(s.constraint.parameter, "needs the vLLM engine (option.rolling_batch=vllm)")
     if request.adapter is not None:
         raise InvalidParameter("adapter", "cannot be used: the transformers engines serve no adapters")
     if request.priority:

@@ -16,14 +16,16 @@ _CHUNK_ON_CPU, _CHUNK_ON_GPU = 128, 512
 class PromptPass:
     """One pass over a prompt for the log probabilities of its tokens but the first, in chunks."""
 
-    def __init__(self, model: TransformersModel, prompt_ids: Sequence[int]) -> None:
-        self._model, self._length = model, len(prompt_ids)
+    def __init__(self, model: TransformersModel, prompt_ids: Sequence[int], want_ranks: bool = False) -> None:
+        self._model, self._length, self._want_ranks = model, len(prompt_ids), want_ranks
         self._ids = torch.tensor([list(prompt_ids)], device=model.device)
         self._chunk = _CHUNK_ON_CPU if model.device.type == "cpu" else _CHUNK_ON_GPU
         self._cache: Any = None
         self._place = 0
         self.values: list[float] = []
         """Of the tokens that have been read so far; the log probability of each given those before."""
+        self.ranks: list[int] = []
+        """The places of the same tokens by probability, from 1; empty unless wanted."""
 
     @property
     def done(self) -> bool:
@@ -38,12 +40,15 @@ class PromptPass:
         self._cache, self._place = output.past_key_values, end
         logprobs = output.logits[0].float().log_softmax(dim=-1)
         following = self._ids[0, begin + 1 : end + 1]
-        self.values += logprobs.gather(-1, following[:, None]).squeeze(-1).tolist()
+        own = logprobs.gather(-1, following[:, None])
+        self.values += own.squeeze(-1).tolist()
+        if self._want_ranks:
+            self.ranks += ((logprobs > own).sum(dim=-1) + 1).tolist()
 
 
-def prompt_logprobs(model: TransformersModel, prompt_ids: Sequence[int]) -> list[float]:
-    """The log probability of each token of the prompt but the first, given those before; one pass over the prompt."""
-    reading = PromptPass(model, prompt_ids)
+def read_prompt(model: TransformersModel, prompt_ids: Sequence[int], want_ranks: bool) -> PromptPass:
+    """A pass over the whole prompt at once; blocks for as long as the model takes."""
+    reading = PromptPass(model, prompt_ids, want_ranks)
     while not reading.done:
         reading.read()
-    return reading.values
+    return reading

@@ -44,6 +44,7 @@ class RunningSequence:
         self.chooser = TokenChooser(prepared, index)
         self.text = GeneratedSequence(prepared.request, prompt_ids, prepared.model, index)
         self.prompt_ids = prompt_ids
+        self.want_ranks = prepared.request.want_ranks
         self._sink, self._meter = sink, meter
         self.ended = False
         """Nothing more reaches the sink."""

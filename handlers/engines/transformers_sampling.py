@@ -37,6 +37,8 @@ class Choice(msgspec.Struct, gc=False):
     """None unless the request needs it."""
     top: tuple[tuple[int, float], ...] = ()
     """Ids and log probabilities of the most probable tokens, best first."""
+    rank: int | None = None
+    """Place among all tokens by probability, from 1; None unless the request wants it."""
 
 
 class TokenChooser:
@@ -53,6 +55,7 @@ class TokenChooser:
         self.top_tokens = request.top_tokens
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
         self.wants_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
+        self.wants_ranks = request.want_ranks
         device = prepared.model.device
         self._generator = None if s.greedy else _generator(s.seed, sequence, device)
         self._seen = None if prepared.in_prompt is None else prepared.in_prompt.clone()
@@ -88,6 +91,8 @@ class TokenChooser:
             total = raw.logsumexp(dim=-1)
             choice.logprob = (raw[token_id] - total).item()
             choice.top = self._top(raw, total)
+            if self.wants_ranks:
+                choice.rank = _rank(raw, token_id)
         self.remember(token_id)
         return choice
 
@@ -185,8 +190,15 @@ def _choose_plain(choosers: Sequence[TokenChooser], raw: Any) -> list[Choice | R
             continue
         chooser.remember(ids[row])
         logprob = logprobs[row] if chooser.wants_logprobs else None
-        choices.append(Choice(ids[row], logprob, tops[row][: chooser.top_tokens]))
+        # Nothing has changed the logits: the most probable token is the one chosen.
+        rank = 1 if chooser.wants_ranks else None
+        choices.append(Choice(ids[row], logprob, tops[row][: chooser.top_tokens], rank))
     return choices
+
+
+def _rank(logits: Any, token_id: int) -> int:
+    """Place by probability, from 1; the better one of those that it shares."""
+    return int((logits > logits[token_id]).sum()) + 1
 
 
 def _no_choice(best: float) -> GenerationFailed:

@@ -197,7 +197,7 @@ class SchedulerEngine:
         """Find the prompt's log probabilities, a chunk before each of the manager's steps; then add the sequences."""
         error: RequestError | None = None
         try:
-            reading = PromptPass(self._model, sequences[0].prompt_ids)
+            reading = PromptPass(self._model, sequences[0].prompt_ids, sequences[0].want_ranks)
             async with self._one_reads:  # each has a KV cache of its own
                 while not reading.done and not all(sequence.ended for sequence in sequences):
                     await self._between_steps(reading.read)
@@ -205,7 +205,7 @@ class SchedulerEngine:
                         sequence.last_at = time.monotonic()
             for sequence in sequences:
                 if not sequence.ended:
-                    sequence.text.prompt_logprobs = reading.values
+                    sequence.text.prompt_reading = reading
                     self._add(sequence)
         except RequestError as caught:
             error = caught

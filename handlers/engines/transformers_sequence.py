@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from handlers.engines.token_text import split_text
 from handlers.engines.transformers_model import TransformersModel
+from handlers.engines.transformers_prompt import PromptPass
 from handlers.engines.transformers_sampling import Choice
 from handlers.engines.transformers_text import StopStrings, TokenTexts
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -29,8 +30,8 @@ class GeneratedSequence:
         """Tokens after which it ends for its length."""
         self.token_count = 0
         self.finish_reason: FinishReason | None = None
-        self.prompt_logprobs: Sequence[float] | None = None
-        """Of the prompt's tokens but the first; to be set before the first token where the request wants them."""
+        self.prompt_reading: PromptPass | None = None
+        """Done; to be set before the first token where the request wants the prompt's tokens."""
         self._cumulative_logprob: float | None = None
         self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens, s.spaces_between_special_tokens)
         self._stop = StopStrings(s.stop, s.include_stop_str_in_output)
@@ -78,8 +79,12 @@ class GeneratedSequence:
 
     def _token(self, choice: Choice, piece: str) -> Token:
         special = self._model.special_ids
-        top = tuple(Token(i, self._model.tokenizer.decode([i]), value, i in special) for i, value in choice.top)
-        return Token(choice.token_id, piece, choice.logprob, choice.token_id in special, top)
+        ranked = self._request.want_ranks
+        top = tuple(
+            Token(i, self._model.tokenizer.decode([i]), value, i in special, (), place if ranked else None)
+            for place, (i, value) in enumerate(choice.top, start=1)
+        )
+        return Token(choice.token_id, piece, choice.logprob, choice.token_id in special, top, choice.rank)
 
     def _delta(self) -> TokenDelta | None:
         finished = self.finish_reason is not None
@@ -88,12 +93,12 @@ class GeneratedSequence:
         if not (text or tokens or finished or self._prompt_tokens_due):
             return None
         delta = TokenDelta(text, tokens, self._sequence, None, len(self._prompt_ids), self.token_count)
+        delta.cumulative_logprob = self._cumulative_logprob
         if self._prompt_tokens_due:
             self._prompt_tokens_due = False
             delta.prompt_tokens = self._prompt_tokens()
         if finished:
             delta.finish_reason = self.finish_reason
-            delta.cumulative_logprob = self._cumulative_logprob
             delta.last = True
         return delta
 
@@ -120,6 +125,9 @@ class GeneratedSequence:
 
     def _prompt_tokens(self) -> list[Token]:
         tokens = split_text(self._model.tokenizer, self._prompt_ids, self._model.special_ids, skip_special_tokens=False)
-        for token, value in zip(tokens[1:], self.prompt_logprobs or (), strict=False):
-            token.logprob = value
+        if self.prompt_reading is not None:
+            for token, value in zip(tokens[1:], self.prompt_reading.values, strict=False):
+                token.logprob = value
+            for token, rank in zip(tokens[1:], self.prompt_reading.ranks, strict=False):
+                token.rank = rank
         return tokens

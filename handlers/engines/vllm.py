@@ -25,6 +25,7 @@ from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStat
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
@@ -74,6 +75,8 @@ class VllmEngine:
         if self._typical:
             own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"
             arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
+        self.frontend_arguments = frontend_arguments(self._settings)
+        """What vLLM's OpenAI front end is told; read here, so that what is wrong is said before the model is loaded."""
         self._args = AsyncEngineArgs(**arguments)
         return AsyncLLM.from_vllm_config(self._args.create_engine_config())
 
@@ -102,6 +105,8 @@ class VllmEngine:
             typical=self._typical,
         )
         self.eos_token_ids = _eos_token_ids(llm)
+        self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
+        """Where the model's own generation config differs from vLLM's defaults."""
         self._watchdog = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -117,7 +122,7 @@ class VllmEngine:
     async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
         overdue = time.monotonic() - limit
-        stalled = [s for s in self._processor.request_states.values() if s.last_at < overdue and not s.ended]
+        stalled = [s for s in self._own_states() if s.last_at < overdue and not s.ended]
         for state in stalled:
             state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
         if stalled:
@@ -125,8 +130,17 @@ class VllmEngine:
                 await self._llm.abort([state.request_id for state in stalled], internal=True)
 
     def _fail_all(self, error: EngineDead) -> None:
-        for state in list(self._processor.request_states.values()):
+        for state in self._own_states():
             state.fail(error)
+        self._processor.propagate_error(EngineDeadError())  # to requests that were given to AsyncLLM itself
+
+    def _own_states(self) -> list[PushedState]:
+        return [state for state in self._processor.request_states.values() if isinstance(state, PushedState)]
+
+    @property
+    def async_llm(self) -> AsyncLLM:
+        """vLLM's engine, for requests beside ours; known once it has started."""
+        return self._llm
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`."""

@@ -7,6 +7,7 @@ import difflib
 import json
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,18 @@ _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 """Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
+
+FRONT_END = frozenset(
+    {
+        *("chat_template", "chat_template_content_format", "trust_request_chat_template", "response_role"),
+        *("default_chat_template_kwargs", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
+        *("enable_auto_tool_choice", "exclude_tools_when_tool_choice_none", "tool_call_parser", "tool_parser_plugin"),
+        *("tool_strict_level", "tool_server", "enable_prompt_tokens_details", "enable_force_include_usage"),
+        *("sse_keep_alive_interval", "anthropic_disabled_thinking_effort", "fingerprint_mode", "fingerprint_value"),
+        *("cohere_format", "log_error_stack"),
+    }
+)
+"""Arguments of vLLM's OpenAI front end, which is no part of the engine; see `vllm_frontend_arguments`."""
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
@@ -66,6 +79,19 @@ def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
 
 def _parse(settings: ModelSettings) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
+    return parse_options(AsyncEngineArgs.add_cli_args, settings, given)
+
+
+def parse_options(
+    add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]
+) -> dict[str, Any]:
+    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows.
+
+    Raises:
+        EngineStartError: an option has a value that the parser refuses; the option is named.
+    """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class _Parser(FlexibleArgumentParser):
@@ -74,18 +100,18 @@ def _parse(settings: ModelSettings) -> dict[str, Any]:
         def error(self, message: str) -> NoReturn:
             raise ValueError(message)
 
-    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
+    parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
     actions = {action.dest: action for action in parser._actions}
     for action in actions.values():
         action.default = argparse.SUPPRESS
     parsed: dict[str, Any] = {}
-    for name, text in settings.engine_arguments.items():
+    for name, text in given.items():
         action = actions.get(name)
         if name in _WITHOUT_EFFECT:
             logger.warning("%s: option.%s has no effect here", settings.engine_argument_sources.get(name, name), name)
             continue
         if action is None:
-            _warn_unknown(name, settings, list(actions))
+            _warn_unknown(name, settings, [*actions, *FRONT_END])
             continue
         parsed.update(_parse_one(parser, action, name, text, settings))
     return parsed

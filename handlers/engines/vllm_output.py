@@ -12,7 +12,9 @@ tests/live/test_vllm_seam.py:
   `make_request_output`, in this order, for each request of a step;
 - the renderer's `get_eos_token_id()` is asked for each request;
 - the engine core client reads `decoder` once, when its output task starts;
-- `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`.
+- `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`;
+- `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` hold, for each token, the chosen one's log probability
+  first and then those of the most probable, and beside them the chosen one's rank, from 1.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from vllm.v1.engine.detokenizer import (
     uses_fast_detokenizer,
 )
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import EngineStartError, Sink
@@ -66,6 +69,9 @@ def check_seam() -> None:
             raise EngineStartError(
                 f"this vLLM is not one that Slipway knows: {name} has no parameter {', '.join(missing)}"
             )
+    for arrays, field in ((LogprobsLists, "sampled_token_ranks"), (LogprobsTensors, "selected_token_ranks")):
+        if field not in arrays._fields:
+            raise EngineStartError(f"this vLLM is not one that Slipway knows: {arrays.__name__} has no field {field}")
 
 
 class LeanDecoder(MsgpackDecoder):
@@ -189,6 +195,7 @@ class PushedState(RequestState):
         self.sink, self.meter, self.sequence = sink, meter, sequence
         self.stream, self.want_tokens = generation.stream, generation.want_tokens
         self.top_tokens, self.special_ids = generation.top_tokens, special_ids
+        self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.tokenizer = tokenizer
         self.reader = self.logprobs_processor = _StepReader()
@@ -274,7 +281,8 @@ class PushedState(RequestState):
             piece = pieces[i] if i < len(pieces) else ""
             top = self._top(i) if self.top_tokens else ()
             logprob = logprobs[i] if logprobs is not None else None
-            self.pending.append(Token(token_id, piece, logprob, token_id in special, top))
+            rank = self.reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
+            self.pending.append(Token(token_id, piece, logprob, token_id in special, top, rank))
         pieces.clear()
 
     def _top(self, row: int) -> tuple[Token, ...]:
@@ -282,7 +290,8 @@ class PushedState(RequestState):
         ids = raw.logprob_token_ids[row, 1 : 1 + self.top_tokens].tolist()
         values = raw.logprobs[row, 1 : 1 + self.top_tokens].tolist()
         return tuple(
-            Token(i, self.tokenizer.decode([i]), v, i in self.special_ids) for i, v in zip(ids, values, strict=True)
+            Token(i, self.tokenizer.decode([i]), v, i in self.special_ids, (), place if self.want_ranks else None)
+            for place, (i, v) in enumerate(zip(ids, values, strict=True), start=1)
         )
 
     def _advance(self, finish_reason: Any, stop_reason: int | str | None) -> None:
@@ -294,7 +303,7 @@ class PushedState(RequestState):
         tokens = self._release(len(text), finished)
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
-        delta = TokenDelta(text, tokens, self.sequence, None, self.prompt_len, self.token_count)
+        delta = TokenDelta(text, tokens, self.sequence, None, self.prompt_len, self.token_count, self.cumulative_logprob)
         if self.prompt_tokens_due:
             self.prompt_tokens_due = False
             delta.prompt_tokens = self._prompt_tokens()
@@ -304,7 +313,6 @@ class PushedState(RequestState):
                 return
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
-            delta.cumulative_logprob = self.cumulative_logprob
             delta.last = True
             self.meter.finished_requests += 1
         self.sink.on_delta(delta)
@@ -346,4 +354,8 @@ class PushedState(RequestState):
         values = [value for chunk in self.reader.prompt_logprobs for value in chunk.logprobs[:, 0].tolist()]
         for token, value in zip(tokens[1:], values, strict=False):
             token.logprob = value
+        if self.want_ranks:
+            ranks = [rank for chunk in self.reader.prompt_logprobs for rank in chunk.selected_token_ranks.tolist()]
+            for token, rank in zip(tokens[1:], ranks, strict=False):
+                token.rank = rank
         return tokens

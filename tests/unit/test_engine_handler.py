@@ -34,13 +34,13 @@ class Running:
 class ScriptedEngine:
     """Keeps its sinks for the test to push into; may fail in submit."""
 
-    meter = Meter()
     max_model_len = 100
     max_top_tokens = 20
     eos_token_ids = frozenset({0})
     tokenizer = None
 
     def __init__(self) -> None:
+        self.meter = Meter()
         self.sinks: list[Sink] = []
         self.running: list[Running] = []
         self.failures: dict[int, Exception] = {}
@@ -160,6 +160,53 @@ async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
     assert [running.cancelled for running in engine.running] == [True]
 
 
+async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    writer = Writer()
+    body = {"inputs": "x", "stream": True, "parameters": {"details": True}}
+    await handler.handle(CONTRACT, call(body), writer)
+    engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], token_count=1))
+    handler.abort("r")
+    assert engine.running[0].cancelled
+    assert handler.open_sequences == 0
+    assert b'"generated_text": "y"' in writer.body
+    assert b'"finish_reason": "abort", "generated_tokens": 1' in writer.body
+    handler.abort("r")
+    assert len(writer.ended) == 1
+
+
+async def test_an_aborted_batch_ends_every_sequence_that_is_open(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    writer = Writer()
+    await handler.handle(CONTRACT, call({"inputs": ["a", "b"], "parameters": {"details": True}}), writer)
+    engine.sinks[1].on_delta(last("done"))
+    handler.abort("no such call")
+    assert not writer.finished
+    handler.abort("r")
+    answers = json.loads(writer.body)
+    assert [answer["generated_text"] for answer in answers] == ["", "done"]
+    assert [answer["details"]["finish_reason"] for answer in answers] == ["abort", "length"]
+
+
+async def test_calls_are_counted_as_succeeded_or_failed_and_not_when_the_client_leaves(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    calls = engine.meter.calls
+    await handler.handle(CONTRACT, call({"inputs": "x"}), Writer())
+    engine.sinks[0].on_delta(last("y"))
+    assert (calls.succeeded, calls.failed) == (1, 0)
+    await handler.handle(CONTRACT, call({"inputs": "x"}), Writer())
+    engine.sinks[1].on_error(GenerationFailed("no"))
+    assert (calls.succeeded, calls.failed) == (1, 1)
+    running = await handler.handle(CONTRACT, call({"inputs": "x"}), Writer())
+    running.cancel()
+    assert (calls.succeeded, calls.failed) == (1, 1)
+    assert calls.succeeded_seconds > 0
+    assert time.time() - calls.last_at < 60
+
+
 async def test_a_call_is_answered_once_when_the_engine_dies_while_it_is_submitted(
     handler: EngineHandler, engine: ScriptedEngine
 ) -> None:
@@ -199,6 +246,7 @@ class Shouting:
     """An answer that may block or fail, as a customer's formatter may."""
 
     content_type = "text/plain"
+    headers = ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         if delta.text == "bad":

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from container.openapi import openapi_document, openapi_page
+from container.docs_page import plain_page
+from container.openapi import openapi_document
 from handlers.model_settings import HandlerSettings, ModelSettings
 from tests.contracts.exchange import MODEL
 
@@ -37,6 +38,6 @@ def test_every_schema_that_is_named_is_there_and_no_other(model: ModelSettings) 
 def test_the_document_shows_the_mode_that_is_served(mode: str, schema: str) -> None:
     document = openapi_document(MODES[mode])
     assert schema in document.content["components"]["schemas"]
-    assert schema in openapi_page(document)
+    assert schema in plain_page(document)
     others = {"Answer", "StepRecord"} - {schema}
     assert not others & document.content["components"]["schemas"].keys()

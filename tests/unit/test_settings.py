@@ -210,11 +210,9 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
 @pytest.mark.parametrize(
     "properties",
     [
-        "option.async_mode=true",
         "option.enable_lora=true",
         "option.enable_stateful_sessions=true",
         "option.bedrock_compat=true",
-        "option.entryPoint=djl_python.lmi_vllm.vllm_async_service",
         "option.entryPoint=djl_python.sklearn_handler",
         "option.entryPoint=https://example.com/model.py",
         "option.output_formatter=json_chat",
@@ -319,7 +317,7 @@ def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,
         "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=\nbroken=\\u1",
-        {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_ASYNC_MODE": "true"},
+        {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_ENABLE_LORA": "true"},
         {"nonsense": "1"},
     )
     expected = [
@@ -329,11 +327,51 @@ def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
         'option.trust_remote_code is "" (serving.properties: option.trust_remote_code); allowed: true or false',
         'option.dtype is "fp17" (serving.properties: option.dtype); allowed: auto, fp32, fp16, bf16, ',
         'option.predict_timeout is "soon" (serving.properties: option.predict_timeout); allowed: seconds',
-        f'option.async_mode is "true" (environment: OPTION_ASYNC_MODE): {NOT_SERVED}; ',
+        f'option.enable_lora is "true" (environment: OPTION_ENABLE_LORA): {NOT_SERVED}; ',
     ]
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
         assert problem.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("properties", "rolling_batch"),
+    [
+        ("option.async_mode=true", "auto"),
+        ("option.async_mode=true\noption.rolling_batch=disable", "auto"),
+        ("option.async_mode=true\noption.rolling_batch=scheduler", "scheduler"),
+        ("option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.rolling_batch=disable", "auto"),
+        ("option.entryPoint=djl_python.lmi_trtllm.trtllm_async_service", "trtllm"),
+    ],
+)
+def test_the_asynchronous_mode_selects_a_schema_and_leaves_the_engine(
+    model_dir: Path, properties: str, rolling_batch: str
+) -> None:
+    model = load(model_dir, properties).model
+    assert (model.async_mode, model.rolling_batch) == (True, rolling_batch)
+
+
+def test_the_asynchronous_mode_has_no_dynamic_batch(model_dir: Path) -> None:
+    assert problems(model_dir, "option.async_mode=true\nbatch_size=4") == (
+        "option.async_mode is on, but batch_size is above 1: give one of them",
+    )
+
+
+@pytest.mark.parametrize("text", ["a,b", '["a", "b"]', "a b", "'a', \"b\""])
+def test_a_model_may_be_served_under_several_names(model_dir: Path, text: str) -> None:
+    model = load(model_dir, f"option.served_model_name={text}").model
+    assert model.served_model_names == model.public_names == ("a", "b")
+
+
+def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:
+    model = load(model_dir, "").model
+    assert model.public_names == (model.name,)
+
+
+def test_aliases_of_the_model_are_a_list(model_dir: Path) -> None:
+    assert load(model_dir, "").server.model_aliases == ("dummy", "tgi")
+    assert load(model_dir, environ={"SERVING_MODEL_ALIASES": "gpt-4, x"}).server.model_aliases == ("gpt-4", "x")
+    assert load(model_dir, environ={"SERVING_MODEL_ALIASES": '""'}).server.model_aliases == ()
 
 
 def test_an_engine_argument_keeps_its_source(model_dir: Path) -> None:

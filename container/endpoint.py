@@ -1,0 +1,188 @@
+"""What every route has in common: from an ASGI request to whoever answers it, and back.
+
+An `Endpoint` reads the request, lets one of its targets answer, counts and logs. What the server itself has to say (not
+loaded yet, body too large, a fault of our own) it says in the target's own error form.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+from container.access_log import log_request
+from container.lifecycle import Lifecycle, State
+from container.metrics import HttpCounts
+from container.push import Headers, Message, Pacer, PushedReply, Send
+from container.request_headers import request_headers
+from container.request_id import request_id
+from container.response_headers import standing_headers
+from container.settings import ServerSettings
+from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.entry_point import Service
+from handlers.errors import BodyTooLarge, InternalError, NotReady, RequestError
+from handlers.reply import ReplyWriter, Running
+
+logger = logging.getLogger(__name__)
+
+Receive = Callable[[], Awaitable[Message]]
+Scope = dict[str, Any]
+Refuse = Callable[[RequestError], Reply]
+
+
+class Site:
+    """What all endpoints of one server share."""
+
+    def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts) -> None:
+        self.lifecycle, self.settings, self.counts = lifecycle, settings, counts
+        self.id_header = settings.request_id_header.lower().encode()
+        self.pacer = Pacer(settings.coalesce_above)
+        self.standing_headers = standing_headers(settings)
+
+    def service(self) -> Service:
+        """The loaded model.
+
+        Raises:
+            NotReady: it is still loading, or the server is stopping.
+        """
+        state, service = self.lifecycle.state, self.lifecycle.service
+        if service is not None and state in (State.READY, State.FAILED):  # failed: the engine's own error says more
+            return service
+        if state is State.STARTING:
+            raise NotReady(f"model {self.lifecycle.model.name} is not loaded yet")
+        raise NotReady("the server is stopping")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One who can answer the calls of a route."""
+
+    answer: Callable[[Call, ReplyWriter], Awaitable[Running | None]]
+    """None: the reply is complete."""
+    refuse: Refuse
+    wanted: Callable[[bytes], bool] = lambda _: True
+    """Whether it takes a call with this body."""
+    early: Callable[[Scope, dict[bytes, bytes]], Reply | None] = lambda _, __: None
+    """What is answered before the body is read; may raise RequestError."""
+
+
+class Endpoint:
+    """An ASGI application for one path and method. The first of its targets that wants a call answers it."""
+
+    def __init__(self, site: Site, route: str, targets: Sequence[Target]) -> None:
+        self._site, self._route, self._targets = site, route, tuple(targets)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        started = time.perf_counter()
+        site = self._site
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        identity = request_id(headers.get(site.id_header))
+        reply_headers = [(b"x-request-id", identity.encode()), *site.standing_headers]
+        writer = PushedReply(send, reply_headers, site.pacer)
+        site.lifecycle.open_calls += 1
+        try:
+            await self._serve(scope, headers, identity, receive, writer, reply_headers)
+        finally:
+            writer.close()
+            site.lifecycle.open_calls -= 1
+        seconds = time.perf_counter() - started
+        # A client that went away before the end is counted as 499, as proxies do.
+        status = writer.status if writer.finished else 499
+        site.counts.count(self._route, status, seconds)
+        log_request(scope, identity, status, seconds, writer.bytes_sent)
+
+    async def _serve(
+        self,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        identity: str,
+        receive: Receive,
+        writer: PushedReply,
+        reply_headers: Headers,
+    ) -> None:
+        target = self._targets[0]
+        try:
+            if (early := target.early(scope, headers)) is not None:
+                writer.reply(early)
+                return
+            body = await _body(headers, receive, self._site.settings.max_request_size)
+            if body is None:
+                return
+            target = next((t for t in self._targets if t.wanted(body)), self._targets[-1])
+            call = _call(scope, headers, body, identity)
+            if self._site.settings.log_prompts:
+                logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
+            running = await target.answer(call, writer)
+        except ContractError as error:
+            logger.info("refused: %s", error.reason, extra={"request_id": identity})
+            writer.reply(error.reply)
+        except RequestError as error:
+            logger.info("refused: %s", error.message, extra={"request_id": identity})
+            reply_headers.extend(_for_the_connection(error))
+            writer.reply(target.refuse(error))
+        except Exception:
+            logger.exception("internal error", extra={"request_id": identity})
+            if not writer.status:
+                writer.reply(target.refuse(InternalError()))
+        else:
+            if running is not None:
+                await _until_closed(receive, running)
+
+
+def _call(scope: Scope, headers: dict[bytes, bytes], body: bytes, identity: str) -> Call:
+    query: bytes = scope["query_string"]
+    return Call(
+        body=body,
+        content_type=headers.get(b"content-type", b"").decode("latin-1"),
+        request_id=identity,
+        headers=request_headers(scope["headers"]),
+        query=tuple(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else (),
+        method=scope["method"],
+        path=scope["path"],
+        path_parameters=scope.get("path_params") or {},
+    )
+
+
+def _for_the_connection(error: RequestError) -> Headers:
+    match error:
+        case NotReady():
+            return [(b"retry-after", b"5"), (b"connection", b"close")]
+        case BodyTooLarge():
+            return [(b"connection", b"close")]  # the rest of the body is not going to be read
+        case _:
+            return []
+
+
+async def _body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
+    """The whole body, or None if the client went away while sending it.
+
+    Raises:
+        BodyTooLarge: there is more of it than `limit`, in bytes.
+    """
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
+        raise BodyTooLarge(f"the body is larger than {limit} bytes (max_request_size)")
+    message = await receive()
+    parts, size = [], 0
+    while message["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise BodyTooLarge(f"the body is larger than {limit} bytes (max_request_size)")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+        message = await receive()
+    return None
+
+
+async def _until_closed(receive: Receive, running: Running) -> None:
+    """Wait until the reply is complete or the client has gone; ASGI reports both as a disconnect."""
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    finally:
+        running.cancel()

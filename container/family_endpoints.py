@@ -1,0 +1,91 @@
+"""Endpoints for the routes that the families of clients declare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from container.endpoint import Endpoint, Site, Target
+from handlers.contracts.family import Family, Forwards, Generates, Route, Tells
+from handlers.contracts.protocol import LONG_BODY, Call
+from handlers.errors import NotServed
+from handlers.reply import Handler, ReplyWriter, Running
+
+_CUSTOM = "this model has a handler of its own; only /invocations and /predictions reach it"
+_NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def family_endpoints(site: Site, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
+    """An endpoint for each path and method. Targets with `where` are asked first, then families in order."""
+    targets: defaultdict[tuple[str, str], list[Target]] = defaultdict(list)
+    for family in families:
+        for route in family.routes:
+            target = _target(site, family, route)
+            for method in route.methods:
+                place = targets[route.path, method]
+                place.insert(0, target) if _where(route) else place.append(target)
+    return {key: Endpoint(site, key[0], place) for key, place in targets.items()}
+
+
+def _target(site: Site, family: Family, route: Route) -> Target:
+    match route:
+        case Tells():
+            return _telling(site, family, route)
+        case Generates():
+            return _generating(site, family, route)
+        case Forwards():
+            return _forwarding(site, family)
+
+
+def _telling(site: Site, family: Family, route: Tells) -> Target:
+    async def answer(call: Call, writer: ReplyWriter) -> None:
+        view = site.lifecycle.view()
+        if len(call.body) < LONG_BODY:
+            writer.reply(route.tell(call, view))
+        else:
+            writer.reply(await asyncio.to_thread(route.tell, call, view))
+
+    where = route.where
+    if where is None:
+        return Target(answer, family.refuse)
+    return Target(answer, family.refuse, wanted=lambda body: _has_field(body, where))
+
+
+def _generating(site: Site, family: Family, route: Generates) -> Target:
+    async def answer(call: Call, writer: ReplyWriter) -> Running:
+        handler = site.service().generation.get(route.path)
+        if handler is None:
+            raise NotServed(_CUSTOM)
+        return await handler.handle(call, writer)
+
+    return Target(answer, family.refuse)
+
+
+def _forwarding(site: Site, family: Family) -> Target:
+    async def answer(call: Call, writer: ReplyWriter) -> Running:
+        service = site.service()
+        handler: Handler | None = service.openai
+        if handler is None:
+            raise NotServed(_NOT_VLLM if service.custom is None else _CUSTOM)
+        return await handler.handle(call, writer)
+
+    return Target(answer, family.refuse)
+
+
+def _where(route: Route) -> str | None:
+    return route.where if isinstance(route, Tells) else None
+
+
+def _has_field(body: bytes, name: str) -> bool:
+    """Whether the body is a JSON object with this field."""
+    if f'"{name}"'.encode() not in body:
+        return False
+    try:
+        return name in _fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False

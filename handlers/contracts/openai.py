@@ -1,0 +1,146 @@
+"""OpenAI's contract, which vLLM's own front end speaks: its routes, and the errors made before a call reaches it.
+
+Bodies are read and written by vLLM itself (`handlers.openai`); this file has what a model of any engine can say.
+Source: vLLM's OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from http import HTTPStatus
+
+import msgspec
+
+from handlers.contracts.family import Family, Forwards, ModelView, Operation, Route, Tells
+from handlers.contracts.protocol import Call, Reply
+from handlers.errors import (
+    BodyTooLarge,
+    EngineDead,
+    GenerationFailed,
+    InvalidParameter,
+    NotReady,
+    NotServed,
+    Overloaded,
+    RequestError,
+    UnknownModel,
+)
+
+JSON = "application/json"
+ALIASED = "/openai"
+"""What stands before /v1 in the paths on which any `model` will do."""
+
+_encode = msgspec.json.encode
+
+
+def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
+    """vLLM's error object, byte for byte."""
+    return _encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
+
+
+def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
+    """A reply with vLLM's error object."""
+    safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
+    return Reply(status, JSON, error_body(safe, kind, status, parameter))
+
+
+def refuse(error: RequestError) -> Reply:
+    """See `Family.refuse`; statuses and types are those that vLLM gives for the same."""
+    match error:
+        case UnknownModel():
+            return error_reply(error.message, "NotFoundError", 404, "model")
+        case NotServed():
+            return error_reply(error.message, "NotImplementedError", 501)
+        case NotReady() | Overloaded():
+            return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
+        case BodyTooLarge():
+            return error_reply(error.message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE.phrase, 413)
+        case InvalidParameter():
+            return error_reply(error.message, "BadRequestError", 400, error.parameter)
+        case EngineDead() | GenerationFailed():
+            return error_reply(error.message, "InternalServerError", 500)
+        case _:
+            return error_reply(error.message, "BadRequestError", 400)
+
+
+def wrong_method(call: Call) -> Reply:
+    """See `Family.wrong_method`."""
+    return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
+
+
+def not_found(call: Call) -> Reply:
+    """See `Family.not_found`."""
+    return _of_status(HTTPStatus.NOT_FOUND)
+
+
+def _of_status(status: HTTPStatus) -> Reply:
+    return error_reply(status.phrase, status.phrase, status)
+
+
+def models(call: Call, view: ModelView) -> Reply:
+    """GET /v1/models: every name of the model, whatever runs it and whether it is loaded yet."""
+    created = int(time.time())
+    max_model_len = view.loaded.max_model_len if view.loaded is not None else None
+    cards = [_card(name, created, max_model_len) for name in view.settings.public_names]
+    return Reply(200, JSON, _encode({"object": "list", "data": cards}))
+
+
+def _card(name: str, created: int, max_model_len: int | None) -> dict[str, object]:
+    permission = {
+        "id": f"modelperm-{uuid.uuid4().hex}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": name,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "permission": [permission],
+    }
+
+
+_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", JSON, None)})
+_VERSIONED = (
+    *(
+        Forwards(path=path)
+        for path in (
+            *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/messages", "/v1/messages/count_tokens"),
+        )
+    ),
+    Forwards(path="/v1/responses/{response_id}", methods=("GET",)),
+)
+
+
+def _routes() -> tuple[Route, ...]:
+    return (
+        *_VERSIONED,
+        *(Forwards(path=ALIASED + route.path, methods=route.methods) for route in _VERSIONED),
+        *(Tells(path=prefix + "/v1/models", tell=models, about=_MODELS) for prefix in ("", ALIASED)),
+        Forwards(path="/tokenize"),
+        Forwards(path="/detokenize"),
+        Forwards(path="/version", methods=("GET",)),
+    )
+
+
+OPENAI = Family(
+    name="openai",
+    routes=_routes(),
+    refuse=refuse,
+    wrong_method=wrong_method,
+    prefix=ALIASED + "/",
+    not_found=not_found,
+)

@@ -1,0 +1,96 @@
+"""TGI's error replies and error events. Source: contracts/tgi.md sections 4 and 5; TGI's router, `infer/mod.rs`."""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring as quote
+
+from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.errors import (
+    BodyTooLarge,
+    ContextExceeded,
+    InvalidRequest,
+    NotReady,
+    NotServed,
+    Overloaded,
+    RequestError,
+    UnknownModel,
+)
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+_TEXT = "text/plain; charset=utf-8"
+
+NOT_JSON = 400
+"""The body is no JSON."""
+NO_JSON_TYPE = 415
+"""The content type does not say JSON."""
+DOES_NOT_FIT = 422
+"""The body is JSON of another shape."""
+
+
+def unreadable(status: int, explanation: str) -> ContractError:
+    """A body that cannot be taken as a request: TGI's web framework explains why in plain text."""
+    return ContractError(Reply(status, _TEXT, explanation.encode("utf-8", "replace")), explanation)
+
+
+def refuse(error: RequestError) -> Reply:
+    """The reply to anything that went wrong before the first byte of an answer that is not streamed."""
+    if isinstance(error, BodyTooLarge):
+        return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
+    status, _, _ = _meaning(error)
+    return Reply(status, JSON, document(error).encode("utf-8", "replace"))
+
+
+def refuse_stream(error: RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
+    """The same where a stream was asked for: the status is 200, and the error an event."""
+    return Reply(200, EVENTS, event(error), headers)
+
+
+def event(error: RequestError) -> bytes:
+    """The event that ends a stream."""
+    return f"data:{document(error)}\n\n".encode("utf-8", "replace")
+
+
+def document(error: RequestError) -> str:
+    """The error's JSON object; clients choose the exception by `error_type`."""
+    _, kind, text = _meaning(error)
+    return error_document(text, kind)
+
+
+def error_document(text: str, kind: str) -> str:
+    """The same from its parts."""
+    return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
+
+
+def wrong_method(_: Call) -> Reply:
+    """405 without a body, as axum has it."""
+    return Reply(405, "", b"")
+
+
+INCOMPLETE = '{"error":"Incomplete generation","error_type":"incomplete_generation"}'
+"""In the place of an answer that was ended from outside."""
+INCOMPLETE_STREAM = b'data:{"error":"Incomplete generation stream","error_type":"incomplete_generation_stream"}\n\n'
+
+
+def _meaning(error: RequestError) -> tuple[int, str, str]:
+    """Status, `error_type` and text."""
+    if isinstance(error, InvalidRequest):
+        return 422, "validation", f"Input validation error: {_what_is_wrong(error)}"
+    if isinstance(error, Overloaded):
+        return 429, "overloaded", "Model is overloaded"
+    if isinstance(error, NotReady):
+        return 503, "healthcheck", f"unhealthy: {error.message}"
+    if isinstance(error, UnknownModel | NotServed):
+        return 404, "not_found", error.message
+    return 424, "generation", f"Request failed during generation: {error.message}"
+
+
+def _what_is_wrong(error: InvalidRequest) -> str:
+    if not isinstance(error, ContextExceeded):
+        return error.message
+    if error.new_tokens == 1:
+        return f"`inputs` must have less than {error.context} tokens. Given: {error.prompt_tokens}"
+    return (
+        f"`inputs` tokens + `max_new_tokens` must be <= {error.context}. Given: {error.prompt_tokens} `inputs` tokens "
+        f"and {error.new_tokens} `max_new_tokens`"
+    )

@@ -1,0 +1,120 @@
+"""Compiles constraints before the engine does, in a process of its own that is run as a script.
+
+A constraint is a program that a client has sent. What of it takes too long, takes too much memory or brings the
+compiler down ends this process, and neither the server nor the engine. Imports nothing but llguidance, so that it
+starts at once and stays small. Speaks over its standard input and output; see `grammar_trials`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import llguidance
+
+CPU_SECONDS = 2.0
+"""For one constraint; ordinary ones take a hundredth of it."""
+STEP_CPU_SECONDS = 0.1
+"""For one token's mask, which the engine makes between two steps of all its requests; ordinary ones take 0.001."""
+STEPS = 64
+"""Tokens that are tried out."""
+_MEMORY_BYTES = 1 << 30
+_STACK_BYTES = 4 << 20
+"""Half of what the engine's threads have."""
+_LENGTH = struct.Struct(">I")
+
+
+def grammar_of(kind: str, text: str) -> str:
+    """The grammar that vLLM's back end `guidance` makes of a constraint.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if kind == "json":
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True}))
+    return str(llguidance.grammar_from(kind, text))  # type: ignore[arg-type]
+
+
+def trial(tokenizer: Any, kind: str, text: str) -> str | None:
+    """What is wrong with a constraint, as the end of a sentence; None: nothing was found."""
+    try:
+        grammar = grammar_of(kind, text)
+    except (ValueError, TypeError, RecursionError) as error:
+        return str(error)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    return matcher.get_error() or _walk(matcher)
+
+
+def _walk(matcher: Any) -> str | None:
+    """Follow it for some tokens: what compiles can still turn out to have no text, or to be slow."""
+    chance = random.Random(0)
+    for _ in range(STEPS):
+        begun = time.process_time()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if not matcher.is_error() and mask:
+            matcher.consume_token(_one_of(mask, chance))
+        if matcher.is_error() or not mask:
+            return _complaint(matcher.get_error())
+        if time.process_time() - begun > STEP_CPU_SECONDS:
+            return "it is too ambiguous to be followed in time"
+        if matcher.is_stopped():
+            matcher.reset()
+    return None
+
+
+def _one_of(mask: int, chance: random.Random) -> int:
+    """One of the bits that are set, the first after a random place."""
+    rest = mask >> (place := chance.randrange(mask.bit_length()))
+    return place + (rest & -rest).bit_length() - 1
+
+
+def _complaint(error: str) -> str:
+    if "max is" in error or "limit" in error:
+        return "it allows too many alternatives at one place"
+    return "no text satisfies it, or nothing can follow a part of it"
+
+
+def _limit() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _receive(source: BinaryIO) -> Any:
+    header = source.read(_LENGTH.size)
+    return json.loads(source.read(_LENGTH.unpack(header)[0])) if len(header) == _LENGTH.size else None
+
+
+def _send(target: BinaryIO, message: Any) -> None:
+    data = json.dumps(message).encode()
+    target.write(_LENGTH.pack(len(data)) + data)
+    target.flush()
+
+
+def main() -> None:
+    """Answer until the standard input ends."""
+    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not come between the answers
+    first = _receive(source)
+    tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocabulary_size"], eos_token=first["eos"])
+    _limit()
+    _send(target, {"ready": True})
+    while (message := _receive(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # unhandled, its signal ends the process
+        error = trial(tokenizer, message["kind"], message["text"])
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _send(target, {"error": error})
+
+
+if __name__ == "__main__":
+    main()

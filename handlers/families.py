@@ -1,0 +1,15 @@
+"""The families of clients that are served: each is declared in the file of its wire contract, and registered here.
+
+Where two families want one path and method, the first one here takes it, unless its route says `where`. LMI's routes
+are not in the list: `/invocations` and `/predictions` are answered by what the model's settings say.
+"""
+
+from __future__ import annotations
+
+from handlers.contracts.family import Family
+from handlers.contracts.happy_vllm import HAPPY_VLLM
+from handlers.contracts.openai import OPENAI
+from handlers.contracts.tgi import TGI
+from handlers.contracts.triton import TRITON
+
+FAMILIES: tuple[Family, ...] = (TRITON, HAPPY_VLLM, TGI, OPENAI)

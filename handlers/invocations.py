@@ -1,0 +1,159 @@
+"""`/invocations`: what kind of call a body is, and which handler answers it.
+
+Source: contracts/lmi.md sections 3.2, 3.7, 4.7 and 6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from handlers.contracts.lmi_async_openai import AsyncShape
+from handlers.contracts.lmi_chat import LmiChatShape
+from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.openai_shape import Shape
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply
+from handlers.model_settings import ModelSettings
+from handlers.openai import OpenAIHandler
+from handlers.openai.shaped_reply import ShapedReply
+from handlers.reply import Handler, ReplyWriter, Running
+
+Kind = Literal["chat", "completion", "lmi", "session"]
+Table = tuple[tuple[str, Kind], ...]
+
+ROLLING_BATCH: Table = (("messages", "chat"), ("prompt", "completion"), ("inputs", "lmi"), ("requestType", "session"))
+"""The first of these fields that a body has says what it is; a body with none of them is LMI's, which says so."""
+ASYNCHRONOUS: Table = (("prompt", "completion"), ("inputs", "lmi"), ("messages", "chat"), ("requestType", "session"))
+"""The same, in the order of LMI's asynchronous handler."""
+
+_MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind != "lmi")
+_JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
+"""Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default."""
+_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+_NULL = b"null"
+
+
+class _Fields(msgspec.Struct):
+    """The fields of a body that say what it is; nothing else of it is read here."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    requestType: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # noqa: N815
+    stop_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode = msgspec.json.Decoder(_Fields).decode
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a body was found to be."""
+
+    kind: Kind
+    field: str = ""
+    """The field that says so."""
+    has_inputs: bool = True
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+_LMI = Body("lmi")
+
+
+def looks_plain(call: Call) -> bool:
+    """Whether the body can be nothing but LMI's. Costs a search for three words, before anything is decoded."""
+    if not any(mark in call.body for mark in _MARKS):
+        return True
+    kind = call.content_type.partition(";")[0].strip().lower()
+    return not ("json" in kind or kind in _JSON_TYPES)
+
+
+def read_body(body: bytes, table: Table) -> Body:
+    """What a JSON body is. A field that is null is absent; what is no JSON object is LMI's, which refuses it."""
+    try:
+        fields = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _LMI
+    for field, kind in table:
+        if _given(getattr(fields, field)):
+            return Body(kind, field, _given(fields.inputs), _stop_token_ids(fields))
+    return _LMI
+
+
+def _given(value: msgspec.Raw | msgspec.UnsetType) -> bool:
+    return not isinstance(value, msgspec.UnsetType) and bytes(value) != _NULL
+
+
+def _stop_token_ids(fields: _Fields) -> frozenset[int]:
+    if isinstance(fields.stop_token_ids, msgspec.UnsetType):
+        return frozenset()
+    try:
+        return frozenset(_decode_ids(fields.stop_token_ids))
+    except msgspec.DecodeError:
+        return frozenset()  # vLLM says what is wrong with it
+
+
+def invocations_handler(
+    lmi: Handler, openai: OpenAIHandler | None, settings: ModelSettings, overload_status: int = 503
+) -> Handler:
+    """What answers `/invocations`.
+
+    `lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat.
+    """
+    return InvocationsHandler(lmi, openai, settings, overload_status)
+
+
+class InvocationsHandler:
+    """Chooses by the body; see `handlers.reply.Handler`."""
+
+    def __init__(
+        self, lmi: Handler, openai: OpenAIHandler | None, settings: ModelSettings, overload_status: int
+    ) -> None:
+        self._lmi, self._openai, self._settings = lmi, openai, settings
+        self._overload_status = overload_status
+        self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        """See `Handler.handle`."""
+        if looks_plain(call):
+            return await self._lmi.handle(call, writer)
+        long = len(call.body) >= LONG_BODY
+        body = await asyncio.to_thread(read_body, call.body, self._table) if long else read_body(call.body, self._table)
+        if body.kind == "lmi":
+            return await self._lmi.handle(call, writer)
+        if body.kind == "session":
+            raise _refused("`requestType` asks for a session, which is not served; keep the state in the client")
+        if self._openai is None:
+            if body.has_inputs:
+                return await self._lmi.handle(call, writer)
+            raise _refused(
+                f"`{body.field}` needs vLLM as the engine (option.rolling_batch=vllm); send `inputs` instead"
+            )
+        shape = self._shape(body)
+        return self._openai.begin(
+            replace(call, method="POST", content_type=JSON, query=()),
+            writer if shape is None else ShapedReply(writer, shape),
+            _PATHS[body.kind],
+            any_model=True,
+        )
+
+    def _shape(self, body: Body) -> Shape | None:
+        """None: vLLM's bytes as they are."""
+        if self._settings.async_mode:
+            return AsyncShape(self._overload_status)
+        if body.kind == "completion" or self._settings.chat_format == "openai":
+            return None
+        return LmiChatShape(
+            sse=self._settings.output_formatter == "sse",
+            stop_token_ids=body.stop_token_ids,
+            overload_status=self._overload_status,
+        )
+
+
+def _refused(message: str) -> ContractError:
+    text = f"Input Parsing failed. {message}."
+    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)

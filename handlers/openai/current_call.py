@@ -1,0 +1,66 @@
+"""What one HTTP call holds while vLLM's serving classes work for it.
+
+They make and drop generators, tasks and background tasks as they please, so what is held is tied to the call itself,
+and free again when it ends, whatever became of them.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from handlers.engine_handler import EngineHandler
+from handlers.errors import InvalidRequest
+from handlers.meter import Meter
+
+
+class OpenAICall:
+    """Places in the queue, and whether the call may name any model."""
+
+    __slots__ = ("_closed", "_handler", "_held", "any_model", "failed", "generates")
+
+    def __init__(self, handler: EngineHandler, any_model: bool = False) -> None:
+        self._handler = handler
+        self._held = 0
+        self._closed = False
+        self.any_model = any_model
+        """The `model` of its body never makes a refusal."""
+        self.generates = False
+        """It was let into the queue."""
+        self.failed = False
+        """The engine gave up on one of its requests."""
+
+    @property
+    def meter(self) -> Meter:
+        """The engine's."""
+        return self._handler.engine.meter
+
+    def take(self, sequences: int) -> None:
+        """Take places for sequences of this call.
+
+        Raises:
+            InvalidRequest: the call would never fit, or has ended.
+            Overloaded: there are not enough now.
+        """
+        limit = self._handler.limit
+        if self._closed:  # something that outlives its call, such as a response in the background
+            raise InvalidRequest("the call has ended; nothing can be generated for it any more")
+        if self._held + sequences > limit:
+            raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")
+        self._handler.admit(sequences)
+        self._held += sequences
+        self.generates = True
+
+    def release(self, sequences: int) -> None:
+        """Give places back; harmless once the call has ended."""
+        if not self._closed:
+            self._held -= sequences
+            self._handler.open_sequences -= sequences
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.release(self._held)
+        self._closed = True
+
+
+current_call: ContextVar[OpenAICall] = ContextVar("current_call")
+"""The call that the running task works for; tasks that it starts inherit it."""

@@ -1,0 +1,205 @@
+"""The engine as vLLM's serving classes see it: vLLM's own `AsyncLLM`, under the rules that hold for every contract.
+
+Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside those of `handlers.engines.vllm`, take
+places in the same queue, count in the same meter and fail after the same wait for a token. For each step of a request
+vLLM's output processor calls `logprobs_processor.update_from_output`; that is where its tokens are counted, at the
+price of one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.outputs import STREAM_FINISHED
+from vllm.v1.engine import EngineCoreEventType
+
+from handlers.errors import InvalidParameter, InvalidRequest, Overloaded
+from handlers.meter import Meter
+from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.parameter_limits import check_parameters
+
+
+class EngineClient:
+    """What vLLM's serving classes take for their engine; whatever is not here is `AsyncLLM`'s.
+
+    `predict_timeout`: seconds without a new token after which a request fails.
+    """
+
+    def __init__(self, llm: Any, meter: Meter, predict_timeout: float) -> None:
+        self._llm, self._meter, self._predict_timeout = llm, meter, predict_timeout
+        self._tokenizer = llm.get_tokenizer()
+        self._vocabulary_size: int = llm.model_config.get_vocab_size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse a call before its prompt is rendered, where it is clear that it gets no places.
+
+        Raises:
+            VLLMValidationError: it would never fit.
+            GracefulHTTPError: 503, there are not enough places now.
+        """
+        call = current_call.get()
+        _take(call, n)
+        call.release(n)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """See `AsyncLLM.generate`. Not a coroutine: what is refused is refused before a reply has begun.
+
+        Raises:
+            VLLMValidationError: the parameters would harm the engine, or there are too many sequences.
+            GracefulHTTPError: 503, the queue has no place.
+        """
+        try:
+            check_parameters(sampling_params, self._vocabulary_size, self._tokenizer)
+        except InvalidParameter as error:
+            raise VLLMValidationError(error.message, parameter=error.parameter) from None
+        call = current_call.get()
+        _take(call, sampling_params.n)
+        return self._generate(call, prompt, sampling_params, request_id, options)
+
+    async def _generate(
+        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        request: _Request | None = None
+        try:
+            queue = await self._added(prompt, params, request_id, options)
+            request = _Request(self._llm, request_id, queue, self._meter, self._predict_timeout)
+            finished = False
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                if finished:
+                    request.succeeded()
+                if output is not STREAM_FINISHED:
+                    yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if request is not None:
+                await request.abandon()
+            raise
+        except Exception:
+            if request is not None:
+                call.failed = True
+                await request.give_up()
+            raise
+        finally:
+            call.release(params.n)
+
+    async def _added(self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+        try:
+            return await self._llm.add_request(request_id, prompt, params, **options)
+        except OverflowError as error:  # a number that the engine's message cannot hold
+            raise VLLMValidationError(str(error)) from None
+
+
+class _Request:
+    """One request in the engine: counts its tokens, and ends it when none comes for too long."""
+
+    def __init__(self, llm: Any, request_id: str, queue: Any, meter: Meter, predict_timeout: float) -> None:
+        self._llm, self._queue, self._meter, self._limit = llm, queue, meter, predict_timeout
+        output_processor = llm.output_processor
+        states = [output_processor.request_states[i] for i in output_processor.external_req_ids.get(request_id, ())]
+        own = [state for state in states if state.queue is queue]  # ids are the clients', who may use one twice
+        self._processors = [state.logprobs_processor for state in own]
+        meter.prompt_tokens += own[0].prompt_len if own else 0
+        meter.started_requests += 1
+        self._open = True
+        self._last_at = time.monotonic()
+        for processor in self._processors:
+            processor.update_from_output = _StepCounter(self, processor, meter)
+        self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
+
+    def step(self) -> None:
+        """The engine has made a token."""
+        self._last_at = time.monotonic()
+
+    def _check(self) -> None:
+        idle = time.monotonic() - self._last_at
+        if idle >= self._limit:
+            self._queue.put(GenerationError(f"no token within predict_timeout ({self._limit:g} s)"))
+        else:
+            self._timer = asyncio.get_running_loop().call_later(self._limit - idle, self._check)
+
+    def succeeded(self) -> None:
+        """Its last output has come."""
+        if self._open:
+            self._meter.finished_requests += 1
+            self._close()
+
+    async def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        if self._open:
+            self._meter.aborted_requests += 1
+            self._close()
+            await self._abort()
+
+    async def give_up(self) -> None:
+        """It has failed."""
+        if self._open:
+            self._meter.failed_requests += 1
+            self._close()
+            await self._abort()
+
+    def _close(self) -> None:
+        self._open = False
+        self._timer.cancel()
+        for processor in self._processors:
+            vars(processor).pop("update_from_output", None)  # it refers back to the processor
+        self._processors.clear()
+
+    async def _abort(self) -> None:
+        if not self._llm.errored:
+            await self._llm.abort(self._queue.request_id, internal=True)
+
+
+class _StepCounter:
+    """Stands where a sequence's `update_from_output` stands, and counts what comes by."""
+
+    __slots__ = ("_begun_at", "_last_at", "_meter", "_queued_at", "_request", "_update")
+
+    def __init__(self, request: _Request, processor: Any, meter: Meter) -> None:
+        self._request, self._update, self._meter = request, processor.update_from_output, meter
+        self._begun_at = time.monotonic()
+        self._last_at = 0.0
+        self._queued_at: float | None = None
+
+    def __call__(self, output: Any) -> None:
+        count = len(output.new_token_ids)
+        if output.events:
+            self._read(output.events)
+        if count:
+            self._count(count)
+        self._update(output)
+
+    def _count(self, count: int) -> None:
+        now, meter = time.monotonic(), self._meter
+        meter.tokens += count
+        if self._last_at:
+            meter.inter_token.observe((now - self._last_at) / count)
+        else:
+            meter.time_to_first_token.observe(now - self._begun_at)
+        self._last_at = now
+        self._request.step()
+
+    def _read(self, events: Any) -> None:
+        for event in events:
+            if event.type == EngineCoreEventType.QUEUED:
+                self._queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
+                self._meter.queue_time.observe(event.timestamp - self._queued_at)
+                self._queued_at = None
+
+
+def _take(call: OpenAICall, sequences: int) -> None:
+    try:
+        call.take(sequences)
+    except InvalidRequest as error:
+        raise VLLMValidationError(error.message, parameter="n") from None
+    except Overloaded as error:
+        raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None

@@ -1,0 +1,118 @@
+"""OpenAI's routes on vLLM's engine; see `handlers.reply.Handler`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from handlers.contracts.openai import ALIASED, error_reply
+from handlers.contracts.protocol import Call, Reply
+from handlers.engine_handler import EngineHandler
+from handlers.engines.protocol import Engine
+from handlers.model_settings import ModelSettings
+from handlers.openai.asgi import AsgiExchange, scope
+from handlers.openai.current_call import OpenAICall, current_call
+from handlers.reply import ReplyWriter, Running
+
+logger = logging.getLogger(__name__)
+
+_VLLM = frozenset({"vllm", "lmi-dist"})
+"""Values of `option.rolling_batch`, once `auto` is decided."""
+
+
+async def openai_handler(
+    engine: Engine, handler: EngineHandler, settings: ModelSettings, aliases: Sequence[str]
+) -> OpenAIHandler | None:
+    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
+
+    `aliases`: further names that a request may call the model by.
+
+    Raises:
+        EngineStartError: vLLM's front end refuses an option of the model, or is not one that we know.
+    """
+    if settings.rolling_batch not in _VLLM:
+        return None
+    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm_app import build
+
+    running: Any = engine
+    started = time.monotonic()
+    client = EngineClient(running.async_llm, engine.meter, settings.predict_timeout)
+    accepted = frozenset({*aliases, settings.name, settings.model_id})
+    app = await build(
+        client,
+        running.frontend_arguments,
+        model=settings.public_names[0],
+        served_names=settings.public_names,
+        accepts=lambda name: name in accepted or current_call.get().any_model,
+    )
+    logger.info("OpenAI front end ready after %.1f s", time.monotonic() - started)
+    return OpenAIHandler(app, handler)
+
+
+class OpenAIHandler:
+    """Hands calls to vLLM's own front end."""
+
+    def __init__(self, app: Any, handler: EngineHandler) -> None:
+        self._app, self._handler = app, handler
+
+    def openapi(self) -> dict[str, Any]:
+        """vLLM's own description of its routes, as an OpenAPI document."""
+        document: dict[str, Any] = self._app.openapi()
+        return document
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        """See `Handler.handle`."""
+        path = call.path.removeprefix(ALIASED)
+        return self.begin(call, writer, path, any_model=path != call.path)
+
+    def begin(self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool) -> Running:
+        """Answer the call as one to `path`.
+
+        `any_model`: the `model` of its body never makes a refusal.
+        """
+        return _RunningCall(self._app, OpenAICall(self._handler, any_model), call, writer, path)
+
+
+class _RunningCall:
+    """One call in vLLM's front end; see `handlers.reply.Running`."""
+
+    def __init__(self, app: Any, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+        self._app, self._held, self._call, self._writer = app, held, call, writer
+        self._exchange = AsgiExchange(call.body, writer)
+        self._meter = held.meter
+        self._task = asyncio.create_task(self._run(path))
+
+    def cancel(self) -> None:
+        """See `Running.cancel`. The front end hears of it, ends its tasks, and the engine aborts."""
+        self._exchange.disconnect()
+
+    async def _run(self, path: str) -> None:
+        current_call.set(self._held)
+        started = time.monotonic()
+        try:
+            await self._app(scope(self._call, path, {}), self._exchange.receive, self._exchange.send)
+        except UnicodeEncodeError:
+            self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
+        except Exception:
+            logger.exception("vLLM's front end failed", extra={"request_id": self._call.request_id})
+        finally:
+            self._held.close()
+            if not self._exchange.disconnected:
+                self._finish(error_reply("Internal server error", "InternalServerError", 500))
+                if self._held.generates:
+                    self._meter.calls.count(time.monotonic() - started, failed=self._held.failed)
+
+    def _finish(self, reply: Reply) -> None:
+        """See to it that there is an answer, whatever became of the front end."""
+        exchange = self._exchange
+        if exchange.complete or exchange.disconnected:
+            return
+        exchange.complete = True
+        if exchange.started:
+            self._writer.end(b"")
+        else:
+            self._writer.reply(reply)

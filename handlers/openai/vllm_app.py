@@ -1,0 +1,83 @@
+"""vLLM's OpenAI front end as an ASGI application: the one file that touches how vLLM builds it.
+
+vLLM's `build_app` would bring its own listener, health, metrics and management routes, authentication and CORS. We take
+the parts that answer OpenAI's clients, and leave the rest to `container`: the routers, the exception handlers, and
+the state that `init_app_state` makes around an engine client.
+
+Written for vLLM 0.32 and 0.33. What it relies on is checked as the model is loaded, and by
+tests/live/test_openai_live.py:
+- each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
+- `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
+- `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+
+from handlers.engines.protocol import EngineStartError
+
+_ROUTERS = (
+    "vllm.entrypoints.openai.models.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.serve.tokenize.api_router",
+    "vllm.entrypoints.serve.instrumentator.basic",
+)
+
+
+async def build(
+    client: Any,
+    arguments: Mapping[str, Any],
+    model: str,
+    served_names: Sequence[str],
+    accepts: Callable[[str], bool],
+) -> FastAPI:
+    """The application, around an engine client.
+
+    `model`: what /v1/models calls the model's root. `served_names`: the model's names, the first of which is in every
+    answer. `accepts`: says of a name that is none of them whether it will do as well.
+
+    Raises:
+        EngineStartError: this vLLM is not one that we know, or refuses an argument.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    args = argparse.Namespace(
+        **arguments,
+        model=model,
+        served_model_name=list(served_names),
+        enable_log_requests=False,
+        disable_log_stats=True,
+        structured_outputs_config=client.vllm_config.structured_outputs_config,
+    )
+    try:
+        for name in _ROUTERS:
+            app.include_router(importlib.import_module(name).router)
+        init_exception_handler(app)
+        app.state.args = args
+        # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
+        app.state.server = SimpleNamespace(should_exit=False)
+        await init_app_state(client, app.state, args, supported_tasks=("generate",))
+        _accept_names(app.state.openai_serving_models, accepts)
+    except EngineStartError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise EngineStartError(f"this vLLM is not one that Slipway knows: its front end has moved ({error})") from error
+    except Exception as error:
+        raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
+    return app
+
+
+def _accept_names(models: Any, accepts: Callable[[str], bool]) -> None:
+    served = models.is_base_model
+    models.is_base_model = lambda name: served(name) or accepts(name)

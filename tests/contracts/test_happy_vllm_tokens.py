@@ -1,0 +1,500 @@
+"""happy_vllm's routes on texts and tokens, and its technical ones: contracts/happy_vllm.md sections 6 to 9."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from handlers.contracts.family import ModelView, Tells
+from handlers.contracts.happy_vllm import HAPPY_VLLM
+from handlers.contracts.protocol import Reply
+from handlers.engines.token_text import split_text as text_of_tokens
+from handlers.errors import NotReady, NotServed, RequestError
+from handlers.model_settings import HandlerSettings
+from handlers.request import Token
+from tests.contracts.exchange import MODEL, call
+
+SENTENCE = "Hey, how are you ?"
+TEXT = "Hey, how are you ? I am clearly fine. And you ? Exceptionally good, thanks for asking."
+CORPUS = [TEXT, f" {TEXT}", "Hey Hey, thisisareallybigwordisntit", "é 🤗 你好"] * 3
+
+
+class HuggingFace:
+    """A tokenizer of the library behind Hugging Face's, with what the contract uses of those."""
+
+    truncation_side = "right"
+    chat_template: str | None = "{{ messages }}"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        if any(message["role"] == "nobody" for message in messages):
+            raise ValueError("nobody must not speak")
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return text + ("assistant:" if add_generation_prompt else "")
+
+
+def _like_gpt() -> Tokenizer:
+    """Byte-level BPE: any text, a character of several bytes in several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+def _like_llama() -> Tokenizer:
+    """SentencePiece's: a space put before every text, bytes for what the vocabulary has not, `<s>` at the start."""
+    corpus = [text.replace(" ", "▁") for text in CORPUS]
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?\w+|▁?[^\w▁]|▁"), "isolated")
+    words.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    trained = json.loads(words.to_str())["model"]
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *trained["vocab"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: index for index, piece in enumerate(pieces)},
+            merges=[tuple(merge) for merge in trained["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+class Model:
+    """A model's text side."""
+
+    max_model_len = 64
+    max_top_tokens = 20
+    eos_token_ids: frozenset[int] = frozenset()
+    meter: Any = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer: Any = HuggingFace(tokenizer)
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        ids: list[int] = self.tokenizer.encode(text)
+        return ids
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        return text_of_tokens(self.tokenizer, token_ids, frozenset(), skip_special_tokens, prompt_ids)
+
+    def status(self) -> Any:
+        return SimpleNamespace(running_requests=2, waiting_requests=1, kv_cache_usage=0.25)
+
+
+LIKE_GPT, LIKE_LLAMA = Model(_like_gpt()), Model(_like_llama())
+VIEW = ModelView(
+    settings=MODEL,
+    state="ready",
+    reason="",
+    started_at=0.0,
+    loaded=LIKE_GPT,
+    engine="vllm",
+    engine_version="0.99.0",
+    max_requests=8,
+    abort=lambda request_id: None,
+)
+both = pytest.mark.parametrize("model", [LIKE_GPT, LIKE_LLAMA], ids=["like_gpt", "like_llama"])
+TELLS = {route.path: route.tell for route in HAPPY_VLLM.routes if isinstance(route, Tells)}
+
+
+def reply(path: str, document: Any = b"", view: ModelView = VIEW) -> Reply:
+    try:
+        return TELLS[path](call(document), view)
+    except RequestError as error:
+        return HAPPY_VLLM.refuse(error)
+
+
+def ask(path: str, document: Any, model: Model = LIKE_GPT) -> Any:
+    answer = reply(path, document, replace(VIEW, loaded=model))
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+def refused(path: str, document: Any, view: ModelView = VIEW) -> tuple[int, Any]:
+    answer = reply(path, document, view)
+    return answer.status, json.loads(answer.body)
+
+
+# /v1/tokenizer and /v1/decode
+
+
+def test_vanilla_tokens_are_the_tokenizers_own_with_special_ones() -> None:
+    answer = ask("/v1/tokenizer", {"text": SENTENCE, "with_tokens_str": True}, LIKE_LLAMA)
+    assert list(answer) == ["tokens_ids", "tokens_nb", "tokens_str"]
+    assert answer["tokens_str"] == ["<s>", "▁Hey", ",", "▁how", "▁are", "▁you", "▁?"]
+    assert answer["tokens_ids"] == LIKE_LLAMA.tokenizer.encode(SENTENCE)
+    assert answer["tokens_nb"] == 7
+
+
+def test_tokens_inside_a_text_have_no_special_ones_and_no_added_space() -> None:
+    document = {"text": f"{SENTENCE} Fine thanks.", "with_tokens_str": True, "vanilla": False}
+    texts = ask("/v1/tokenizer", document, LIKE_LLAMA)["tokens_str"]
+    assert "".join(texts) == f"{SENTENCE} Fine thanks."
+    assert [text for text in texts if text in (",", " how", " are", " you", " ?")] == [
+        ",",
+        " how",
+        " are",
+        " you",
+        " ?",
+    ]
+    assert not texts[0].startswith(" ")
+
+
+def test_token_texts_are_shown_only_where_asked_for() -> None:
+    for vanilla in (True, False):
+        assert list(ask("/v1/tokenizer", {"text": "a", "vanilla": vanilla})) == ["tokens_ids", "tokens_nb"]
+        assert list(ask("/v1/decode", {"token_ids": [5], "vanilla": vanilla})) == ["decoded_string"]
+
+
+def test_the_spelling_of_the_request_schema_is_understood_as_well() -> None:
+    assert "tokens_str" in ask("/v1/tokenizer", {"text": "a", "with_token_str": True})
+
+
+def test_the_answer_is_compact_and_not_escaped() -> None:
+    ids = LIKE_GPT.tokenizer.encode("é")
+    body = reply("/v1/decode", {"token_ids": ids}).body
+    assert body == '{"decoded_string":"é"}'.encode()
+
+
+@both
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "  a", "\n\n a", "abc", SENTENCE, f" {TEXT}", "🤗é 你好 \U0001f468‍\U0001f469‍\U0001f467", "a\ufffdb"],
+)
+def test_token_texts_inside_a_text_are_the_text(model: Model, text: str) -> None:
+    answer = ask("/v1/tokenizer", {"text": text, "with_tokens_str": True, "vanilla": False}, model)
+    assert "".join(answer["tokens_str"]) == text
+    assert len(answer["tokens_str"]) == len(answer["tokens_ids"]) == answer["tokens_nb"]
+    decoded = ask("/v1/decode", {"token_ids": answer["tokens_ids"], "with_tokens_str": True, "vanilla": False}, model)
+    assert decoded == {"decoded_string": text, "tokens_str": answer["tokens_str"]}
+
+
+def test_vanilla_decoding_keeps_special_tokens() -> None:
+    ids = LIKE_LLAMA.tokenizer.encode(SENTENCE)
+    answer = ask("/v1/decode", {"token_ids": ids, "with_tokens_str": True}, LIKE_LLAMA)
+    assert answer["decoded_string"].startswith("<s>")
+    assert answer["decoded_string"].endswith(SENTENCE)
+    assert answer["tokens_str"] == ["<s>", "▁Hey", ",", "▁how", "▁are", "▁you", "▁?"]
+
+
+def test_decoding_inside_a_text_keeps_the_leading_space() -> None:
+    ids = LIKE_LLAMA.tokenizer.encode(SENTENCE, add_special_tokens=False)
+    answer = ask("/v1/decode", {"token_ids": ids, "vanilla": False}, LIKE_LLAMA)
+    assert answer == {"decoded_string": f" {SENTENCE}"}
+
+
+def test_a_character_that_never_gets_complete_is_a_replacement_character() -> None:
+    ids = LIKE_GPT.tokenizer.encode("a🤗")[:-1]
+    answer = ask("/v1/decode", {"token_ids": ids, "with_tokens_str": True, "vanilla": False})
+    assert answer["decoded_string"].startswith("a\ufffd")
+    assert "".join(answer["tokens_str"]) == answer["decoded_string"]
+
+
+@both
+@settings(deadline=None)
+@given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
+def test_any_text_is_found_again(model: Model, text: str) -> None:
+    answer = ask("/v1/tokenizer", {"text": text, "with_tokens_str": True, "vanilla": False}, model)
+    assert "".join(answer["tokens_str"]) == text
+    chunks = ask("/v1/split_text", {"text": text, "num_tokens_in_chunk": 1, "separators": ["a", " ", "0"]}, model)
+    assert "".join(chunks["split_text"]) == text
+
+
+@both
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_ids_have_a_text_for_each(model: Model, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(model.tokenizer) - 1), max_size=30))
+    answer = ask("/v1/decode", {"token_ids": ids, "with_tokens_str": True, "vanilla": False}, model)
+    assert len(answer["tokens_str"]) == len(ids)
+    assert "".join(answer["tokens_str"]) == answer["decoded_string"]
+
+
+# /v2/tokenizer and /v2/decode
+
+
+def test_the_second_tokenizer_has_exactly_three_fields() -> None:
+    ids = LIKE_LLAMA.tokenizer.encode(SENTENCE)
+    document = {"model": "model", "prompt": SENTENCE}
+    assert ask("/v2/tokenizer", document, LIKE_LLAMA) == {"count": 7, "max_model_len": 64, "tokens": ids}
+    without = ask("/v2/tokenizer", document | {"add_special_tokens": False}, LIKE_LLAMA)
+    assert without == {"count": 6, "max_model_len": 64, "tokens": ids[1:]}
+
+
+def test_a_chat_is_tokenized_by_the_models_template_without_further_special_tokens() -> None:
+    messages = [{"role": "user", "content": "Hey"}, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
+    ids = ask("/v2/tokenizer", {"messages": messages}, LIKE_LLAMA)["tokens"]
+    assert LIKE_LLAMA.tokenizer.decode(ids) == "user: Hey\nuser: you\nassistant:"
+    document = {"messages": messages[:1], "add_generation_prompt": False, "add_special_tokens": True}
+    ids = ask("/v2/tokenizer", document, LIKE_LLAMA)["tokens"]
+    assert ids[0] == 1
+    assert LIKE_LLAMA.tokenizer.decode(ids[1:]) == "user: Hey\n"
+
+
+def test_the_second_decoder_has_the_prompt_alone() -> None:
+    ids = LIKE_GPT.tokenizer.encode(SENTENCE)
+    assert ask("/v2/decode", {"model": "model", "tokens": ids}) == {"prompt": SENTENCE}
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "error"),
+    [
+        ("/v2/tokenizer", b"", {"message": "the body is empty", "type": "BadRequestError", "param": None, "code": 400}),
+        (
+            "/v2/tokenizer",
+            {"model": "other", "prompt": "a"},
+            {
+                "message": "The model `other` does not exist.",
+                "type": "NotFoundError",
+                "param": "model",
+                "code": 404,
+            },
+        ),
+        (
+            "/v2/tokenizer",
+            {},
+            {"message": "`prompt` is missing", "type": "BadRequestError", "param": None, "code": 400},
+        ),
+        (
+            "/v2/tokenizer",
+            {"messages": []},
+            {
+                "message": "`messages` must be an array of at least one message",
+                "type": "BadRequestError",
+                "param": "messages",
+                "code": 400,
+            },
+        ),
+        (
+            "/v2/tokenizer",
+            {"messages": [{"role": "nobody", "content": "a"}]},
+            {
+                "message": "the model's chat template does not take these messages: nobody must not speak",
+                "type": "BadRequestError",
+                "param": None,
+                "code": 400,
+            },
+        ),
+        (
+            "/v2/decode",
+            {"tokens": [10**6]},
+            {
+                "message": f"`tokens` must be ids of the vocabulary, below {len(LIKE_GPT.tokenizer)}, got 1000000",
+                "type": "BadRequestError",
+                "param": "tokens",
+                "code": 400,
+            },
+        ),
+    ],
+)
+def test_errors_of_the_second_routes_are_vllms(path: str, document: Any, error: dict[str, Any]) -> None:
+    assert refused(path, document) == (error["code"], {"error": error})
+
+
+def test_a_model_without_a_chat_template_takes_no_chat() -> None:
+    model = Model(_like_gpt())
+    model.tokenizer.chat_template = None
+    status, body = refused("/v2/tokenizer", {"messages": [{"role": "user"}]}, replace(VIEW, loaded=model))
+    assert status == 400
+    assert body["error"]["message"] == "this model has no chat template; send `prompt` instead of `messages`"
+
+
+# /v1/split_text and /v1/metadata_text
+
+
+def test_chunks_end_at_separators_once_they_are_long_enough() -> None:
+    chunks = ask("/v1/split_text", {"text": TEXT, "num_tokens_in_chunk": 4}, LIKE_LLAMA)["split_text"]
+    assert chunks == [SENTENCE, " I am clearly fine.", " And you ? Exceptionally good, thanks for asking."]
+
+
+def test_separators_are_compared_as_tokens() -> None:
+    spaced = {"text": "a ?b?c", "num_tokens_in_chunk": 1}
+    assert ask("/v1/split_text", spaced | {"separators": ["?"]}, LIKE_LLAMA) == {"split_text": ["a ?b?", "c"]}
+    assert ask("/v1/split_text", spaced | {"separators": [" ?"]}, LIKE_LLAMA) == {"split_text": ["a ?", "b?c"]}
+
+
+def test_a_separator_may_take_several_tokens() -> None:
+    document = {"text": "one<br>two<br>three", "num_tokens_in_chunk": 1, "separators": ["<br>"]}
+    assert ask("/v1/split_text", document) == {"split_text": ["one<br>", "two<br>", "three"]}
+
+
+def test_a_text_without_separators_or_too_short_is_one_chunk_and_an_empty_one_none() -> None:
+    assert ask("/v1/split_text", {"text": TEXT}) == {"split_text": [TEXT]}
+    assert ask("/v1/split_text", {"text": TEXT, "num_tokens_in_chunk": 1, "separators": []}) == {"split_text": [TEXT]}
+    assert ask("/v1/split_text", {"text": ""}) == {"split_text": []}
+
+
+def test_truncated_text_is_what_is_dropped() -> None:
+    document = {"text": SENTENCE, "max_length": 2}
+    assert ask("/v1/metadata_text", document | {"truncation_side": "left"}, LIKE_LLAMA)["truncated_text"] == (
+        "Hey, how are"
+    )
+    right = ask("/v1/metadata_text", document | {"truncation_side": "right"}, LIKE_LLAMA)["truncated_text"]
+    assert right == "how are you ?"
+    assert ask("/v1/metadata_text", document, LIKE_LLAMA)["truncated_text"] == right  # the tokenizer's own side
+    assert ask("/v1/metadata_text", {"text": SENTENCE}, LIKE_LLAMA)["truncated_text"] == ""
+    assert ask("/v1/metadata_text", document | {"max_length": 0}, LIKE_LLAMA)["truncated_text"] == SENTENCE
+
+
+def test_the_count_is_that_of_the_text_inside_another() -> None:
+    count = ask("/v1/metadata_text", {"text": SENTENCE}, LIKE_LLAMA)["tokens_nb"]
+    assert count == ask("/v1/tokenizer", {"text": SENTENCE, "vanilla": False}, LIKE_LLAMA)["tokens_nb"]
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "name"),
+    [
+        ("/v1/tokenizer", {}, "text"),
+        ("/v1/tokenizer", {"text": 5}, "text"),
+        ("/v1/tokenizer", {"text": "a", "vanilla": "no"}, "vanilla"),
+        ("/v1/decode", {}, "token_ids"),
+        ("/v1/decode", {"token_ids": "a"}, "token_ids"),
+        ("/v1/decode", {"token_ids": [-1]}, "token_ids"),
+        ("/v1/decode", {"token_ids": [10**9]}, "token_ids"),
+        ("/v1/split_text", {"text": "a", "num_tokens_in_chunk": "many"}, "num_tokens_in_chunk"),
+        ("/v1/split_text", {"text": "a", "separators": [""]}, "separators"),
+        ("/v1/split_text", {"text": "a", "separators": ["a"] * 65}, "separators"),
+        ("/v1/metadata_text", {"text": "a", "truncation_side": "middle"}, "truncation_side"),
+        ("/v1/metadata_text", {"text": "a", "max_length": -1}, "max_length"),
+        ("/v1/abort_request", {}, "request_id"),
+    ],
+)
+def test_a_wrong_field_is_named(path: str, document: Any, name: str) -> None:
+    status, body = refused(path, document)
+    assert status == 422
+    assert body["detail"][0]["loc"] == ["body", name]
+
+
+@both
+def test_a_long_text_takes_time_in_proportion(model: Model) -> None:
+    begun = time.monotonic()
+    text = "Hey, how are you ? " * 10_000
+    assert "".join(ask("/v1/split_text", {"text": text}, model)["split_text"]) == text
+    assert "".join(ask("/v1/split_text", {"text": "🤗" * 40_000}, model)["split_text"]) == "🤗" * 40_000
+    assert time.monotonic() - begun < 20
+
+
+def test_bytes_that_are_no_text_take_time_in_proportion() -> None:
+    byte = LIKE_GPT.tokenizer.encode("🤗")[-1]
+    begun = time.monotonic()
+    ask("/v1/decode", {"token_ids": [byte] * 20_000, "with_tokens_str": True, "vanilla": False})
+    assert time.monotonic() - begun < 10
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [
+        *("text", "token_ids", "tokens", "prompt", "messages", "vanilla", "with_tokens_str", "separators"),
+        *("num_tokens_in_chunk", "truncation_side", "max_length", "request_id", "model", "add_special_tokens"),
+    ]
+)
+
+
+@settings(deadline=None)
+@given(path=st.sampled_from(sorted(TELLS)), document=JSON | st.dictionaries(FIELDS, JSON))
+def test_any_json_has_an_answer_in_json(path: str, document: Any) -> None:
+    answer = reply(path, document)
+    assert answer.status in (200, 400, 404, 422)
+    json.loads(answer.body)
+
+
+# Technical routes
+
+
+def test_liveness_and_readiness_are_always_200() -> None:
+    assert reply("/liveness") == Reply(200, "application/json", b'{"alive":"ok"}')
+    assert reply("/readiness") == Reply(200, "application/json", b'{"ready":"ok"}')
+    loading = replace(VIEW, state="starting", loaded=None)
+    assert reply("/liveness", view=loading).body == b'{"alive":"ok"}'
+    assert reply("/readiness", view=loading) == Reply(200, "application/json", b'{"ready":"ko"}')
+
+
+def test_info_names_the_application_and_the_model() -> None:
+    info = json.loads(reply("/v1/info").body)
+    assert list(info) == [
+        *("application", "version", "vllm_version", "model_name", "truncation_side", "max_length", "extra_information")
+    ]
+    assert info["application"] == "happy_vllm"
+    assert (info["vllm_version"], info["model_name"]) == ("0.99.0", "model")
+    assert (info["truncation_side"], info["max_length"], info["extra_information"]) == ("right", 64, {})
+
+
+def test_another_engines_version_is_not_given_as_vllms() -> None:
+    info = json.loads(reply("/v1/info", view=replace(VIEW, engine="scheduler", engine_version="5.1")).body)
+    assert info["vllm_version"] == "scheduler 5.1"
+
+
+def test_launch_arguments_are_empty() -> None:
+    assert reply("/v1/launch_arguments").body == b"{}"
+
+
+def test_live_metrics_are_the_schedulers() -> None:
+    assert reply("/live_metrics").body == (
+        b'{"requests_running":2,"requests_swapped":0,"requests_pending":1,"gpu_cache_usage":0.25,"cpu_cache_usage":0.0}'
+    )
+
+
+def test_an_abort_answers_null_and_reaches_the_engine() -> None:
+    aborted: list[str] = []
+    view = replace(VIEW, abort=aborted.append)
+    assert reply("/v1/abort_request", {"request_id": "cmpl-1"}, view) == Reply(200, "application/json", b"null")
+    assert aborted == ["cmpl-1"]
+
+
+def test_routes_on_tokens_need_a_loaded_model() -> None:
+    loading = replace(VIEW, state="starting", loaded=None)
+    handler = replace(loading, settings=replace(MODEL, handler=HandlerSettings(entry_point="model.py")))
+    for path, document in (("/v1/tokenizer", {"text": "a"}), ("/v1/info", b""), ("/live_metrics", b"")):
+        with pytest.raises(NotReady):
+            TELLS[path](call(document), loading)
+        with pytest.raises(NotServed):
+            TELLS[path](call(document), handler)
+    assert refused("/v2/decode", {"tokens": [1]}, loading)[1]["error"]["code"] == 503
+
+
+def test_every_route_is_described() -> None:
+    assert all(not isinstance(route, Tells) or route.about is not None for route in HAPPY_VLLM.routes)

@@ -1,0 +1,399 @@
+"""What TGI bodies and parameters mean to an engine, and how wrong ones are refused: contracts/tgi.md sections 2, 5."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handlers.contracts.protocol import Exchange, Reply
+from handlers.contracts.tgi import TGI
+from handlers.contracts.tgi_body import Parameters
+from handlers.errors import (
+    BodyTooLarge,
+    ContextExceeded,
+    EngineDead,
+    GenerationFailed,
+    InvalidParameter,
+    NotReady,
+    NotServed,
+    Overloaded,
+    RequestError,
+)
+from handlers.request import Constraint, SamplingParameters
+from tests.contracts.tgi_exchange import attempt, call, contract, parse, refusal, requests_of
+
+ROUTES = ("/", "/generate", "/generate_stream")
+
+
+def sampling(parameters: dict[str, Any] | None, **model: Any) -> SamplingParameters:
+    return requests_of(parameters, **model).sampling
+
+
+def test_given_parameters_decode_greedily_to_the_end_of_the_context() -> None:
+    request = requests_of({})
+    assert request.prompt == "Tell me"
+    assert request.sampling == SamplingParameters(include_stop_str_in_output=True)
+    assert not any((request.stream, request.want_tokens, request.want_logprobs, request.want_prompt_tokens))
+
+
+def test_missing_parameters_sample() -> None:
+    assert sampling(None) == SamplingParameters(temperature=1.0, include_stop_str_in_output=True)
+    assert requests_of(None, "/generate_stream").stream
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "meaning"),
+    [
+        ("max_new_tokens", 5, "max_tokens", 5),
+        ("repetition_penalty", 1.2, "repetition_penalty", 1.2),
+        ("frequency_penalty", -2, "frequency_penalty", -2.0),
+        ("seed", 7, "seed", 7),
+        ("seed", 2**64 - 1, "seed", -1),
+        ("stop", ["a", "b"], "stop", ("a", "b")),
+    ],
+)
+def test_parameters_are_translated(name: str, value: Any, field: str, meaning: Any) -> None:
+    assert getattr(sampling({name: value}), field) == meaning
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("top_k", 5), ("top_p", 0.9), ("typical_p", 0.9)])
+def test_parameters_of_sampling_switch_it_on_unless_the_model_says_that_do_sample_alone_does(
+    name: str, value: float
+) -> None:
+    for given_parameters in ({name: value}, {name: value, "do_sample": False}, {name: value, "do_sample": True}):
+        samples = sampling(given_parameters)
+        assert not samples.greedy
+        assert getattr(samples, name) == value
+    assert sampling({name: value}, do_sample_inferred=False) == sampling({})
+    assert not sampling({name: value, "do_sample": True}, do_sample_inferred=False).greedy
+
+
+def test_a_temperature_of_one_alone_does_not_sample() -> None:
+    assert sampling({"temperature": 1.0}).greedy
+
+
+def test_null_is_absent_as_the_python_client_sends_it() -> None:
+    assert sampling(dict.fromkeys(Parameters.__struct_fields__)) == sampling({})
+
+
+def test_log_probabilities_are_computed_only_where_they_are_shown() -> None:
+    assert requests_of({"details": True}).want_logprobs
+    assert requests_of({"details": True, "top_n_tokens": 3}).top_tokens == 3
+    assert requests_of({"top_n_tokens": 3}).top_tokens == 0
+    stream = requests_of({"top_n_tokens": 3}, "/generate_stream")
+    assert (stream.stream, stream.want_tokens, stream.want_logprobs, stream.top_tokens) == (True, True, True, 3)
+    assert requests_of({"decoder_input_details": True}).want_prompt_tokens
+
+
+def test_a_seed_is_drawn_where_it_will_be_shown() -> None:
+    drawn = {sampling({"do_sample": True, "details": True}).seed for _ in range(3)}
+    assert len(drawn) == 3
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in drawn)
+    assert sampling({"do_sample": True}).seed is None
+    assert sampling({"details": True}).seed is None
+
+
+def test_best_of_is_as_many_requests_with_a_seed_each() -> None:
+    requests = parse("/", {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True, "details": True}}).requests
+    assert [request.request_id for request in requests] == ["r-0", "r-1"]
+    assert len({request.sampling.seed for request in requests}) == 2
+    assert all(request.want_logprobs for request in requests)
+
+
+@pytest.mark.parametrize(("asked", "room"), [(None, 1), (20, 20), (1024, 1024), (100_000, 1024)])
+def test_the_context_must_have_room_for_the_new_tokens_up_to_1024(asked: int | None, room: int) -> None:
+    request = requests_of({"max_new_tokens": asked})
+    assert (request.room, request.sampling.max_tokens) == (room, asked)
+
+
+SCHEMA = {"properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "constraint"),
+    [
+        ({"type": "regex", "value": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ({"type": "json", "value": SCHEMA}, {"json_schema": SCHEMA}),
+        ({"type": "json_object", "value": SCHEMA}, {"json_schema": SCHEMA}),
+        ({"type": "json", "value": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+        ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+    ],
+)
+def test_a_grammar_is_a_constraint(grammar: dict[str, Any], constraint: dict[str, Any]) -> None:
+    if "json_schema" in constraint:
+        constraint = {"json_schema": json.dumps(SCHEMA, separators=(",", ":"))}
+    expected = Constraint(parameter="grammar", any_whitespace=False, **constraint)
+    if expected.regex is not None:
+        expected = Constraint(parameter="grammar", **constraint)
+    assert sampling({"grammar": grammar}).constraint == expected
+
+
+WRONG = [
+    ({"temperature": 0}, "`temperature` must be strictly positive"),
+    ({"temperature": -1.5}, "`temperature` must be strictly positive"),
+    ({"temperature": 1e39}, "`temperature` must be a number of single precision"),
+    ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+    ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"top_p": 1}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"typical_p": 1.0}, "`typical_p` must be > 0.0 and < 1.0"),
+    ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"top_k": -1}, "`top_k` must be strictly positive"),
+    ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"stop": ["1", "2", "3", "4", "5"]}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ({"stop": [""]}, "`stop` must hold texts of 1 to 1000 characters"),
+    ({"seed": 2**64}, "`seed` must be below 18446744073709551616"),
+    ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 2047. Given: 0"),
+    ({"truncate": 2048}, "`truncate` must be strictly positive and less than 2047. Given: 2048"),
+    ({"watermark": True}, "`watermark` is not supported by this server"),
+    ({"adapter_id": "mine"}, "`adapter_id` cannot be used: this server has no adapters"),
+    ({"grammar": {"type": "json", "value": {}}}, "grammar is not valid: Grammar must have a 'properties' field"),
+    ({"grammar": {"type": "json", "value": "{"}}, "grammar is not valid: Input data was truncated"),
+    ({"grammar": {"type": "json_schema", "value": 1}}, "grammar is not valid: `value` must be a JSON schema"),
+    ({"grammar": {"type": "regex", "value": ""}}, "grammar is not valid: `value` must be a regular expression"),
+    ({"grammar": {"type": "x"}}, "grammar is not valid: `type` must be `json`, `json_schema` or `regex`"),
+]
+WRONG_PLAIN = [
+    ({"best_of": 0, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 0"),
+    ({"best_of": 3, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 3"),
+    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+]
+WRONG_STREAM = [
+    ({"best_of": 2, "do_sample": True}, "`best_of` != 1 is not supported when streaming tokens"),
+    ({"decoder_input_details": True}, "`decoder_input_details` == true is not supported when streaming tokens"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "text"), [*WRONG, *WRONG_PLAIN])
+def test_a_wrong_value_is_422_in_tgis_words(parameters: dict[str, Any], text: str) -> None:
+    body = json.dumps(
+        {"error": f"Input validation error: {text}", "error_type": "validation"}, separators=(",", ":")
+    ).encode()
+    for path in ("/", "/generate"):
+        assert refusal(path, {"inputs": "x", "parameters": parameters}) == Reply(422, "application/json", body)
+
+
+@pytest.mark.parametrize(("parameters", "text"), [*WRONG, *WRONG_STREAM])
+def test_a_wrong_value_is_an_event_under_status_200_where_a_stream_was_asked_for(
+    parameters: dict[str, Any], text: str
+) -> None:
+    document = {"inputs": "x", "parameters": parameters, "stream": True}
+    error = json.dumps({"error": f"Input validation error: {text}", "error_type": "validation"}, separators=(",", ":"))
+    for path in ("/", "/generate_stream"):
+        reply = refusal(path, document)
+        assert (reply.status, reply.content_type) == (200, "text/event-stream")
+        assert reply.body == f"data:{error}\n\n".encode()
+        assert ("x-accel-buffering", "no") in reply.headers
+
+
+def test_empty_inputs_are_a_validation_error() -> None:
+    assert refusal("/generate", {"inputs": ""}).body == (
+        b'{"error":"Input validation error: `inputs` cannot be empty","error_type":"validation"}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "text"),
+    [
+        (b'{"inputs":"x"}', "", 415, "Expected request with `Content-Type: application/json`"),
+        (b'{"inputs":"x"}', "text/plain", 415, "Expected request with `Content-Type: application/json`"),
+        (b'{"inputs"', "application/json", 400, "Failed to parse the request body as JSON: Input data was truncated"),
+        (b"", "application/json", 400, "Failed to parse the request body as JSON: Input data was truncated"),
+        (
+            b"{}",
+            "application/json",
+            422,
+            "Failed to deserialize the JSON body into the target type: Object missing required field `inputs`",
+        ),
+        (
+            b'{"inputs":["x"]}',
+            "application/json; charset=utf-8",
+            422,
+            "Failed to deserialize the JSON body into the target type: inputs: Expected `str`, got `array`",
+        ),
+        (
+            b'{"inputs":"x","parameters":{"max_new_tokens":-1}}',
+            "application/vnd.api+json",
+            422,
+            "Failed to deserialize the JSON body into the target type: parameters.max_new_tokens: Expected `int` >= 0",
+        ),
+        (
+            b'{"inputs":"x","parameters":{"max_new_tokens":2.5}}',
+            "application/json",
+            422,
+            "Failed to deserialize the JSON body into the target type: parameters.max_new_tokens: "
+            "Expected `int | null`, got `float`",
+        ),
+    ],
+)
+def test_a_body_that_does_not_fit_is_explained_in_plain_text(
+    body: bytes, content_type: str, status: int, text: str
+) -> None:
+    for path in ROUTES:
+        assert refusal(path, body, content_type) == Reply(status, "text/plain; charset=utf-8", text.encode())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "body"),
+    [
+        (
+            InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist"),
+            422,
+            b'{"error":"Input validation error: `typical_p` needs option.rolling_batch=lmi-dist",'
+            b'"error_type":"validation"}',
+        ),
+        (
+            ContextExceeded(30, 1000, 1024),
+            422,
+            b'{"error":"Input validation error: `inputs` tokens + `max_new_tokens` must be <= 1024. '
+            b'Given: 30 `inputs` tokens and 1000 `max_new_tokens`","error_type":"validation"}',
+        ),
+        (
+            ContextExceeded(1030, 1, 1024),
+            422,
+            b'{"error":"Input validation error: `inputs` must have less than 1024 tokens. Given: 1030",'
+            b'"error_type":"validation"}',
+        ),
+        (Overloaded("the queue is full"), 429, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
+        (
+            GenerationFailed("the engine gave up"),
+            424,
+            b'{"error":"Request failed during generation: the engine gave up","error_type":"generation"}',
+        ),
+        (
+            EngineDead("the engine has died"),
+            424,
+            b'{"error":"Request failed during generation: the engine has died","error_type":"generation"}',
+        ),
+        (NotReady("loading"), 503, b'{"error":"unhealthy: loading","error_type":"healthcheck"}'),
+        (NotServed("no text here"), 404, b'{"error":"no text here","error_type":"not_found"}'),
+    ],
+)
+def test_errors_have_tgis_status_type_and_text(error: RequestError, status: int, body: bytes) -> None:
+    expected = Reply(status, "application/json", body)
+    plain, stream = parse("/generate", {"inputs": "x"}).answer, parse("/generate_stream", {"inputs": "x"}).answer
+    assert plain.fail(error) == TGI.refuse(error) == contract("/").refusal(error) == expected
+    assert stream.fail(error).status == 200
+    assert stream.fail(error).body == stream.fail_midway(error) == b"data:" + body + b"\n\n"
+
+
+def test_a_body_that_is_too_large_is_413() -> None:
+    reply = TGI.refuse(BodyTooLarge("too large"))
+    assert reply == Reply(413, "text/plain; charset=utf-8", b"Failed to buffer the request body: length limit exceeded")
+
+
+def test_a_wrong_method_is_405_without_a_body() -> None:
+    assert TGI.wrong_method(call(b"")) == Reply(405, "", b"")
+
+
+def test_unknown_fields_have_no_effect_but_a_note_or_are_refused_where_the_model_is_strict() -> None:
+    document = {"inputs": "x", "parameters": {"n": 2}, "model": "tgi"}
+    assert parse("/generate", document).notes == ("fields without effect: n, model",)
+    reply = refusal("/generate", document, strict_parameters=True)
+    assert b"`n` is not known to this server" in reply.body
+
+
+@pytest.mark.parametrize(
+    ("document", "status", "body"),
+    [
+        ({"instances": []}, 422, b'{"error":"Input validation error","error_type":"Input validation error"}'),
+        (
+            {"instances": [{"inputs": "x", "parameters": {"top_p": 2}}]},
+            422,
+            b'{"error":"Input validation error: `top_p` must be > 0.0 and < 1.0","error_type":"validation"}',
+        ),
+        (
+            {"instances": [{"inputs": "x", "parameters": {"best_of": 2}}]},
+            422,
+            b'{"error":"Input validation error: `best_of` != 1 is not allowed for this endpoint",'
+            b'"error_type":"validation"}',
+        ),
+        (
+            {"instances": [{"messages": [{"role": "wrong", "content": "x"}]}]},
+            422,
+            b'{"error":"Template error: roles must alternate","error_type":"template_error"}',
+        ),
+    ],
+)
+def test_wrong_instances_are_refused(document: dict[str, Any], status: int, body: bytes) -> None:
+    assert refusal("/vertex", document) == Reply(status, "application/json", body)
+
+
+def test_vertex_samples_unless_told_otherwise() -> None:
+    instances = [{"inputs": "x"}, {"inputs": "x", "parameters": {"do_sample": False, "max_new_tokens": 3}}]
+    first, second = parse("/vertex", {"instances": instances}).requests
+    assert (first.request_id, first.sampling.greedy) == ("r-0", False)
+    assert (second.request_id, second.sampling.greedy, second.sampling.max_tokens) == ("r-1", True, 3)
+
+
+def test_a_chat_on_vertex_becomes_the_tokens_that_its_template_writes() -> None:
+    chat = {"messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 7, "temperature": 0.5}
+    request = parse("/vertex", {"instances": [chat]}).requests[0]
+    assert request.prompt == (7, 8, 4, 5, 0, 8)
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.5)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+_NUMBERS = st.integers(-3, 10) | st.floats(-3, 3) | st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**30])
+PARAMETER_VALUES = st.dictionaries(
+    st.sampled_from(Parameters.__struct_fields__), JSON_VALUES | _NUMBERS | st.just(SCHEMA), max_size=5
+)
+BODIES = st.binary(max_size=40) | st.one_of(
+    JSON_VALUES,
+    st.fixed_dictionaries({"inputs": st.text()}, optional={"parameters": PARAMETER_VALUES, "stream": st.booleans()}),
+    st.fixed_dictionaries(
+        {
+            "instances": st.lists(
+                st.fixed_dictionaries({"inputs": st.text()}, optional={"parameters": PARAMETER_VALUES})
+                | st.fixed_dictionaries({"messages": st.lists(st.dictionaries(st.text(), JSON_VALUES), max_size=2)})
+            )
+        }
+    ),
+).map(lambda value: json.dumps(value).encode())
+
+
+@settings(max_examples=400)
+@given(st.sampled_from([*ROUTES, "/vertex"]), BODIES, st.sampled_from(["application/json", "", "text/plain"]))
+def test_any_body_is_understood_or_refused_with_a_proper_error(path: str, body: bytes, content_type: str) -> None:
+    outcome = attempt(path, body, content_type)
+    if isinstance(outcome, Exchange):
+        for request in outcome.requests:
+            _check(request.sampling)
+            assert 1 <= request.room <= 1024
+        return
+    if outcome.content_type == "text/event-stream":
+        assert outcome.status == 200
+        assert outcome.body.startswith(b"data:{")
+        assert outcome.body.endswith(b"}\n\n")
+        error = json.loads(outcome.body.removeprefix(b"data:"))
+    elif outcome.content_type == "application/json":
+        assert outcome.status == 422
+        error = json.loads(outcome.body)
+    else:
+        assert outcome.status in (400, 415, 422)
+        assert outcome.body
+        return
+    assert set(error) == {"error", "error_type"}
+
+
+def _check(s: SamplingParameters) -> None:
+    """What an engine may rely on."""
+    assert s.max_tokens is None or s.max_tokens >= 1
+    assert s.temperature >= 0.0
+    assert s.top_k >= 0
+    assert 0.0 < s.top_p <= 1.0
+    assert 0.0 < s.typical_p <= 1.0
+    assert s.repetition_penalty > 0.0
+    assert -2.0 <= s.frequency_penalty <= 2.0
+    assert s.seed is None or -(2**63) <= s.seed < 2**63
+    assert all(s.stop)

@@ -1,0 +1,243 @@
+"""Health, metadata, statistics and repository: contracts/triton_generate.md sections 1, 8 and 10."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from handlers.contracts.family import Generates, State, Tells
+from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.triton import TRITON
+from handlers.errors import BodyTooLarge, EngineDead, NotReady, NotServed, RequestError, UnknownModel
+from handlers.model_settings import HandlerSettings
+from tests.contracts.triton_exchange import NAMED, LoadedText, told, view
+
+MODEL = "/v2/models/{model}"
+VERSION = MODEL + "/versions/{version:int}"
+CUSTOM = HandlerSettings(entry_point=str(Path("model.py")))
+EMPTY = (200, "", b"")
+NOT_READY = (400, "application/json", b'{"error":"Model version not ready"}')
+
+
+def parts(reply: Reply) -> tuple[int, str, bytes]:
+    return reply.status, reply.content_type, reply.body
+
+
+def document(reply: Reply) -> Any:
+    assert (reply.status, reply.content_type) == (200, "application/json")
+    return json.loads(reply.body)
+
+
+@pytest.mark.parametrize(
+    ("state", "live", "ready"),
+    [
+        ("starting", 200, 400),
+        ("ready", 200, 200),
+        ("draining", 200, 400),
+        ("failed", 400, 400),
+        ("stopped", 400, 400),
+    ],
+)
+def test_the_server_lives_while_its_process_can_work_and_is_ready_when_it_generates(
+    state: State, live: int, ready: int
+) -> None:
+    assert parts(told("/v2/health/live", of=view(state))) == (live, "", b"")
+    assert parts(told("/v2/health/ready", of=view(state))) == (ready, "", b"")
+    expected = EMPTY if ready == 200 else NOT_READY
+    assert parts(told(MODEL + "/ready", NAMED, of=view(state))) == expected
+    assert parts(told(VERSION + "/ready", NAMED | {"version": "1"}, of=view(state))) == expected
+
+
+@pytest.mark.parametrize("names", [{"model": "nope"}, {"model": "model", "version": "2"}])
+def test_a_model_that_is_not_served_is_not_ready(names: dict[str, str]) -> None:
+    assert parts(told((VERSION if "version" in names else MODEL) + "/ready", names)) == NOT_READY
+
+
+def test_server_metadata() -> None:
+    assert told("/v2").body == (
+        b'{"name":"triton","version":"2.68.0","extensions":["model_repository","model_configuration","parameters",'
+        b'"statistics"]}'
+    )
+
+
+def test_model_metadata_has_the_vllm_backends_tensors() -> None:
+    metadata = document(told(MODEL, NAMED))
+    assert (metadata["name"], metadata["versions"], metadata["platform"]) == ("model", ["1"], "python")
+    assert len(metadata["inputs"]) == 10
+    assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    assert {"name": "stream", "datatype": "BOOL", "shape": [1]} in metadata["inputs"]
+    assert metadata["outputs"][0] == {"name": "text_output", "datatype": "BYTES", "shape": [-1]}
+    assert document(told(VERSION, NAMED | {"version": "1"})) == metadata
+
+
+def test_the_configuration_says_that_the_model_is_decoupled() -> None:
+    configuration = document(told(MODEL + "/config", NAMED))
+    assert (configuration["name"], configuration["backend"], configuration["max_batch_size"]) == ("model", "vllm", 0)
+    assert configuration["version_policy"] == {"latest": {"num_versions": 1}}
+    assert configuration["model_transaction_policy"] == {"decoupled": True}
+    assert configuration["input"][0] == {
+        "name": "text_input",
+        "data_type": "TYPE_STRING",
+        "format": "FORMAT_NONE",
+        "dims": [1],
+        "is_shape_tensor": False,
+        "allow_ragged_batch": False,
+        "optional": False,
+    }
+
+
+def test_statistics_count_calls_and_their_times() -> None:
+    loaded = LoadedText()
+    loaded.meter.calls.count(0.5, failed=False)
+    loaded.meter.calls.count(0.25, failed=True)
+    loaded.meter.queue_time.observe(0.125)
+    loaded.meter.calls.last_at = 1700000000.5
+    for reply in (
+        told("/v2/models/stats", of=view(loaded=loaded)),
+        told(MODEL + "/stats", NAMED, of=view(loaded=loaded)),
+        told(VERSION + "/stats", NAMED | {"version": "1"}, of=view(loaded=loaded)),
+    ):
+        assert reply.body == (
+            b'{"model_stats":[{"name":"model","version":"1","last_inference":1700000000500,"inference_count":1,'
+            b'"execution_count":1,"inference_stats":{"success":{"count":1,"ns":500000000},'
+            b'"fail":{"count":1,"ns":250000000},"queue":{"count":1,"ns":125000000},'
+            b'"compute_input":{"count":1,"ns":0},"compute_infer":{"count":1,"ns":375000000},'
+            b'"compute_output":{"count":1,"ns":0},"cache_hit":{"count":0,"ns":0},"cache_miss":{"count":0,"ns":0}},'
+            b'"response_stats":{},"batch_stats":[],"memory_usage":[]}]}'
+        )
+
+
+UNKNOWN = b'{"error":"Request for unknown model: \'nope\' is not found"}'
+
+
+@pytest.mark.parametrize(("path", "status"), [("", 404), ("/config", 404), ("/stats", 400)])
+def test_nothing_is_told_of_a_model_that_is_not_served(path: str, status: int) -> None:
+    assert parts(told(MODEL + path, {"model": "nope"})) == (status, "application/json", UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("state", "body", "expected"),
+    [
+        ("ready", b"", b'[{"name":"model","version":"1","state":"READY"}]'),
+        ("ready", b"{}", b'[{"name":"model","version":"1","state":"READY"}]'),
+        ("ready", b'{"ready":true}', b'[{"name":"model","version":"1","state":"READY"}]'),
+        ("starting", b"", b'[{"name":"model","version":"1","state":"LOADING"}]'),
+        ("starting", b'{"ready":true}', b"[]"),
+        ("draining", b'{"ready":false}', b'[{"name":"model","version":"1","state":"UNLOADING"}]'),
+        ("failed", b"", b'[{"name":"model","version":"1","state":"UNAVAILABLE","reason":"it broke"}]'),
+    ],
+)
+def test_the_repository_has_the_one_model(state: State, body: bytes, expected: bytes) -> None:
+    reason = "it broke" if state == "failed" else ""
+    reply = told("/v2/repository/index", method="POST", body=body, of=view(state, reason))
+    assert parts(reply) == (200, "application/json", expected)
+
+
+def test_ready_must_be_a_boolean() -> None:
+    reply = told("/v2/repository/index", method="POST", body=b'{"ready":"yes"}')
+    assert parts(reply) == (
+        400,
+        "application/json",
+        b'{"error":"Unable to parse \'ready\': attempt to access JSON non-boolean as boolean"}',
+    )
+
+
+@given(st.binary(max_size=40))
+def test_any_body_is_an_index_or_an_error(body: bytes) -> None:
+    reply = told("/v2/repository/index", method="POST", body=body)
+    assert reply.status in (200, 400)
+    json.loads(reply.body)
+
+
+@pytest.mark.parametrize(
+    ("action", "name", "state", "expected"),
+    [
+        ("load", "model", "ready", EMPTY),
+        (
+            "load",
+            "model",
+            "starting",
+            (503, "application/json", b'{"error":"failed to load \'model\': it is starting"}'),
+        ),
+        (
+            "load",
+            "nope",
+            "ready",
+            (404, "application/json", b"{\"error\":\"failed to load 'nope': this server serves 'model' only\"}"),
+        ),
+        (
+            "unload",
+            "model",
+            "ready",
+            (
+                501,
+                "application/json",
+                b'{"error":"unload is not supported: this server serves \'model\' as long as it runs"}',
+            ),
+        ),
+        ("unload", "nope", "ready", EMPTY),
+    ],
+)
+def test_the_served_model_is_loaded_and_stays_so(
+    action: str, name: str, state: State, expected: tuple[int, str, bytes]
+) -> None:
+    path = "/v2/repository/models/{model}/" + action
+    assert parts(told(path, {"model": name}, method="POST", of=view(state))) == expected
+
+
+def test_tensors_are_refused_as_for_any_model_that_streams() -> None:
+    assert parts(told(MODEL + "/infer", NAMED, method="POST", body=b"{}")) == (
+        501,
+        "application/json",
+        b'{"error":"ModelInfer RPC doesn\'t support models with decoupled transaction policy; use generate or '
+        b'generate_stream"}',
+    )
+
+
+def test_another_method_and_another_path_are_refused_as_by_triton() -> None:
+    call = Call(body=b"", request_id="r", method="HEAD", path="/v2/health/live")
+    assert parts(TRITON.wrong_method(call)) == (405, "application/json", b'{"error":"Method Not Allowed"}')
+    assert TRITON.not_found is not None
+    assert parts(TRITON.not_found(call)) == (404, "text/plain", b'{"error":"Not Found"}')
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "body"),
+    [
+        (UnknownModel("nope", "no such model"), 404, UNKNOWN),
+        (NotServed("only /invocations"), 501, b'{"error":"only /invocations"}'),
+        (NotReady("still loading"), 503, b'{"error":"still loading"}'),
+        (BodyTooLarge("too large"), 400, b'{"error":"too large"}'),
+        (EngineDead("gone"), 500, b'{"error":"gone"}'),
+    ],
+)
+def test_what_the_server_refuses_is_an_error_object(error: RequestError, status: int, body: bytes) -> None:
+    assert parts(TRITON.refuse(error)) == (status, "application/json", body)
+
+
+@pytest.mark.parametrize("state", get_args(State))
+def test_a_custom_handlers_model_is_described_as_far_as_it_is_known(state: State) -> None:
+    custom = view(state, handler=CUSTOM)
+    assert document(told(MODEL, NAMED, of=custom)) == {
+        "name": "model",
+        "versions": ["1"],
+        "platform": "python",
+        "inputs": [],
+        "outputs": [],
+    }
+    assert document(told(MODEL + "/config", NAMED, of=custom))["input"] == []
+    (statistics,) = document(told("/v2/models/stats", of=custom))["model_stats"]
+    assert statistics["inference_count"] == 0
+    assert told("/v2/health/ready", of=custom).status == (200 if state == "ready" else 400)
+
+
+def test_every_route_is_below_v2_and_leaves_happy_vllms_alone() -> None:
+    paths = [route.path for route in TRITON.routes if isinstance(route, Generates | Tells)]
+    assert all(path == "/v2" or path.startswith("/v2/") for path in paths)
+    assert len(set(paths)) == len(paths)
+    assert not {"/v2/tokenizer", "/v2/decode"} & set(paths)

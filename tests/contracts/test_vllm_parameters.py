@@ -1,0 +1,320 @@
+"""vLLM's sampling keywords: defaults, ranges and refusals of `vllm/sampling_params.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
+from handlers.errors import InvalidParameter
+from handlers.request import BeamSearch, Constraint, SamplingParameters
+
+NAMES = (
+    *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "bad_words"),
+    *("include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "logit_bias"),
+    *("allowed_token_ids", "structured_outputs", "guided_decoding", "logits_processors", "extra_args"),
+)
+
+
+def refused(values: dict[str, Any], **options: bool) -> str:
+    with pytest.raises(InvalidParameter) as caught:
+        read_vllm_parameters(values, **options)
+    return caught.value.message
+
+
+def test_the_defaults_are_vllms() -> None:
+    assert read_vllm_parameters({}) == VllmParameters(
+        sampling=SamplingParameters(max_tokens=16, temperature=1.0),
+        sequences=1,
+        candidates=1,
+        beam_search=None,
+        truncate_prompt_tokens=None,
+        logprobs=None,
+        prompt_logprobs=None,
+        detokenize=True,
+    )
+
+
+def test_null_is_absent() -> None:
+    assert read_vllm_parameters(dict.fromkeys(NAMES)) == read_vllm_parameters({})
+
+
+def test_every_keyword_reaches_the_sampling_parameters() -> None:
+    values = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 40,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "stop_token_ids": [5, 6, 5],
+        "bad_words": ["x", "y", "x"],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "max_tokens": 50,
+        "min_tokens": 3,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logit_bias": {"9": 1.5},
+        "allowed_token_ids": [9, 10],
+        "structured_outputs": {"regex": "a+"},
+    }
+    assert read_vllm_parameters(values).sampling == SamplingParameters(
+        max_tokens=50,
+        min_tokens=3,
+        temperature=0.7,
+        top_k=40,
+        top_p=0.8,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=7,
+        stop=("a", "b"),
+        stop_token_ids=(5, 6),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        bad_words=("x", "y"),
+        logit_bias={9: 1.5},
+        allowed_token_ids=(9, 10),
+        constraint=Constraint(parameter="structured_outputs.regex", regex="a+"),
+    )
+
+
+def test_what_the_answer_shows_is_apart_from_sampling() -> None:
+    parameters = read_vllm_parameters(
+        {"logprobs": 0, "prompt_logprobs": 2, "truncate_prompt_tokens": 9, "detokenize": False}
+    )
+    assert parameters.sampling == SamplingParameters(max_tokens=16, temperature=1.0)
+    assert (parameters.logprobs, parameters.prompt_logprobs) == (0, 2)
+    assert (parameters.truncate_prompt_tokens, parameters.detokenize) == (9, False)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (2, False)])
+def test_a_temperature_below_vllms_epsilon_is_greedy(temperature: float, greedy: bool) -> None:
+    assert read_vllm_parameters({"temperature": temperature}).sampling.greedy is greedy
+
+
+def test_top_k_of_minus_one_or_zero_is_off() -> None:
+    assert read_vllm_parameters({"top_k": -1}).sampling.top_k == 0
+    assert read_vllm_parameters({"top_k": 0}).sampling.top_k == 0
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert read_vllm_parameters({"seed": -1}).sampling.seed is None
+    assert read_vllm_parameters({"seed": 0}).sampling.seed == 0
+
+
+def test_stop_may_be_one_string() -> None:
+    assert read_vllm_parameters({"stop": "\n"}).sampling.stop == ("\n",)
+
+
+@pytest.mark.parametrize(
+    ("values", "sequences", "candidates"),
+    [({"n": 3}, 3, 3), ({"best_of": 4}, 1, 4), ({"n": 2, "best_of": 4}, 2, 4), ({"n": 2, "best_of": 2}, 2, 2)],
+)
+def test_best_of_candidates_make_n_sequences(values: dict[str, Any], sequences: int, candidates: int) -> None:
+    parameters = read_vllm_parameters(values)
+    assert (parameters.sequences, parameters.candidates) == (sequences, candidates)
+
+
+def test_a_beam_search_is_as_wide_as_best_of_and_shows_n() -> None:
+    parameters = read_vllm_parameters(
+        {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5, "early_stopping": True, "temperature": 0}
+    )
+    assert parameters.beam_search == BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
+    assert (parameters.sequences, parameters.candidates) == (2, 2)
+    assert read_vllm_parameters({"use_beam_search": True, "n": 3}).beam_search == BeamSearch(width=3)
+
+
+def test_beam_keywords_with_their_defaults_are_no_beam_search() -> None:
+    values = {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1}
+    assert read_vllm_parameters(values) == read_vllm_parameters({})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 0}, "`max_tokens` must be at least 1, got 0"),
+        ({"max_tokens": "16"}, '`max_tokens` must be a whole number, got "16"'),
+        ({"max_tokens": True}, "`max_tokens` must be a whole number, got true"),
+        ({"max_tokens": 2**63}, "`max_tokens` must be at most 9.22337e+18, got 9223372036854775808"),
+        ({"min_tokens": 17}, "`min_tokens` must not be above `max_tokens` (16), got 17"),
+        ({"min_tokens": -1}, "`min_tokens` must be at least 0, got -1"),
+        ({"temperature": -1}, "`temperature` must be at least 0, got -1.0"),
+        ({"temperature": 2.1}, "`temperature` must be at most 2, got 2.1"),
+        ({"top_p": 0}, "`top_p` must be greater than 0, got 0.0"),
+        ({"top_p": 1.1}, "`top_p` must be at most 1, got 1.1"),
+        ({"top_k": -2}, "`top_k` must be at least -1, got -2"),
+        ({"min_p": 2}, "`min_p` must be at most 1, got 2.0"),
+        ({"presence_penalty": 3}, "`presence_penalty` must be at most 2, got 3.0"),
+        ({"frequency_penalty": -3}, "`frequency_penalty` must be at least -2, got -3.0"),
+        ({"repetition_penalty": 0}, "`repetition_penalty` must be greater than 0, got 0.0"),
+        ({"n": 0}, "`n` must be at least 1, got 0"),
+        ({"n": 16385}, "`n` must be at most 16384, got 16385"),
+        ({"n": 3, "best_of": 2}, "`best_of` must be at least `n` (3), got 2"),
+        (
+            {"n": 2, "temperature": 0},
+            "`n` above 1 needs sampling: with `temperature` 0 there is one sequence only (got 2)",
+        ),
+        (
+            {"best_of": 2, "temperature": 0},
+            "`best_of` above 1 needs sampling: with `temperature` 0 there is one sequence only (got 2)",
+        ),
+        ({"use_beam_search": True}, "`use_beam_search` needs a width above 1: set `n` or `best_of`"),
+        ({"length_penalty": 0.5}, "`length_penalty` has an effect only with `use_beam_search` true"),
+        ({"early_stopping": True}, "`early_stopping` has an effect only with `use_beam_search` true"),
+        ({"early_stopping": "never"}, '`early_stopping` must be true or false, got "never"'),
+        ({"stop": ""}, "`stop` must not contain an empty string"),
+        ({"stop": 5}, "`stop` must be a list of strings, got 5"),
+        (
+            {"stop": "x", "detokenize": False},
+            "`stop` needs the text of the answer: it cannot be combined with `detokenize` false",
+        ),
+        ({"allowed_token_ids": []}, "`allowed_token_ids` must not be empty"),
+        ({"stop_token_ids": [-1]}, "`stop_token_ids` must be at least 0, got -1"),
+        ({"logit_bias": {"x": 1}}, '`logit_bias` must map token ids to numbers from -100 to 100, got {"x": 1}'),
+        ({"logprobs": -1}, "`logprobs` must be at least 0, got -1"),
+        ({"truncate_prompt_tokens": 0}, "`truncate_prompt_tokens` must be at least 1, got 0"),
+        (
+            {"logits_processors": []},
+            "`logits_processors` is not allowed: a request cannot bring code into the engine",
+        ),
+        ({"output_kind": 1}, "`output_kind` is a parameter of vLLM that a request cannot set on this server"),
+        ({"max_new_tokens": 5}, "`max_new_tokens` is not a sampling parameter that vLLM has"),
+    ],
+)
+def test_what_vllm_refuses_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    assert refused(values) == message
+
+
+def test_a_long_unknown_name_is_cut_in_the_message() -> None:
+    assert refused({"x" * 10_000: 1}) == f"`{'x' * 80}` is not a sampling parameter that vLLM has"
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+@pytest.mark.parametrize(
+    ("document", "constraint"),
+    [
+        ({"json": {"type": "object"}}, Constraint(parameter="json", json_schema='{"type":"object"}')),
+        ({"json": '{ "a": 1 }'}, Constraint(parameter="json", json_schema='{ "a": 1 }')),
+        (
+            {"json": {}, "disable_any_whitespace": True},
+            Constraint(parameter="json", json_schema="{}", any_whitespace=False),
+        ),
+        ({"regex": "[ab]"}, Constraint(parameter="regex", regex="[ab]")),
+        ({"choice": ["a", "b", "a"]}, Constraint(parameter="choice", choice=("a", "b"))),
+        ({"grammar": "root ::= 'a'"}, Constraint(parameter="grammar", grammar="root ::= 'a'")),
+        ({"json_object": True, "regex": None}, Constraint(parameter="json_object", json_object=True)),
+    ],
+)
+def test_structured_outputs_become_a_constraint(name: str, document: dict[str, Any], constraint: Constraint) -> None:
+    read = read_vllm_parameters({name: document}).sampling.constraint
+    assert read is not None
+    assert read.parameter == f"{name}.{constraint.parameter}"
+    expected = {field: getattr(constraint, field) for field in constraint.__struct_fields__ if field != "parameter"}
+    assert {field: getattr(read, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("x", '`structured_outputs` must be an object, got "x"'),
+        ({}, "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object; got none"),
+        (
+            {"json": {}, "regex": "a"},
+            "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object; "
+            "got json and regex",
+        ),
+        ({"json": 5}, "`structured_outputs.json` must be a JSON schema: an object, or the text of one"),
+        ({"json": "{"}, "`structured_outputs.json` must be a JSON schema: an object, or the text of one"),
+        ({"json_object": False}, "`structured_outputs.json_object` must be true if it is given"),
+        ({"regex": 5}, "`structured_outputs.regex` must be a string, got 5"),
+        ({"grammar": " "}, "`structured_outputs.grammar` must not be empty"),
+        ({"choice": []}, "`structured_outputs.choice` must have at least one string"),
+        ({"choice": [""]}, "`structured_outputs.choice` must not contain an empty string"),
+        ({"regex": "a", "backend": "x"}, "`structured_outputs.backend` is not a field that this server can follow"),
+    ],
+)
+def test_a_bad_structured_output_is_refused_by_its_field(document: Any, message: str) -> None:
+    assert refused({"structured_outputs": document}) == message
+
+
+def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
+    as_text = {
+        "max_tokens": "32",
+        "temperature": "0.5",
+        "top_p": "1",
+        "top_k": "-1",
+        "seed": " 9 ",
+        "ignore_eos": "True",
+        "skip_special_tokens": "false",
+        "stop_token_ids": "[1, 2]",
+        "logit_bias": '{"5": 1}',
+        "guided_decoding": '{"choice": ["a"]}',
+        "stop": "12",
+    }
+    typed = {
+        "max_tokens": 32,
+        "temperature": 0.5,
+        "top_p": 1,
+        "top_k": -1,
+        "seed": 9,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "stop_token_ids": [1, 2],
+        "logit_bias": {"5": 1},
+        "guided_decoding": {"choice": ["a"]},
+        "stop": "12",
+    }
+    assert read_vllm_parameters(as_text, text_values=True) == read_vllm_parameters(typed)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": "many"}, '`max_tokens` must be a whole number, got "many"'),
+        ({"max_tokens": "1.5"}, "`max_tokens` must be a whole number, got 1.5"),
+        ({"temperature": "nan"}, '`temperature` must be a number, got "nan"'),
+        ({"temperature": "1e999"}, "`temperature` must be a finite number, got Infinity"),
+        ({"ignore_eos": "maybe"}, '`ignore_eos` must be true or false, got "maybe"'),
+        ({"structured_outputs": "{"}, '`structured_outputs` must be an object, got "{"'),
+        ({"max_tokens": "9" * 5000}, f'`max_tokens` must be a whole number, got "{"9" * 76}...'),
+    ],
+)
+def test_text_that_is_no_such_value_is_refused(values: dict[str, Any], message: str) -> None:
+    assert refused(values, text_values=True) == message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(values=st.dictionaries(st.sampled_from(NAMES) | st.text(), JSON), text_values=st.booleans())
+def test_any_json_is_read_or_refused_by_name(values: dict[str, Any], text_values: bool) -> None:
+    refusal: InvalidParameter | None = None
+    try:
+        parameters = read_vllm_parameters(values, text_values=text_values)
+    except InvalidParameter as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.message.startswith(f"`{refusal.parameter}`")
+        return
+    sampling = parameters.sampling
+    assert sampling.max_tokens is not None
+    assert 0 <= sampling.min_tokens <= sampling.max_tokens
+    assert 1 <= parameters.sequences <= parameters.candidates or parameters.beam_search is not None

@@ -1,0 +1,141 @@
+"""Driving TGI's contracts without an engine: a document in, deltas in, bytes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
+from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
+from handlers.contracts.tgi import TGI
+from handlers.meter import Meter
+from handlers.request import GenerationRequest, Token
+from tests.contracts.exchange import MODEL
+
+CONTEXT = 2048
+END, TURN = 2, 3
+"""The model's end token, and a special token that ends nothing by itself."""
+_VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": END, "<|turn|>": TURN, "Tell": 4, "me": 5, "日本": 6, "user": 7, ":": 8}
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} : {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant :{% endif %}"
+)
+
+
+class FakeTokenizer:
+    """A real tokenizer of a few words, with the surface of Hugging Face's wrapper that contracts use."""
+
+    all_special_tokens = ("<s>", "</s>", "<|turn|>")
+    all_special_ids = (1, END, TURN)
+    chat_template: str | None = _TEMPLATE
+
+    def __init__(self) -> None:
+        fast = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="<unk>"))
+        fast.normalizer = normalizers.NFC()
+        fast.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        self._tokenizer = fast
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        import jinja2
+
+        if any(message["role"] == "wrong" for message in messages):
+            raise jinja2.TemplateError("roles must alternate")
+        assert self.chat_template is not None
+        options.pop("tokenize")
+        return jinja2.Template(self.chat_template).render(messages=messages, **options)
+
+
+class FakeModel:
+    """What a contract may know of a model."""
+
+    max_model_len = CONTEXT
+    max_top_tokens = 20
+    eos_token_ids = frozenset({END})
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return FakeTokenizer()
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        ids: list[int] = self.tokenizer.encode(text)
+        return ids
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        return [Token(i, str(i)) for i in token_ids]
+
+    def status(self) -> Any:
+        return SimpleNamespace(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
+
+
+def call(document: Any, content_type: str = "application/json") -> Call:
+    body = document if isinstance(document, bytes) else msgspec.json.encode(document)
+    return Call(body=body, content_type=content_type, request_id="r")
+
+
+def contract(path: str, **settings: Any) -> Contract:
+    route = next(route for route in TGI.routes if isinstance(route, Generates) and route.path == path)
+    return route.contract(
+        ContractSetting(
+            settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(), overload_status=503
+        )
+    )
+
+
+def parse(path: str, document: Any, **settings: Any) -> Exchange:
+    return contract(path, **settings).parse(call(document))
+
+
+def requests_of(parameters: dict[str, Any] | None, path: str = "/generate", **settings: Any) -> GenerationRequest:
+    document = {"inputs": "Tell me"} | ({} if parameters is None else {"parameters": parameters})
+    return parse(path, document, **settings).requests[0]
+
+
+def attempt(path: str, document: Any, content_type: str = "application/json", **settings: Any) -> Exchange | Reply:
+    """What comes of a call: it is understood, or answered without inference."""
+    try:
+        return contract(path, **settings).parse(call(document, content_type))
+    except ContractError as error:
+        return error.reply
+
+
+def refusal(path: str, document: Any, content_type: str = "application/json", **settings: Any) -> Reply:
+    reply = attempt(path, document, content_type, **settings)
+    assert isinstance(reply, Reply), "the call was not refused"
+    return reply
+
+
+def view(state: State = "ready", loaded: bool = True) -> ModelView:
+    return ModelView(
+        settings=replace(MODEL, model_id="org/model", revision="abc"),
+        state=state,
+        reason="",
+        started_at=0.0,
+        loaded=FakeModel() if loaded else None,
+        engine="vllm",
+        engine_version="0",
+        max_requests=256,
+        abort=lambda _: None,
+    )
+
+
+def tell(method: str, path: str, document: Any = b"", model: ModelView | None = None) -> Reply:
+    """What a route that generates nothing says."""
+    route = next(r for r in TGI.routes if isinstance(r, Tells) and r.path == path and method in r.methods)
+    teller: Callable[[Call, ModelView], Reply] = route.tell
+    return teller(call(document), model or view())

@@ -1,0 +1,107 @@
+"""Driving Triton's contract without an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.triton import TRITON
+from handlers.meter import Meter
+from handlers.request import GenerationRequest, Token, TokenDelta
+from tests.contracts.exchange import MODEL
+
+PROMPT = {"text_input": "hello"}
+NAMED = {"model": "model"}
+
+
+class LoadedText:
+    """As much of a loaded model as a contract may know."""
+
+    max_model_len, max_top_tokens, eos_token_ids = 1024, 20, frozenset({2})
+    tokenizer: Any = None
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        return list(text.encode())
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Any = ()) -> list[Token]:
+        return [Token(token_id, chr(token_id)) for token_id in token_ids]
+
+    def status(self) -> Any:
+        return None
+
+
+def body_of(document: Any) -> bytes:
+    return document if isinstance(document, bytes) else json.dumps(document).encode()
+
+
+def parse(
+    document: Any,
+    route: str = "generate",
+    names: dict[str, str] = NAMED,
+    headers: tuple[tuple[str, str], ...] = (),
+    **settings: Any,
+) -> Exchange:
+    path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
+    found = next(one for one in TRITON.routes if isinstance(one, Generates) and one.path == path)
+    contract = found.contract(
+        ContractSetting(settings=replace(MODEL, **settings), model=LoadedText(), overload_status=503)
+    )
+    call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
+    return contract.parse(call)
+
+
+def attempt(document: Any, route: str = "generate", **more: Any) -> Exchange | Reply:
+    try:
+        return parse(document, route, **more)
+    except ContractError as error:
+        return error.reply
+
+
+def refused(document: Any, route: str = "generate", **more: Any) -> Reply:
+    reply = attempt(document, route, **more)
+    assert isinstance(reply, Reply), "the call was not refused"
+    return reply
+
+
+def request_of(document: Any, route: str = "generate", **more: Any) -> GenerationRequest:
+    return parse(document, route, **more).requests[0]
+
+
+def answered(document: Any, *deltas: TokenDelta, route: str = "generate", **more: Any) -> bytes:
+    exchange = parse(document, route, **more)
+    return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
+
+
+def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:
+    return ModelView(
+        settings=replace(MODEL, **settings),
+        state=state,
+        reason=reason,
+        started_at=0.0,
+        loaded=loaded,
+        engine="vllm",
+        engine_version="1",
+        max_requests=8,
+        abort=lambda request_id: None,
+    )
+
+
+def told(
+    path: str,
+    names: dict[str, str] | None = None,
+    *,
+    method: str = "GET",
+    body: bytes = b"",
+    of: ModelView | None = None,
+) -> Reply:
+    """What a route that generates nothing answers; `path` as it is declared."""
+    found = next(one for one in TRITON.routes if isinstance(one, Tells) and one.path == path and method in one.methods)
+    call = Call(body=body, request_id="r", method=method, path=path, path_parameters=names or {})
+    return found.tell(call, of or view())

@@ -1,0 +1,254 @@
+"""Triton's generate extension over real HTTP, with the real engines: plain HTTP clients, and Triton's own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tritonclient.http import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from tests.live.server import Server, records
+
+PATH = "/v2/models/model/generate"
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0, "max_tokens": 6}
+SEVERAL = "generate expects model to produce exactly 1 response"
+
+
+def generate(server: Server, document: dict[str, Any], path: str = PATH, status: int = 200) -> Any:
+    response = server.client.post(path, json={"text_input": PROMPT} | document)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    return response.json()
+
+
+def events(server: Server, document: dict[str, Any]) -> list[dict[str, Any]]:
+    response = server.client.post(PATH + "_stream", json={"text_input": PROMPT} | document)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return records(response.text)
+
+
+@pytest.fixture(scope="module")
+def completion(server: Server) -> str:
+    """What LMI's contract answers to the same, greedily."""
+    text: str = server.invoke(PROMPT, max_new_tokens=6).json()["generated_text"]
+    return text
+
+
+@pytest.fixture
+def triton(server: Server) -> Iterator[InferenceServerClient]:
+    with InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+        yield client
+
+
+def test_the_specifications_curl_call_is_answered(server: Server) -> None:
+    body = '{"id": "42", "text_input": "client input", "parameters": {"stream": false, "temperature": 0}}'
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    response = server.client.post(PATH, content=body, headers=headers)
+    assert response.status_code == 200
+    document = response.json()
+    assert list(document) == ["id", "model_name", "model_version", "text_output"]
+    assert (document["id"], document["model_name"], document["model_version"]) == ("42", "model", "1")
+    assert document["text_output"].startswith("client input")
+    assert len(document["text_output"]) > len("client input")
+
+
+def test_the_routes_and_forms_give_one_text(server: Server, completion: str) -> None:
+    assert generate(server, GREEDY)["text_output"] == PROMPT + completion
+    versioned = "/v2/models/model/versions/1/generate"
+    assert generate(server, {"parameters": GREEDY}, versioned)["text_output"] == PROMPT + completion
+    assert generate(server, GREEDY | {"exclude_input_in_output": True})["text_output"] == completion
+    tensorrt_llm = {"max_tokens": 6, "bad_words": "", "stop_words": ""}
+    assert generate(server, tensorrt_llm)["text_output"] == completion
+    (event,) = events(server, GREEDY)
+    assert event["text_output"] == PROMPT + completion
+    stream = events(server, {"parameters": GREEDY | {"stream": True}})
+    assert "".join(one["text_output"] for one in stream) == completion
+    assert len(stream) > 1
+
+
+def test_a_stream_on_the_socket_is_a_chunk_for_each_event(server: Server, completion: str) -> None:
+    body = json.dumps({"id": "7", "text_input": PROMPT, "stream": True, **GREEDY})
+    head = f"POST {PATH}_stream HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    received = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall((head + body).encode())
+        while data := connection.recv(65536):
+            received += data
+    status, _, rest = received.partition(b"\r\n")
+    assert status == b"HTTP/1.1 200 OK"
+    headers, _, rest = rest.partition(b"\r\n\r\n")
+    assert b"content-type: text/event-stream; charset=utf-8" in headers.lower().split(b"\r\n")
+    text = ""
+    while not rest.startswith(b"0\r\n\r\n"):
+        size, _, rest = rest.partition(b"\r\n")
+        chunk, rest = rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+        new = json.loads(chunk.removeprefix(b"data: "))["text_output"]
+        assert chunk == (
+            b'data: {"id":"7","model_name":"model","model_version":"1","text_output":'
+            + json.dumps(new).encode()
+            + b"}\n\n"
+        )
+        text += new
+    assert rest == b"0\r\n\r\n"
+    assert text == completion
+
+
+def test_all_outputs_are_there_and_agree(server: Server, completion: str) -> None:
+    asked: dict[str, Any] = dict.fromkeys(
+        (
+            "return_finish_reason",
+            "return_cumulative_logprob",
+            "return_logprobs",
+            "return_num_input_tokens",
+            "return_num_output_tokens",
+        ),
+        True,
+    )
+    whole = generate(server, GREEDY | asked | {"logprobs": 2})
+    assert (whole["finish_reason"], whole["num_input_tokens"], whole["num_output_tokens"]) == ("length", 5, 6)
+    tokens = json.loads(whole["logprobs"])
+    assert [len(token) for token in tokens] == [2] * 6, "greedy tokens are the first of two"
+    chosen = [next(iter(token.values())) for token in tokens]
+    assert [one["rank"] for one in chosen] == [1] * 6
+    assert "".join(one["decoded_token"] for one in chosen) == completion
+    assert whole["cumulative_logprob"] == pytest.approx(sum(one["logprob"] for one in chosen), abs=1e-4)
+    stream = events(server, GREEDY | asked | {"logprobs": 2, "stream": True})
+    assert [one["finish_reason"] for one in stream] == ["None"] * (len(stream) - 1) + ["length"]
+    assert sum(one["num_output_tokens"] for one in stream) == 6
+    assert {one["num_input_tokens"] for one in stream} == {5}
+    assert stream[-1]["cumulative_logprob"] == pytest.approx(whole["cumulative_logprob"], abs=1e-4)
+    assert [token.keys() for one in stream for token in json.loads(one["logprobs"])] == [t.keys() for t in tokens]
+
+
+def test_tensorrt_llms_log_probs_agree_with_the_text(server: Server) -> None:
+    answer = generate(server, {"max_tokens": 6, "stop_words": "", "return_log_probs": True})
+    assert list(answer) == ["cum_log_probs", "model_name", "model_version", "output_log_probs", "text_output"]
+    assert len(answer["output_log_probs"]) == 6
+    assert answer["cum_log_probs"] == pytest.approx(sum(answer["output_log_probs"]), abs=1e-4)
+
+
+def test_several_sequences_are_arrays(server: Server) -> None:
+    parameters = {"n": 2, "max_tokens": 4, "seed": 7, "exclude_input_in_output": True}
+    texts = generate(server, parameters)["text_output"]
+    assert len(texts) == 2
+    stream = events(server, {"n": 2, "max_tokens": 4, "seed": 7, "stream": True})
+    assert all(len(one["text_output"]) == 2 for one in stream)
+    assert sorted("".join(parts) for parts in zip(*(one["text_output"] for one in stream), strict=True)) == sorted(
+        texts
+    )
+
+
+def test_beams_are_arrays_best_first(server: Server) -> None:
+    answer = generate(server, {"beam_width": 2, "max_tokens": 4, "return_log_probs": True})
+    assert len(answer["text_output"]) == 2
+    assert answer["cum_log_probs"][0] >= answer["cum_log_probs"][1]
+
+
+def test_stop_strings_and_constraints_hold(server: Server, engine: str, completion: str) -> None:
+    stopped = generate(server, GREEDY | {"stop": completion[3:5], "exclude_input_in_output": True})
+    assert stopped["text_output"] == completion.partition(completion[3:5])[0]
+    document = GREEDY | {"structured_outputs": json.dumps({"choice": ["Berlin", "Rome"]})}
+    if engine == "scheduler":
+        assert "error" in generate(server, document, status=400)
+        return
+    assert generate(server, document | {"exclude_input_in_output": True})["text_output"] in ("Berlin", "Rome")
+    guide = {"max_tokens": 8, "guided_decoding_guide_type": "regex", "guided_decoding_guide": "[0-9]{4}"}
+    text = generate(server, guide)["text_output"]
+    assert len(text) == 4
+    assert text.isdigit()
+
+
+def test_generate_with_stream_wants_exactly_one_response(server: Server, completion: str) -> None:
+    assert SEVERAL in generate(server, GREEDY | {"stream": True}, status=400)["error"]
+    one = generate(server, {"stream": True, "max_tokens": 1, "temperature": 0})["text_output"]
+    assert one
+    assert completion.startswith(one)
+    # The refused one has been taken back from the engine.
+    server.wait_for_metric("slipway_engine_running", 0, 10)
+    assert generate(server, GREEDY)["text_output"] == PROMPT + completion
+
+
+@pytest.mark.parametrize("route", ["", "_stream"])
+@pytest.mark.parametrize(
+    ("document", "status", "message"),
+    [
+        ({"text_input": 5}, 400, "attempt to access JSON non-string as string"),
+        ({"stream": "yes"}, 400, "attempt to access JSON non-boolean as boolean"),
+        ({"parameters": None}, 400, "Expected JSON object for keyword: 'parameters'"),
+        ({"nested": {}}, 400, "parameter 'nested' has invalid type."),
+        ({"parameters": {"text_input": "x"}}, 400, "already exists in request"),
+        ({"max_tokens": 0, "stream": True}, 400, "Error generating stream: `max_tokens` must be at least 1, got 0"),
+        ({"unheard_of": 1}, 400, "unheard_of"),
+        ({"text_input": "x " * 3000, "stream": True}, 400, "Error generating stream: the prompt has"),
+        ({"text_input": ""}, 400, "Error generating stream: "),
+        ({"end_id": 10**9}, 400, "vocabulary"),
+        ({"n": 10000, "temperature": 1}, 400, "sequences"),
+    ],
+)
+def test_bad_requests_say_what_was_wrong(
+    server: Server, route: str, document: dict[str, Any], status: int, message: str
+) -> None:
+    assert message in generate(server, document, PATH + route, status)["error"]
+
+
+def test_other_models_paths_and_methods_are_refused_in_tritons_words(server: Server) -> None:
+    response = server.client.post("/v2/models/nope/generate_stream", json={"text_input": "hello"})
+    assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
+    assert response.content == b'{"error":"Request for unknown model: \'nope\' is not found"}'
+    assert server.client.post("/v2/models/model/versions/2/generate", json={"text_input": "x"}).status_code == 404
+    for method, path in (("GET", PATH), ("HEAD", "/v2/health/live"), ("GET", "/v2/repository/index")):
+        assert server.client.request(method, path).status_code == 405
+    assert server.client.get(PATH).content == b'{"error":"Method Not Allowed"}'
+    for path in ("/v2/nothing", PATH + "/", "/v2/models/model/versions/x/generate"):
+        response = server.client.post(path, json={"text_input": "x"})
+        assert (response.status_code, response.content) == (404, b'{"error":"Not Found"}')
+        assert response.headers["content-type"].startswith("text/plain")
+
+
+def test_tritons_own_client_finds_the_server_and_its_model(triton: InferenceServerClient) -> None:
+    assert triton.is_server_live()
+    assert triton.is_server_ready()
+    assert triton.is_model_ready("model")
+    assert triton.is_model_ready("model", "1")
+    assert not triton.is_model_ready("nope")
+    assert not triton.is_model_ready("model", "2")
+    assert triton.get_server_metadata()["name"] == "triton"
+    assert triton.get_model_metadata("model")["inputs"][0]["name"] == "text_input"
+    assert triton.get_model_config("model", "1")["model_transaction_policy"] == {"decoupled": True}
+    assert triton.get_model_repository_index() == [{"name": "model", "version": "1", "state": "READY"}]
+    triton.load_model("model")
+    with pytest.raises(InferenceServerException, match="unload is not supported"):
+        triton.unload_model("model")
+    with pytest.raises(InferenceServerException, match="Request for unknown model: 'nope' is not found"):
+        triton.get_model_metadata("nope")
+
+
+def test_tritons_own_client_counts_calls(server: Server, triton: InferenceServerClient) -> None:
+    (before,) = triton.get_inference_statistics()["model_stats"]
+    generate(server, GREEDY)
+    generate(server, GREEDY | {"stream": True}, status=400)
+    (after,) = triton.get_inference_statistics("model", "1")["model_stats"]
+    assert after["inference_count"] == before["inference_count"] + 1
+    for outcome in ("success", "fail"):
+        was, now = before["inference_stats"][outcome], after["inference_stats"][outcome]
+        assert now["count"] == was["count"] + 1
+        assert now["ns"] > was["ns"]
+    assert after["last_inference"] >= before["last_inference"]
+
+
+def test_a_client_that_leaves_stops_its_generation(server: Server) -> None:
+    aborted = server.metric("slipway_generations_aborted_total")
+    document = {"text_input": PROMPT, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    with server.client.stream("POST", PATH + "_stream", json=document) as response:
+        assert next(response.iter_lines()).startswith('data: {"model_name":"model"')
+    deadline = time.monotonic() + 10
+    while server.metric("slipway_generations_aborted_total") != aborted + 1:
+        assert time.monotonic() < deadline, "the generation goes on"
+        time.sleep(0.05)

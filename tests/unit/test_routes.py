@@ -1,0 +1,230 @@
+"""Routing over ASGI: which family answers what, and how the server itself refuses in each family's own words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from container.app import create_app
+from container.lifecycle import Lifecycle, State
+from container.settings import ServerSettings, Settings
+from handlers.contracts.family import Generates, Tells
+from handlers.contracts.lmi import LmiContract
+from handlers.contracts.protocol import Call
+from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engines.protocol import EngineHealth
+from handlers.entry_point import Service
+from handlers.families import FAMILIES
+from handlers.model_settings import HandlerSettings
+from handlers.reply import ReplyWriter, Running
+from tests.contracts.exchange import MODEL
+from tests.unit.test_engine_handler import ScriptedEngine
+
+pytestmark = pytest.mark.asyncio
+
+ROUTES = [(family, route, method) for family in FAMILIES for route in family.routes for method in route.methods]
+POSTS = [
+    "/v2/models/model/generate",
+    "/v2/models/model/generate_stream",
+    "/v1/generate",
+    "/v1/generate_stream",
+    "/generate",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/invocations",
+]
+ERROR_KEYS = {
+    "/v2/models/model/generate": {"error"},
+    "/v2/models/model/generate_stream": {"error"},
+    "/v1/generate": {"detail"},
+    "/v1/generate_stream": {"detail"},
+    "/generate": {"error", "error_type"},
+    "/v1/completions": {"error"},
+    "/v1/chat/completions": {"error"},
+    "/invocations": {"code", "type", "message"},
+}
+
+
+class Faulty:
+    """A handler with a bug."""
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        raise ZeroDivisionError("a bug with a secret")
+
+
+class Custom:
+    """The runtime of a custom handler, as far as routing sees it."""
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(True)
+
+    async def stop(self) -> None: ...
+
+
+def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
+    settings = ServerSettings(**server)
+    lifecycle = Lifecycle(Settings(settings, MODEL))
+    lifecycle._state = state
+    transport = httpx.ASGITransport(create_app(lifecycle, settings))
+    return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
+    engine = ScriptedEngine()
+    handler = ContractHandler(EngineHandler(engine, 4), LmiContract(MODEL))
+    lifecycle.service = Service(MODEL, handler, engine, engine=engine, engine_handler=EngineHandler(engine, 4))
+    return engine
+
+
+@pytest_asyncio.fixture
+async def starting() -> AsyncIterator[httpx.AsyncClient]:
+    _, client = make(State.STARTING)
+    async with client:
+        yield client
+
+
+def fill(path: str) -> str:
+    return path.replace("{model}", "model").replace("{version:int}", "1")
+
+
+async def test_no_two_families_declare_one_route_unless_the_body_decides() -> None:
+    seen: dict[tuple[str, str], str] = {}
+    for family, route, method in ROUTES:
+        if isinstance(route, Tells) and route.where is not None:
+            continue
+        assert (route.path, method) not in seen, (
+            f"{route.path} is {seen.get((route.path, method))}'s and {family.name}'s"
+        )
+        seen[route.path, method] = family.name
+
+
+async def test_every_declared_route_is_served(starting: httpx.AsyncClient) -> None:
+    for _, route, method in ROUTES:
+        response = await starting.request(method, fill(route.path), content=b"{}")
+        assert response.status_code not in (404, 405), f"{method} {route.path}: {response.status_code}"
+        assert "x-request-id" in response.headers
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_model_that_is_loading_is_said_in_the_words_of_each_family(
+    starting: httpx.AsyncClient, path: str
+) -> None:
+    response = await starting.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x", "model": "model"})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "5"
+    assert response.json().keys() == ERROR_KEYS[path]
+    assert "not loaded yet" in response.text
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path: str) -> None:
+    lifecycle, client = make(max_request_size=100)
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post(path, content=b"x" * 101)
+    assert response.status_code == (400 if path.startswith("/v2") else 413)
+    if path not in ("/invocations", "/generate"):  # LMI's has no body, TGI's is plain text
+        assert response.json().keys() == ERROR_KEYS[path]
+        assert "100 bytes" in response.text
+
+
+@pytest.mark.parametrize("path", [path for path in POSTS if "completions" not in path])
+async def test_a_fault_of_our_own_is_500_without_its_traceback(path: str) -> None:
+    lifecycle, client = make()
+    engine = ScriptedEngine()
+    generation = {r.path: Faulty() for f in FAMILIES for r in f.routes if isinstance(r, Generates)}
+    lifecycle.service = Service(MODEL, Faulty(), engine, engine=engine, generation=generation)
+    async with client:
+        response = await client.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x"})
+    assert response.status_code == (424 if path == "/generate" else 500)
+    happy = {"error", "messages"}  # what happy_vllm answers under EXPLICIT_ERRORS
+    assert response.json().keys() == (happy if path.startswith("/v1") else ERROR_KEYS[path])
+    assert "secret" not in response.text
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize("path", [path for path in POSTS if path != "/invocations"])
+async def test_a_model_with_a_handler_of_its_own_refuses_other_contracts_and_says_why(path: str) -> None:
+    lifecycle, client = make()
+    lifecycle.model = MODEL.__class__(
+        name="model", model_dir=MODEL.model_dir, model_id="model", handler=HandlerSettings(entry_point="/x/model.py")
+    )
+    custom: Any = Custom()
+    lifecycle.service = Service(lifecycle.model, Faulty(), custom, custom=custom)
+    async with client:
+        response = await client.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x", "model": "model"})
+    assert 400 <= response.status_code <= 501
+    assert response.json().keys() == ERROR_KEYS[path]
+    assert "handler of its own" in response.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/v2/models/model/generate", 405, "POST"),
+        ("HEAD", "/v2/health/live", 405, "GET"),
+        ("GET", "/v1/generate", 405, "POST"),
+        ("GET", "/generate", 405, "POST"),
+        ("DELETE", "/v1/models", 405, "GET"),
+        ("PUT", "/v1/chat/completions", 405, "POST"),
+    ],
+)
+async def test_a_wrong_method_is_405_and_says_what_is_allowed(
+    starting: httpx.AsyncClient, method: str, path: str, status: int, allow: str
+) -> None:
+    response = await starting.request(method, path)
+    assert response.status_code == status
+    assert allow in response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [("/v2/nope", "text/plain"), ("/nope", "application/json"), ("/v2//health/live", "text/plain")],
+)
+async def test_an_unknown_path_is_404_in_the_words_of_whose_prefix_it_has(
+    starting: httpx.AsyncClient, path: str, content_type: str
+) -> None:
+    response = await starting.get(path)
+    assert response.status_code == 404
+    assert response.headers["content-type"].startswith(content_type)
+
+
+async def test_tokenize_is_tgis_for_inputs_and_vllms_for_anything_else(starting: httpx.AsyncClient) -> None:
+    tgi = await starting.post("/tokenize", json={"inputs": "x"})
+    vllm = await starting.post("/tokenize", json={"prompt": '"inputs": is only in the text'})
+    assert "error_type" in tgi.json()
+    assert "error_type" not in vllm.json()
+    assert isinstance(vllm.json()["error"], dict)
+
+
+async def test_preflight_requests_are_answered_where_cors_is_set() -> None:
+    _, client = make(cors_allowed_origin="*")
+    async with client:
+        response = await client.options("/v1/chat/completions")
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+async def test_metrics_count_routes_and_not_what_stands_in_them(starting: httpx.AsyncClient) -> None:
+    await starting.post("/v2/models/model/generate", json={"text_input": "x"})
+    await starting.post("/v2/models/a-secret-name/generate", json={"text_input": "x"})
+    text = (await starting.get("/metrics")).text
+    assert 'slipway_requests_total{route="/v2/models/{model}/generate"' in text
+    assert "secret" not in text
+
+
+async def test_the_api_description_shows_every_family(starting: httpx.AsyncClient) -> None:
+    document = json.loads((await starting.get("/openapi.json")).text)
+    for path in ("/invocations", "/v2/models/{model}/generate", "/v1/generate", "/generate", "/v1/models"):
+        assert path in document["paths"], path
+    page = await starting.get("/docs")
+    assert "swagger-ui" in page.text
+    for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        assert (await starting.get(f"/docs/{asset}")).status_code == 200
+    plain = await starting.get("/docs/plain")
+    assert "/v2/models/{model}/generate" in plain.text
