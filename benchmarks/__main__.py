@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from benchmarks.contracts import CONTRACTS
 from benchmarks.peers import PEERS, Engine, EngineArguments, Shape
 from benchmarks.processes import ServerError
 from benchmarks.report import markdown
@@ -51,6 +52,9 @@ def main(
     peers: Annotated[
         str, typer.Option(help="What to compare, separated by commas; ratios are to the first.")
     ] = ",".join(PEERS),
+    contracts: Annotated[
+        str, typer.Option(help=f"In which contracts Slipway is asked, separated by commas: {', '.join(CONTRACTS)}.")
+    ] = "lmi",
     quick: Annotated[
         bool, typer.Option("--quick", help="One short round with 8 and 32 clients, to see that all works.")
     ] = False,
@@ -62,12 +66,13 @@ def main(
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit_in_order)
-    peer_names = _peer_names(peers)
+    peer_names = _known(peers, PEERS, "--peers")
+    asked = tuple(_known(contracts, CONTRACTS, "--contracts"))
     levels = _levels(concurrency)
     samples: list[Sample] = []
     try:
         for name in _workload_names(workload):
-            plan = _workload(name, levels, rounds, seconds, timeout)
+            plan = _workload(name, levels, rounds, seconds, timeout, asked)
             samples += run(plan, peer_names, log_dir, _say)
     except ServerError as error:
         _say(str(error))
@@ -80,7 +85,9 @@ def main(
         raise typer.Exit(1)
 
 
-def _workload(name: str, levels: tuple[int, ...], rounds: int, seconds: float, timeout: float) -> Workload:
+def _workload(
+    name: str, levels: tuple[int, ...], rounds: int, seconds: float, timeout: float, contracts: tuple[str, ...]
+) -> Workload:
     tiny = name == "tiny"
     model_dir = prepare_tiny_model() if tiny else prepare()
     # The tiny model as it is stored; the sample model in what vLLM chooses.
@@ -96,6 +103,7 @@ def _workload(name: str, levels: tuple[int, ...], rounds: int, seconds: float, t
         rounds=rounds,
         seconds=seconds,
         timeout=timeout,
+        contracts=contracts,
     )
 
 
@@ -103,10 +111,10 @@ def _workload_names(model: Model) -> Sequence[str]:
     return {Model.SAMPLE: ["sample"], Model.TINY: ["tiny"], Model.BOTH: ["sample", "tiny"]}[model]
 
 
-def _peer_names(text: str) -> list[str]:
+def _known(text: str, there_are: Iterable[str], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in PEERS]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(PEERS)}", param_hint="--peers")
+    if unknown := [name for name in names if name not in there_are]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(there_are)}", param_hint=option)
     return names
 
 

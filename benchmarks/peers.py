@@ -9,7 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from benchmarks.bare import BareLoad
+from benchmarks.contracts import ALWAYS_LOGPROBS, CONTRACTS, MODEL, WITH_LOGPROBS, Wording, openai
 from benchmarks.figures import Figures
 from benchmarks.load import LoadSpec, command
 from benchmarks.processes import CpuTime, Server, free_port
@@ -104,6 +105,19 @@ class HttpPeer(Peer):
     @abstractmethod
     def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec: ...
 
+    def spec(self, wording: Wording, shape: Shape, pressure: Pressure) -> LoadSpec:
+        return LoadSpec(
+            url=self.url(wording.path),
+            body=json.dumps(wording.body),
+            marker=wording.marker,
+            end_marker=wording.end_marker,
+            tokens=shape.tokens,
+            exact_records=wording.exact_records,
+            concurrency=pressure.concurrency,
+            seconds=pressure.seconds,
+            timeout=pressure.timeout,
+        )
+
     def wait_ready(self) -> None:
         self.server.wait_until(self._is_ready, START_TIMEOUT_S)
 
@@ -127,39 +141,38 @@ class HttpPeer(Peer):
 
 
 class Slipway(HttpPeer):
-    """Slipway over LMI's contract: streams with log probabilities, as LMI's are by default, and without."""
+    """Slipway over one contract or several: streams with log probabilities, as LMI's are by default, and without."""
 
     name = "slipway"
     ready_path = "/ping"
+
+    def __init__(self, contracts: Sequence[str] = ("lmi",)) -> None:
+        self._contracts = contracts
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         model_dir = work_dir / "model"
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
         program = str(Path(sys.executable).with_name("slipway"))
-        return [program, "serve", "--model-dir", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)]
+        return [program, "serve", "--model-dir", str(model_dir), *self.address()]
+
+    def address(self) -> list[str]:
+        return ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
 
     def variants(self, shape: Shape) -> list[str]:
-        return ["slipway", "slipway+logprobs"] if shape.stream else ["slipway"]
+        found = []
+        for contract in self._contracts:
+            name = self.name if contract == "lmi" else f"{self.name}:{contract}"
+            if not (shape.stream and contract in ALWAYS_LOGPROBS):
+                found.append(name)
+            if shape.stream and contract in WITH_LOGPROBS | ALWAYS_LOGPROBS:
+                found.append(f"{name}+logprobs")
+        return found
 
     def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec:
-        parameters: dict[str, object] = {"max_new_tokens": shape.tokens, "ignore_eos_token": True}
-        if shape.stream and not variant.endswith("+logprobs"):
-            parameters["token_logprobs"] = False
-        body: dict[str, object] = {"inputs": shape.prompt, "parameters": parameters}
-        if shape.stream:
-            body["stream"] = True
-        return LoadSpec(
-            url=self.url("/invocations"),
-            body=json.dumps(body),
-            marker='"token": {' if shape.stream else "",
-            end_marker='"generated_text"',
-            tokens=shape.tokens,
-            exact_records=shape.stream,
-            concurrency=pressure.concurrency,
-            seconds=pressure.seconds,
-            timeout=pressure.timeout,
-        )
+        contract = variant.removesuffix("+logprobs").partition(":")[2] or "lmi"
+        wording = CONTRACTS[contract](shape.prompt, shape.tokens, shape.stream, variant.endswith("+logprobs"))
+        return self.spec(wording, shape, pressure)
 
 
 class Vllm(HttpPeer):
@@ -172,28 +185,15 @@ class Vllm(HttpPeer):
         # The module and not `vllm serve`, which refuses to run where vLLM was installed under another name.
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
-        model = ["--model", str(engine.model_dir), "--served-model-name", "m"]
+        model = ["--model", str(engine.model_dir), "--served-model-name", MODEL]
         return [*program, *address, *model, "--disable-uvicorn-access-log", *command_line(engine.arguments)]
 
     def variants(self, shape: Shape) -> list[str]:
         return ["vllm", "vllm+logprobs"] if shape.stream else ["vllm"]
 
     def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec:
-        body: dict[str, object] = {"model": "m", "prompt": shape.prompt, "max_tokens": shape.tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": shape.stream}
-        if variant.endswith("+logprobs"):
-            body["logprobs"] = 0  # of the tokens chosen, and no alternatives: what LMI's streams show
-        return LoadSpec(
-            url=self.url("/v1/completions"),
-            body=json.dumps(body),
-            marker="data: {" if shape.stream else "",
-            # With the end of sequence ignored, only the limit on tokens ends an answer, so it has exactly that many.
-            end_marker='"finish_reason":"length"',
-            tokens=shape.tokens,
-            concurrency=pressure.concurrency,
-            seconds=pressure.seconds,
-            timeout=pressure.timeout,
-        )
+        wording = openai(shape.prompt, shape.tokens, shape.stream, variant.endswith("+logprobs"))
+        return self.spec(wording, shape, pressure)
 
 
 class Bare(Peer):

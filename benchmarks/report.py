@@ -90,12 +90,12 @@ def _ratios(samples: Sequence[Sample], stream: bool) -> str:
     variants = list(dict.fromkeys(variant for _, variant in _grouped(samples)))
     if len(variants) < 2:
         return ""
-    base = variants[0].removesuffix(LOGPROBS)
+    base = _peer(variants[0])
     compared_with = [
         (variant, other)
         for variant in variants
         for other in variants
-        if variant.removesuffix(LOGPROBS) == base != other.removesuffix(LOGPROBS)
+        if _peer(variant) == base != _peer(other)
         and variant.endswith(LOGPROBS) == other.endswith(LOGPROBS)  # like with like
     ]
     compared: list[tuple[str, Value]] = [("rate", _rate), ("CPU", _cpu)]
@@ -109,6 +109,10 @@ def _ratios(samples: Sequence[Sample], stream: bool) -> str:
             ]
             rows.append([str(concurrency), name, *cells])
     return _table(["clients", "ratio of", *(f"{ours} / {other}" for ours, other in compared_with)], rows)
+
+
+def _peer(variant: str) -> str:
+    return variant.removesuffix(LOGPROBS).partition(":")[0]
 
 
 def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: Value) -> str:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.figures import Figures
-from benchmarks.peers import PEERS, Engine, Peer, Pressure, Shape
+from benchmarks.peers import PEERS, Engine, Peer, Pressure, Shape, Slipway
 
 LEAD_IN_TOKENS = 8
 IDLE_SHARE_ALLOWED = 0.05
@@ -32,6 +32,8 @@ class Workload:
     rounds: int
     seconds: float
     timeout: float
+    contracts: tuple[str, ...] = ("lmi",)
+    """In which of its contracts Slipway is asked."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +64,7 @@ def run(workload: Workload, peer_names: Sequence[str], log_dir: Path | None, rep
     """Start the peers, measure them, and stop them whatever happens."""
     with ExitStack() as stack:
         work_dir = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipway-benchmarks-")))
-        peers = [PEERS[name]() for name in peer_names]
+        peers = [Slipway(workload.contracts) if name == Slipway.name else PEERS[name]() for name in peer_names]
         for peer in peers:
             report(f"{workload.name}: starting {peer.name}")
             directory = work_dir / f"{workload.name}-{peer.name}"

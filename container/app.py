@@ -155,7 +155,7 @@ def _add_wrong_methods(routes: Routes, site: Site) -> None:
 
 
 def _preflight(site: Site, allowed: str) -> Response:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in site.standing_headers}
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in site.cors_headers}
     return Response(b"", 200, {"allow": allowed, **headers})
 
 

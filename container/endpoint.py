@@ -19,7 +19,7 @@ from container.metrics import HttpCounts
 from container.push import Headers, Message, Pacer, PushedReply, Send
 from container.request_headers import request_headers
 from container.request_id import request_id
-from container.response_headers import standing_headers
+from container.response_headers import cors_headers
 from container.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.entry_point import Service
@@ -40,7 +40,7 @@ class Site:
         self.lifecycle, self.settings, self.counts = lifecycle, settings, counts
         self.id_header = settings.request_id_header.lower().encode()
         self.pacer = Pacer(settings.coalesce_above)
-        self.standing_headers = standing_headers(settings)
+        self.cors_headers = cors_headers(settings)
 
     def service(self) -> Service:
         """The loaded model.
@@ -72,8 +72,10 @@ class Target:
 class Endpoint:
     """An ASGI application for one path and method. The first of its targets that wants a call answers it."""
 
-    def __init__(self, site: Site, route: str, targets: Sequence[Target]) -> None:
+    def __init__(self, site: Site, route: str, targets: Sequence[Target], headers: Headers | None = None) -> None:
+        """`headers`: what every reply of the route carries, beside the request's id and CORS."""
         self._site, self._route, self._targets = site, route, tuple(targets)
+        self._headers = [*(headers or []), *site.cors_headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -81,7 +83,7 @@ class Endpoint:
         site = self._site
         headers: dict[bytes, bytes] = dict(scope["headers"])
         identity = request_id(headers.get(site.id_header))
-        reply_headers = [(b"x-request-id", identity.encode()), *site.standing_headers]
+        reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
         writer = PushedReply(send, reply_headers, site.pacer)
         site.lifecycle.open_calls += 1
         try:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from urllib.parse import parse_qs
 
 from container.endpoint import Endpoint, Scope, Site, Target
+from container.response_headers import NO_CACHE
 from container.settings import ServerSettings
 from handlers.contracts.lmi_errors import JSON, front_end_error
 from handlers.contracts.protocol import Call, Reply
@@ -34,7 +35,7 @@ def invocations(site: Site, route: str) -> Endpoint:
     def refuse(error: RequestError) -> Reply:
         return _refusal(error, site.settings)
 
-    return Endpoint(site, route, [Target(answer, refuse, early=check)])
+    return Endpoint(site, route, [Target(answer, refuse, early=check)], NO_CACHE)
 
 
 def _refusal(error: RequestError, settings: ServerSettings) -> Reply:

@@ -1,22 +1,22 @@
-"""Headers that every inference reply carries. Source: contracts/lmi.md sections 1.5 and 1.12."""
+"""Headers of replies: those that LMI's routes carry, and CORS. Source: contracts/lmi.md sections 1.5 and 1.12."""
 
 from __future__ import annotations
 
 from container.push import Headers
 from container.settings import ServerSettings
 
-_NO_CACHE: Headers = [
+NO_CACHE: Headers = [
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
 
 
-def standing_headers(settings: ServerSettings) -> Headers:
-    """No caching, and the CORS headers that the settings ask for."""
+def cors_headers(settings: ServerSettings) -> Headers:
+    """The CORS headers that the settings ask for."""
     cors = {
         b"access-control-allow-origin": settings.cors_allowed_origin,
         b"access-control-allow-methods": settings.cors_allowed_methods,
         b"access-control-allow-headers": settings.cors_allowed_headers,
     }
-    return _NO_CACHE + [(name, value.encode("latin-1")) for name, value in cors.items() if value]
+    return [(name, value.encode("latin-1")) for name, value in cors.items() if value]
