@@ -10,12 +10,15 @@ import msgspec
 
 from container.endpoint import Endpoint, Site, Target
 from handlers.contracts.family import Family, Forwards, Generates, Route, Tells
-from handlers.contracts.protocol import LONG_BODY, Call
+from handlers.contracts.protocol import Call
 from handlers.errors import NotServed
 from handlers.reply import Handler, ReplyWriter, Running
 
 _CUSTOM = "this model has a handler of its own; only /invocations and /predictions reach it"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
+
+_LONG_TEXT = 16 * 1024
+"""Bytes above which a body is answered in a thread: tokenizing takes longer than reading."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -45,7 +48,7 @@ def _target(site: Site, family: Family, route: Route) -> Target:
 def _telling(site: Site, family: Family, route: Tells) -> Target:
     async def answer(call: Call, writer: ReplyWriter) -> None:
         view = site.lifecycle.view()
-        if len(call.body) < LONG_BODY:
+        if len(call.body) < _LONG_TEXT:
             writer.reply(route.tell(call, view))
         else:
             writer.reply(await asyncio.to_thread(route.tell, call, view))

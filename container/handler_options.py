@@ -54,7 +54,8 @@ OPTIONS = (
         parser=BOOLEAN,
         default="false",
         field="async_mode",
-        meaning="The function is `async`, and calls of it run together",
+        meaning="The function is `async`, and calls of it run together; without a handler of the model's own: "
+        "`/invocations` has the schema of LMI's asynchronous handler",
     ),
     Option(
         key="minWorkers",

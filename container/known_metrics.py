@@ -82,7 +82,7 @@ def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
     calls = meter.calls
     yield _plain_counter("tgi_request_count", "Calls that were answered or failed.", {}, calls.succeeded + calls.failed)
     yield _plain_counter("tgi_request_success", "Calls that were answered.", {}, calls.succeeded)
-    yield _plain_counter("tgi_request_failure", "Calls that failed.", {"err": "generation"}, calls.failed)
+    yield _plain_counter("tgi_request_failure", "Calls that failed.", {}, calls.failed)
     yield _durations("tgi_request_duration", "Duration of answered calls.", calls)
     yield _histogram("tgi_request_queue_duration", "From submission until the engine runs it.", {}, meter.queue_time)
     yield _gauge("tgi_batch_current_size", "Sequences in the engine's batch.", {}, status.running_requests)

@@ -129,7 +129,7 @@ class Tells:
 
     path: str
     tell: Callable[[Call, ModelView], Reply]
-    """May raise RequestError, which the family answers. Bodies of 256 KiB and more are read in a thread."""
+    """May raise RequestError, which the family answers. Long bodies are answered in a thread."""
     methods: tuple[str, ...] = ("GET",)
     where: str | None = None
     """The route is meant only where the body's object has this field; another family's takes the rest."""

@@ -178,8 +178,10 @@ def _prompt(inputs: Any) -> str:
         raise _payload_error("`inputs` must be one prompt: a string, or an array of one")
     if inputs is None:
         raise _payload_error("the body has none of `inputs`, `messages` and `prompt`")
-    if not isinstance(inputs, str) or not inputs:
-        raise _payload_error(f"`inputs` must be a string that is not empty, got {json_kind(inputs)}")
+    if not isinstance(inputs, str):
+        raise _payload_error(f"`inputs` must be a string, got {json_kind(inputs)}")
+    if not inputs:
+        raise _payload_error("`inputs` must not be empty")
     return inputs
 
 

@@ -23,12 +23,13 @@ def single(value: float | None) -> str:
         return "null"
     nearest: float = _unpack(packed)[0]
     # Any decimal of six digits is told apart; nine digits tell all numbers apart.
-    for digits in (6, 7, 8):
-        text = f"{nearest:.{digits}g}"
-        if _pack(float(text)) == packed:
-            break
-    else:
-        text = f"{nearest:.9g}"
+    text = f"{nearest:.6g}"
+    if _pack(float(text)) != packed:
+        text = f"{nearest:.7g}"
+        if _pack(float(text)) != packed:
+            text = f"{nearest:.8g}"
+            if _pack(float(text)) != packed:
+                text = f"{nearest:.9g}"
     if "e" in text:
         return _exponential(text)
     return text if "." in text else text + ".0"

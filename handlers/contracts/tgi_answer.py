@@ -184,8 +184,9 @@ class StreamAnswer:
     def _event(self, token: Token, end: str = '"generated_text":null,"details":null') -> str:
         self._index += 1
         texts = self._show.special_texts
-        top = f'"top_tokens":{_tokens(token.top, texts)},' if token.top else ""
-        return f'data:{{"index":{self._index},"token":{_token(token, texts)},{top}{end}}}\n\n'
+        if token.top:
+            end = f'"top_tokens":{_tokens(token.top, texts)},{end}'
+        return f'data:{{"index":{self._index},"token":{_token(token, texts)},{end}}}\n\n'
 
     def _end(self, delta: TokenDelta) -> str:
         text = quote(self._show.prompt + "".join(self._text))

@@ -77,7 +77,7 @@ def _one_of(mask: int, chance: random.Random) -> int:
 
 
 def _complaint(error: str) -> str:
-    if "max is" in error or "limit" in error:
+    if "max is" in error or "too many" in error or "limit" in error:
         return "it allows too many alternatives at one place"
     return "no text satisfies it, or nothing can follow a part of it"
 

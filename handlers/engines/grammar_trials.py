@@ -1,4 +1,4 @@
-"""The server's side of `grammar_trial`: asks that process about constraints, and starts it again when one has ended it."""
+"""The server's side of `grammar_trial`: asks that process about constraints, and starts it anew where one ended it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from handlers.errors import GenerationFailed
 logger = logging.getLogger(__name__)
 
 _START_SECONDS, _ANSWER_SECONDS = 60.0, 20.0
-"""By the clock, where a busy machine may give it little time; what it may compute is limited by its own processor time."""
+"""By the clock, where a busy machine may give it little time; its processor time has a limit of its own."""
 _REMEMBERED = 1024
 _LENGTH = struct.Struct(">I")
 
@@ -59,14 +59,16 @@ class GrammarTrials:
             try:
                 answer = await asyncio.wait_for(_exchange(process, message), _ANSWER_SECONDS)
             except TimeoutError:
-                self.stop()
+                await self.stop()
                 return TOO_MUCH
             except (OSError, asyncio.IncompleteReadError):
-                code = await process.wait()
-                self.stop()
-                logger.warning("a constraint ended the process that compiles it first (%s); it is refused", code)
+                await self.stop()
+                logger.warning(
+                    "a constraint ended the process that compiles it first (%s); it is refused", process.returncode
+                )
                 answer = {"error": TOO_MUCH}
-        self._known[key] = error = answer["error"]
+        error: str | None = answer["error"]
+        self._known[key] = error
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return error
@@ -84,17 +86,18 @@ class GrammarTrials:
             )
             await asyncio.wait_for(_exchange(process, self._first), _START_SECONDS)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            self.stop()
+            await self.stop()
             logger.exception("the process that compiles constraints cannot be started")
             raise GenerationFailed("constraints cannot be compiled at present") from error
         return process
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            await process.wait()
 
 
 async def _exchange(process: asyncio.subprocess.Process, message: Any) -> Any:

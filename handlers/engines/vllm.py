@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import vllm.platforms
@@ -25,6 +26,7 @@ from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStat
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_constraints import CheckingLLM, ConstraintTranslator, choose_backend, in_thread
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
@@ -69,7 +71,7 @@ class VllmEngine:
         await self._attach()
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
-    def _load(self) -> AsyncLLM:
+    def _load(self) -> CheckingLLM:
         on_cpu = vllm.platforms.current_platform.is_cpu()
         arguments = engine_arguments(self._settings, on_cpu)
         if self._typical:
@@ -78,7 +80,10 @@ class VllmEngine:
         self.frontend_arguments = frontend_arguments(self._settings)
         """What vLLM's OpenAI front end is told; read here, so that what is wrong is said before the model is loaded."""
         self._args = AsyncEngineArgs(**arguments)
-        return AsyncLLM.from_vllm_config(self._args.create_engine_config())
+        config = self._args.create_engine_config()
+        choose_backend(config)
+        llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+        return llm
 
     async def _attach(self) -> None:
         llm = self._llm
@@ -104,6 +109,8 @@ class VllmEngine:
             vocabulary_size=vocabulary_size,
             typical=self._typical,
         )
+        backend = llm.vllm_config.structured_outputs_config.backend
+        self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
         self.eos_token_ids = _eos_token_ids(llm)
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         """Where the model's own generation config differs from vLLM's defaults."""
@@ -150,7 +157,8 @@ class VllmEngine:
             self._translator.check(request)
             return await submit_beam_search(self, request, request.beam_search, sink)
         token_ids = await self.prompt_token_ids(request)
-        params = self._translator.sampling_params(request, len(token_ids))
+        structured_outputs = await self._constraints.structured_outputs(request.sampling)
+        params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
         generation = _VllmGeneration(self._llm)
         target = sink
         if request.candidates > 1:
@@ -183,13 +191,16 @@ class VllmEngine:
         sink: Sink,
         generation: _VllmGeneration,
     ) -> None:
-        core_request = self._input.process_inputs(
+        processed = partial(
+            self._input.process_inputs,
             request.request_id,
             TokensPrompt(type="token", prompt_token_ids=token_ids),
             params,
             supported_tasks=self._tasks,
             priority=request.priority,
         )
+        constrained = params.structured_outputs is not None
+        core_request = await in_thread(self._constraints.threads, processed) if constrained else processed()
         check_bad_words(core_request.sampling_params)
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
@@ -247,6 +258,7 @@ class VllmEngine:
         self._stopped = True
         self._watchdog.cancel()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        await self._constraints.stop()
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
 
 

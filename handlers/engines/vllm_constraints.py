@@ -13,8 +13,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.engines.grammar_trials import GrammarTrials
 from handlers.errors import InvalidParameter
@@ -38,7 +40,7 @@ def choose_backend(config: VllmConfig) -> None:
     structured = config.structured_outputs_config
     if structured.backend == "auto":
         tokenizer = cached_tokenizer_from_config(config.model_config)
-        structured.backend = "guidance" if _json_of(tokenizer) else "xgrammar"
+        structured.backend = "guidance" if _is_fast(tokenizer) else "xgrammar"
 
 
 class ConstraintTranslator:
@@ -47,9 +49,10 @@ class ConstraintTranslator:
     def __init__(self, tokenizer: Any, vocabulary_size: int, backend: str) -> None:
         self._guidance = backend == "guidance"
         self._trials: GrammarTrials | None = None
-        if self._guidance and (text := _json_of(tokenizer)):
+        if self._guidance and _is_fast(tokenizer):
             # As vLLM's back end makes its own.
-            self._trials = GrammarTrials(text, max(vocabulary_size, len(tokenizer)), tokenizer.eos_token_id)
+            size = max(vocabulary_size, len(tokenizer))
+            self._trials = GrammarTrials(_as_json(tokenizer), size, tokenizer.eos_token_id)
         self.threads: Executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
         """Where vLLM's own checks of a constraint run, which would hold up the event loop."""
 
@@ -65,14 +68,27 @@ class ConstraintTranslator:
             return None
         _check_company(constraint, sampling)
         kind, text = self._spelled(constraint)
-        if self._trials is not None:
-            error = await self._trials.error(kind, text)
-            if error is not None:
-                raise InvalidParameter(constraint.parameter, f"cannot be used as a constraint: {_shortened(error)}")
+        await self._try(constraint.parameter, kind, text)
         return StructuredOutputsParams(
             **{kind: json.loads(text) if kind == "choice" else text},
             disable_any_whitespace=not constraint.any_whitespace,
         )
+
+    async def check(self, parameter: str, outputs: StructuredOutputsParams) -> None:
+        """Refuse structured outputs that were made elsewhere and would harm the engine.
+
+        Raises:
+            InvalidParameter: they cannot be compiled; `parameter` is what the client called them.
+            GenerationFailed: it cannot be found out whether they can.
+        """
+        for kind, text in _parts(outputs):
+            _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
+            await self._try(parameter, kind, text)
+
+    async def _try(self, parameter: str, kind: str, text: str) -> None:
+        error = None if self._trials is None else await self._trials.error(kind, text)
+        if error is not None:
+            raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(error)}")
 
     def _spelled(self, constraint: Constraint) -> tuple[str, str]:
         """Its kind and its text, as vLLM calls and takes them."""
@@ -85,16 +101,42 @@ class ConstraintTranslator:
             return "regex", constraint.regex
         if constraint.grammar is not None:
             return "grammar", constraint.grammar
-        schema = {"type": "object"} if constraint.json_schema is None else _schema(constraint, constraint.json_schema)
+        schema: dict[str, Any] = {"type": "object"}
+        if constraint.json_schema is not None:
+            schema = _schema(constraint, constraint.json_schema)
         if self._guidance:
             schema["x-guidance"] = _writing(constraint.any_whitespace)
         return "json", json.dumps(schema)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Free what it holds."""
         if self._trials is not None:
-            self._trials.stop()
+            await self._trials.stop()
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class CheckingLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's engine, which tries out the constraints of requests that are given to it directly, by vLLM's own server.
+
+    Without that, a schema of 30 kB ends the process: the compiler's stack overflows.
+    """
+
+    constraints: ConstraintTranslator | None = None
+    """Known once the engine is loaded."""
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
+        """See `AsyncLLM.add_request`.
+
+        Raises:
+            VLLMValidationError: the request's structured outputs cannot be compiled.
+        """
+        outputs = getattr(params, "structured_outputs", None)
+        if outputs is not None and self.constraints is not None:
+            try:
+                await self.constraints.check("structured_outputs", outputs)
+            except InvalidParameter as error:
+                raise VLLMValidationError(error.message, parameter=error.parameter) from None
+        return await super().add_request(request_id, prompt, params, *arguments, **options)
 
 
 def _check_company(constraint: Constraint, sampling: SamplingParameters) -> None:
@@ -107,17 +149,38 @@ def _check_company(constraint: Constraint, sampling: SamplingParameters) -> None
 
 def _check_text(constraint: Constraint) -> None:
     if constraint.choice is not None:
-        texts, most = constraint.choice, MAX_CHOICE_CHARACTERS
+        _check_size(constraint.parameter, constraint.choice, MAX_CHOICE_CHARACTERS)
     else:
-        texts = (constraint.json_schema or constraint.regex or constraint.grammar or "",)
-        most = MAX_CHARACTERS
+        text = constraint.json_schema or constraint.regex or constraint.grammar or ""
+        _check_size(constraint.parameter, (text,), MAX_CHARACTERS)
+
+
+def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
     if (count := sum(map(len, texts))) > most:
-        raise InvalidParameter(constraint.parameter, f"must have at most {most} characters, got {count}")
+        raise InvalidParameter(parameter, f"must have at most {most} characters, got {count}")
     try:
         for text in texts:
             text.encode()
     except UnicodeEncodeError:
-        raise InvalidParameter(constraint.parameter, "must not hold half of a surrogate pair") from None
+        raise InvalidParameter(parameter, "must not hold half of a surrogate pair") from None
+
+
+def _parts(outputs: StructuredOutputsParams) -> list[tuple[str, str]]:
+    """What of them is compiled, by kind; a structural tag holds schemas."""
+    if outputs.json is not None:
+        return [("json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json))]
+    if outputs.choice is not None:
+        return [("choice", json.dumps(outputs.choice))]
+    if outputs.regex is not None:
+        return [("regex", outputs.regex)]
+    if outputs.grammar is not None:
+        return [("grammar", outputs.grammar)]
+    if outputs.structural_tag is None:
+        return []
+    try:
+        return [("json", json.dumps(part["schema"])) for part in json.loads(outputs.structural_tag)["structures"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []  # vLLM says what is wrong with it
 
 
 def _schema(constraint: Constraint, text: str) -> dict[str, Any]:
@@ -147,8 +210,8 @@ def _close(schema: Any) -> None:
     if not isinstance(schema, dict):
         return
     for name in _MAPS_OF_SCHEMAS:
-        if isinstance(named := schema.get(name), dict):
-            for value in named.values():
+        if isinstance(members := schema.get(name), dict):
+            for value in members.values():
                 _close(value)
     named = isinstance(schema.get("properties"), dict)
     for name in _SCHEMAS:
@@ -165,12 +228,14 @@ def _writing(any_whitespace: bool) -> dict[str, Any]:
     return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
-def _json_of(tokenizer: Any) -> str | None:
-    """A fast tokenizer as JSON; None of another kind. Without padding and truncation, as llguidance wants it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    written = json.loads(backend.to_str())
+def _is_fast(tokenizer: Any) -> bool:
+    """Whether it is one of `tokenizers`, which llguidance needs."""
+    return getattr(tokenizer, "backend_tokenizer", None) is not None
+
+
+def _as_json(tokenizer: Any) -> str:
+    """Without padding and truncation, as llguidance wants it."""
+    written = json.loads(tokenizer.backend_tokenizer.to_str())
     return json.dumps(written | {"padding": None, "truncation": None})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -47,19 +48,29 @@ def _defaults() -> dict[str, Any]:
 
 def _check_parsers(arguments: dict[str, Any], settings: ModelSettings) -> None:
     """As vLLM's own server does before it starts. Source: vllm.entrypoints.launchers.launcher."""
-    plugin, parser = arguments["tool_parser_plugin"], arguments["tool_call_parser"]
-    if plugin:
-        try:
-            ToolParserManager.import_tool_parser(plugin)
-        except Exception as error:
-            raise EngineStartError(f"option.tool_parser_plugin: {plugin} cannot be imported: {error}") from None
+    engine = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    _import("tool_parser_plugin", arguments["tool_parser_plugin"], ToolParserManager.import_tool_parser)
+    _import(
+        "reasoning_parser_plugin",
+        engine.get("reasoning_parser_plugin"),
+        ReasoningParserManager.import_reasoning_parser,
+    )
+    parser = arguments["tool_call_parser"]
     if arguments["enable_auto_tool_choice"] and parser is None:
         raise EngineStartError("option.enable_auto_tool_choice needs option.tool_call_parser")
     _check_known("tool_call_parser", parser, ToolParserManager.list_registered())
-    reasoning = settings.engine_arguments.get("reasoning_parser", "").strip()
-    _check_known("reasoning_parser", reasoning or None, ReasoningParserManager.list_registered())
+    _check_known("reasoning_parser", engine.get("reasoning_parser"), ReasoningParserManager.list_registered())
+
+
+def _import(name: str, plugin: str | None, load: Callable[[str], None]) -> None:
+    if not plugin:
+        return
+    try:
+        load(plugin)
+    except Exception as error:
+        raise EngineStartError(f"option.{name}: {plugin} cannot be imported: {error}") from None
 
 
 def _check_known(name: str, value: str | None, known: list[str]) -> None:
-    if value is not None and value not in known:
+    if value and value not in known:
         raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {', '.join(sorted(known))}")

@@ -13,8 +13,8 @@ tests/live/test_vllm_seam.py:
 - the renderer's `get_eos_token_id()` is asked for each request;
 - the engine core client reads `decoder` once, when its output task starts;
 - `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`;
-- `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` hold, for each token, the chosen one's log probability
-  first and then those of the most probable, and beside them the chosen one's rank, from 1.
+- `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` hold, for each token, the chosen one's log
+  probability first and then those of the most probable, and beside them the chosen one's rank, from 1.
 """
 
 from __future__ import annotations
@@ -303,7 +303,9 @@ class PushedState(RequestState):
         tokens = self._release(len(text), finished)
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
-        delta = TokenDelta(text, tokens, self.sequence, None, self.prompt_len, self.token_count, self.cumulative_logprob)
+        delta = TokenDelta(
+            text, tokens, self.sequence, None, self.prompt_len, self.token_count, self.cumulative_logprob
+        )
         if self.prompt_tokens_due:
             self.prompt_tokens_due = False
             delta.prompt_tokens = self._prompt_tokens()

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from handlers.engines.token_ids import check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
@@ -30,8 +30,10 @@ class SamplingTranslator:
     typical: bool
     """Locally typical sampling is loaded."""
 
-    def sampling_params(self, request: GenerationRequest, prompt_length: int) -> SamplingParams:
-        """What one sequence of the request asks of vLLM.
+    def sampling_params(
+        self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
+    ) -> SamplingParams:
+        """What one sequence of the request asks of vLLM; `structured_outputs`: its constraint.
 
         Raises:
             InvalidRequest: vLLM would refuse it, or it would harm the engine.
@@ -64,6 +66,7 @@ class SamplingTranslator:
                 allowed_token_ids=list(s.allowed_token_ids) if s.allowed_token_ids is not None else None,
                 logprobs=request.top_tokens if want_logprobs else None,
                 prompt_logprobs=0 if request.want_prompt_tokens else None,
+                structured_outputs=structured_outputs,
                 output_kind=RequestOutputKind.DELTA,
                 extra_args=self._extra_args(s),
                 skip_clone=True,

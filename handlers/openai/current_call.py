@@ -34,6 +34,11 @@ class OpenAICall:
         """The engine's."""
         return self._handler.engine.meter
 
+    @property
+    def max_model_len(self) -> int:
+        """The model's context, in tokens."""
+        return self._handler.engine.max_model_len
+
     def take(self, sequences: int) -> None:
         """Take places for sequences of this call.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from handlers.contracts.openai import ALIASED, error_reply
@@ -15,10 +15,13 @@ from handlers.engines.protocol import Engine
 from handlers.model_settings import ModelSettings
 from handlers.openai.asgi import AsgiExchange, scope
 from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.hopeless_body import hopeless
 from handlers.reply import ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
+App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+"""An ASGI application."""
 _VLLM = frozenset({"vllm", "lmi-dist"})
 """Values of `option.rolling_batch`, once `auto` is decided."""
 
@@ -80,7 +83,7 @@ class OpenAIHandler:
 class _RunningCall:
     """One call in vLLM's front end; see `handlers.reply.Running`."""
 
-    def __init__(self, app: Any, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+    def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
         self._app, self._held, self._call, self._writer = app, held, call, writer
         self._exchange = AsgiExchange(call.body, writer)
         self._meter = held.meter
@@ -93,6 +96,9 @@ class _RunningCall:
     async def _run(self, path: str) -> None:
         current_call.set(self._held)
         started = time.monotonic()
+        if (refusal := hopeless(self._call.body, path, self._held.max_model_len)) is not None:
+            self._finish(refusal)
+            return
         try:
             await self._app(scope(self._call, path, {}), self._exchange.receive, self._exchange.send)
         except UnicodeEncodeError:

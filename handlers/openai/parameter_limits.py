@@ -33,6 +33,8 @@ def check_parameters(params: Any, vocabulary_size: int, tokenizer: Any) -> None:
         check_token_ids(name, token_ids, limit, vocabulary_size)
         if min(token_ids, default=0) < 0:
             raise InvalidParameter(name, "must hold no negative token ids")
+    if not all(map(math.isfinite, (params.logit_bias or {}).values())):
+        raise InvalidParameter("logit_bias", "must hold finite numbers")
     stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
     if len(stop) > MAX_STRINGS or any(len(text) > MAX_STRING_LENGTH for text in stop):
         raise InvalidParameter("stop", f"may hold {MAX_STRINGS} strings of {MAX_STRING_LENGTH} characters at most")

@@ -11,14 +11,14 @@ class ShapedReply:
     """Implements `ReplyWriter`: takes vLLM's replies, and gives another writer what a shape makes of them."""
 
     def __init__(self, writer: ReplyWriter, shape: Shape) -> None:
-        self._writer, self._shape = writer, shape
+        self._writer, self.shape = writer, shape
         self._headers: tuple[tuple[str, str], ...] = ()
         self._status = 0
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
         """See `ReplyWriter.reply`."""
-        self._writer.reply(self._shape.reply(reply))
+        self._writer.reply(self.shape.reply(reply))
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """See `ReplyWriter.start`. Waits for the first event: if that is an error, the reply is no stream."""
@@ -48,13 +48,13 @@ class ShapedReply:
             return
         if not self._started and is_error(event):
             self._ended = True
-            self._writer.reply(self._shape.reply(Reply(error_of(event).code, "application/json", event)))
+            self._writer.reply(self.shape.reply(Reply(error_of(event).code, "application/json", event)))
             return
-        if data := self._shape.event(event):
+        if data := self.shape.event(event):
             if not self._started:
                 self._begin()
             self._writer.write(data)
 
     def _begin(self) -> None:
         self._started = True
-        self._writer.start(self._status, self._shape.stream_type, self._headers)
+        self._writer.start(self._status, self.shape.stream_type, self._headers)

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from handlers.engines.protocol import EngineStartError
@@ -42,7 +45,7 @@ async def build(
     model: str,
     served_names: Sequence[str],
     accepts: Callable[[str], bool],
-) -> FastAPI:
+) -> Any:
     """The application, around an engine client.
 
     `model`: what /v1/models calls the model's root. `served_names`: the model's names, the first of which is in every
@@ -60,10 +63,13 @@ async def build(
         disable_log_stats=True,
         structured_outputs_config=client.vllm_config.structured_outputs_config,
     )
+    _choose_tool_grammar(client.vllm_config.structured_outputs_config.backend)
     try:
         for name in _ROUTERS:
             app.include_router(importlib.import_module(name).router)
         init_exception_handler(app)
+        # Starlette's own, such as for a body nested too deep to be read, which vLLM leaves in another shape.
+        app.add_exception_handler(HTTPException, http_exception_handler)
         app.state.args = args
         # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
         app.state.server = SimpleNamespace(should_exit=False)
@@ -76,6 +82,15 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def _choose_tool_grammar(backend: str) -> None:
+    """Have named and required tools constrained by the JSON schema of their calls, as every back end can.
+
+    vLLM's newer way, grammars of each model's own syntax, is xgrammar's alone; the others refuse the request.
+    """
+    if backend != "xgrammar":
+        os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
 
 
 def _accept_names(models: Any, accepts: Callable[[str], bool]) -> None:

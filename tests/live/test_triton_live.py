@@ -252,3 +252,24 @@ def test_a_client_that_leaves_stops_its_generation(server: Server) -> None:
     while server.metric("slipway_generations_aborted_total") != aborted + 1:
         assert time.monotonic() < deadline, "the generation goes on"
         time.sleep(0.05)
+
+
+def test_litellms_triton_provider_reads_answers_and_streams(
+    server: Server, completion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    call = {
+        "model": "triton/model",
+        "api_base": server.url + PATH,
+        "api_key": "none",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 6,
+        "top_k": 1,
+    }
+    assert litellm.completion(**call).choices[0].message.content == PROMPT + completion
+    stream = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(stream=True, **call)]
+    assert "".join(stream) == completion
+    with pytest.raises(litellm.APIConnectionError, match="max_tokens"):
+        litellm.completion(**call | {"max_tokens": 0})

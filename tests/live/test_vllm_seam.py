@@ -146,6 +146,32 @@ def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Process
     assert processor.processor.request_states == {}
 
 
+def test_every_delta_has_the_counts_and_the_log_probability_so_far(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink, want_tokens=False)
+    ids, prompt = tokenizer.encode(" one two"), len(tokenizer.encode("Prompt:"))
+    processor.step(output("a", ids[:1], logprobs=[[-0.5]]))
+    processor.step(output("a", ids[1:], "LENGTH", [[-0.25]]))
+    assert [(d.prompt_token_count, d.token_count, d.cumulative_logprob) for d in sink.deltas] == [
+        (prompt, 1, -0.5),
+        (prompt, 2, -0.75),
+    ]
+
+
+def test_tokens_and_their_alternatives_have_ranks_where_wanted(processor: Processor, tokenizer: Any) -> None:
+    (one,) = tokenizer.encode(" one")
+    ranks = {}
+    for name, wanted in (("asked", True), ("quiet", False)):
+        sink = Recorder()
+        processor.add(name, sink, want_logprobs=True, want_ranks=wanted, top_tokens=2)
+        step = output(name, [one], "LENGTH", [[-3.0, -0.5, -1.0]])
+        step.new_logprobs.sampled_token_ranks[0] = 5
+        processor.step(step)
+        token = sink.deltas[0].tokens[0]
+        ranks[name] = (token.rank, [top.rank for top in token.top])
+    assert ranks == {"asked": (5, [1, 2]), "quiet": (None, [None, None])}
+
+
 def test_several_tokens_of_one_step_keep_their_own_texts(processor: Processor, tokenizer: Any) -> None:
     sink = Recorder()
     processor.add("a", sink)

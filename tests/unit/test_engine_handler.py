@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from handlers.contracts.family import ContractSetting
 from handlers.contracts.lmi import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
+from handlers.contracts.triton_contract import TritonContract
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed, RequestError
@@ -350,3 +352,21 @@ async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(
         await handler.handle(Slow(), Call(body=body, request_id="r"), Writer())
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
+
+
+async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_second(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    setting = ContractSetting(settings=MODEL, model=engine, overload_status=503)
+    body = b'{"text_input": "x", "stream": true}'
+    writer = Writer()
+    generate = TritonContract(setting, events=False)
+    await handler.handle(generate, Call(body=body, request_id="r", path_parameters={"model": MODEL.name}), writer)
+    engine.sinks[0].on_delta(TokenDelta("y", token_count=1))
+    assert not writer.finished
+    engine.sinks[0].on_delta(TokenDelta("z", token_count=2))
+    assert [reply.status for reply in writer.replies] == [400]
+    assert engine.running[0].cancelled
+    assert (handler.open_sequences, engine.meter.calls.failed) == (0, 1)
+    engine.sinks[0].on_delta(last("!"))
+    assert len(writer.replies) == 1

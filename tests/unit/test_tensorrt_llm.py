@@ -17,9 +17,17 @@ from transformers import PreTrainedTokenizerFast
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.tensorrt_llm import TensorRtLlmEngine
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
+from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest
 from handlers.model_settings import ModelSettings
-from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
+from handlers.request import (
+    BeamSearch,
+    Constraint,
+    FinishReason,
+    GenerationRequest,
+    SamplingParameters,
+    Token,
+    TokenDelta,
+)
 from tests.recorder import Recorder
 from tests.unit import fake_tensorrt_llm as fake
 
@@ -214,15 +222,39 @@ async def test_an_end_token_that_the_engine_keeps_for_itself_ends_the_sequence_t
     assert sink.deltas[-1].finish_reason == FinishReason.EOS
 
 
+ASKED = {"stream": False, "want_tokens": True, "want_logprobs": True, "want_ranks": True, "top_tokens": 2}
+
+
+@pytest.mark.asyncio
+async def test_every_delta_has_the_counts_and_the_log_probability_so_far(settings: ModelSettings) -> None:
+    async with running(settings) as (engine, llm):
+        llm.answer = one_by_one([5, 6, EOS])
+        sink = await answer(engine, request(stream=True, want_logprobs=True))
+    prompt = sink.deltas[0].prompt_token_count
+    assert prompt > 0
+    assert [(d.prompt_token_count, d.token_count, d.cumulative_logprob) for d in sink.deltas] == [
+        (prompt, count, -0.5 * count) for count in (1, 2, 3)
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_constraint_is_refused_before_anything_is_generated(settings: ModelSettings) -> None:
+    async with running(settings) as (engine, _):
+        constraint = Constraint(parameter="grammar", regex="a+")
+        with pytest.raises(InvalidParameter, match="`grammar` needs the vLLM engine"):
+            await engine.submit(request(sampling=SamplingParameters(constraint=constraint)), Recorder())
+
+
 @pytest.mark.asyncio
 async def test_tokens_carry_log_probabilities_and_alternatives(settings: ModelSettings) -> None:
     async with running(settings) as (engine, llm):
         llm.answer = one_by_one([5, 6, EOS])
-        sink = await answer(engine, request(stream=False, want_tokens=True, want_logprobs=True, top_tokens=2))
+        sink = await answer(engine, request(**ASKED))
     delta = sink.deltas[0]
     assert [token.logprob for token in delta.tokens] == [-0.5, -0.5, -0.5]
     assert [(top.id, top.logprob) for top in delta.tokens[0].top] == [(5, -0.5), (0, -1.0)]
     assert delta.cumulative_logprob == -1.5
+    assert [(token.rank, [top.rank for top in token.top]) for token in delta.tokens] == [(1, [1, 2])] * 3
 
 
 @pytest.mark.asyncio

@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, T
 from handlers.engines.transformers_parameters import PreparedSampling, check_prompt
 from handlers.engines.transformers_sampling import Choice, TokenChooser, _weights, choose_rows
 from handlers.errors import GenerationFailed, InvalidParameter, InvalidRequest
-from handlers.request import GenerationRequest, SamplingParameters
+from handlers.request import Constraint, GenerationRequest, SamplingParameters
 from tests.unit.test_transformers_sequence import END, MODEL, SEP, ids
 
 SIZE = MODEL.vocabulary_size
@@ -267,3 +267,23 @@ def test_bad_words_are_refused_by_their_length_before_they_are_tokenized() -> No
     request = GenerationRequest(request_id="r", prompt=(1,), sampling=SamplingParameters(bad_words=("x" * 10**6,)))
     with pytest.raises(InvalidParameter, match="characters together"):
         PreparedSampling(request, (1,), replace(MODEL, tokenizer=Untouched()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+@pytest.mark.parametrize("bias", [None, {7: 100.0}])
+def test_a_rank_counts_the_tokens_that_are_more_probable(temperature: float, bias: dict[int, float] | None) -> None:
+    row = logits(3)
+    asked = chooser(temperature=temperature, seed=1, logit_bias=bias, want_logprobs=True, want_ranks=True)
+    (choice,) = choose_rows([asked], row[None])
+    assert isinstance(choice, Choice)
+    order = row.argsort(descending=True).tolist()
+    assert choice.rank == order.index(choice.token_id) + 1
+    (quiet,) = choose_rows([chooser(temperature=temperature, seed=1, logit_bias=bias, want_logprobs=True)], row[None])
+    assert isinstance(quiet, Choice)
+    assert (quiet.token_id, quiet.rank) == (choice.token_id, None)
+
+
+def test_a_constraint_is_refused_by_the_name_that_the_client_gave_it() -> None:
+    constraint = Constraint(parameter="response_pool", choice=("yes", "no"))
+    with pytest.raises(InvalidParameter, match=r"`response_pool` needs the vLLM engine \(option.rolling_batch=vllm\)"):
+        chooser(constraint=constraint)

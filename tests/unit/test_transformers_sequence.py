@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from handlers.engines.transformers_model import TransformersModel
+from handlers.engines.transformers_prompt import PromptPass
 from handlers.engines.transformers_sampling import Choice
 from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.engines.transformers_text import StopStrings, TokenTexts
@@ -155,14 +156,38 @@ def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held
         stream=True,
         want_tokens=True,
         want_prompt_tokens=True,
+        want_logprobs=True,
+        want_ranks=True,
     )
     sequence = GeneratedSequence(request, PROMPT, MODEL)
-    sequence.prompt_logprobs = [-2.0]
+    sequence.prompt_reading = reading = PromptPass(MODEL, PROMPT, want_ranks=True)
+    reading.values, reading.ranks = [-2.0], [7]
     delta = sequence.add(Choice(ids("a")[0], None))
     assert delta is not None
     assert delta.prompt_tokens is not None
-    assert [(token.text, token.logprob) for token in delta.prompt_tokens] == [("P", None), (":", -2.0)]
+    tokens = [(token.text, token.logprob, token.rank) for token in delta.prompt_tokens]
+    assert tokens == [("P", None, None), (":", -2.0, 7)]
     assert delta.text == ""
+
+
+def test_every_delta_has_the_counts_and_the_log_probability_so_far() -> None:
+    request = GenerationRequest(
+        request_id="r", prompt=tuple(PROMPT), stream=True, want_tokens=True, want_logprobs=True, want_ranks=True
+    )
+    sequence = GeneratedSequence(request, PROMPT, MODEL)
+    steps = [
+        Choice(ids("a")[0], -0.5, ((1, -0.25), (2, -0.5)), 2),
+        Choice(ids("b")[0], -0.25, (), 1),
+        Choice(END, -1.0),
+    ]
+    deltas = [delta for step in steps if (delta := sequence.add(step)) is not None]
+    assert [(d.prompt_token_count, d.token_count, d.cumulative_logprob) for d in deltas] == [
+        (len(PROMPT), 1, -0.5),
+        (len(PROMPT), 2, -0.75),
+        (len(PROMPT), 3, -1.75),
+    ]
+    assert [token.rank for delta in deltas for token in delta.tokens] == [2, 1, None]
+    assert [top.rank for top in deltas[0].tokens[0].top] == [1, 2]
 
 
 class SlowTokenizer:

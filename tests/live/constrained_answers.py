@@ -1,0 +1,96 @@
+"""Runs the vLLM engine and prints what it makes of constraints, those that would harm it among them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from handlers.engines.stream import generate
+from handlers.errors import RequestError
+from handlers.model_settings import ModelSettings
+from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+
+PROMPT = "The answer is"
+
+
+def settings_for(directory: str) -> ModelSettings:
+    arguments = {"max_model_len": "1024", "kv_cache_memory_bytes": str(128 << 20)}
+    return ModelSettings(
+        name="m",
+        model_dir=Path(directory),
+        model_id=directory,
+        dtype="float32",
+        rolling_batch="vllm",
+        max_rolling_batch_size=16,
+        engine_arguments=arguments,
+    )
+
+
+def request_for(case: dict[str, Any]) -> GenerationRequest:
+    constraint = Constraint(
+        parameter="guide", **{k: tuple(v) if k == "choice" else v for k, v in case["constraint"].items()}
+    )
+    sampling = {"max_tokens": 64, "temperature": 1.0, "seed": 1} | case.get("sampling", {})
+    request = dict(case.get("request", {}))
+    if "beam_search" in request:
+        request["beam_search"] = BeamSearch(width=request["beam_search"])
+    return GenerationRequest(
+        request_id="r",
+        prompt=PROMPT,
+        sampling=SamplingParameters(**sampling, constraint=constraint),
+        **{"stream": True, "want_tokens": True} | request,
+    )
+
+
+async def answer(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
+    begun = time.monotonic()
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    try:
+        async for delta in generate(engine, request_for(case)):
+            texts[delta.sequence] = texts.get(delta.sequence, "") + delta.text
+            if delta.finish_reason is not None:
+                reasons[delta.sequence] = delta.finish_reason.value
+    except RequestError as error:
+        return {"error": type(error).__name__, "message": error.message, "seconds": time.monotonic() - begun}
+    return {"texts": list(texts.values()), "reasons": list(reasons.values())}
+
+
+async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
+    """Answers requests without a constraint, and measures the longest time between two of their tokens."""
+    longest = 0.0
+    while not stop.is_set():
+        last = time.monotonic()
+        sampling = SamplingParameters(max_tokens=64, ignore_eos=True)
+        async for _ in generate(engine, GenerationRequest(request_id="x", prompt="x", sampling=sampling, stream=True)):
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+    return longest
+
+
+async def main(directory: str, cases: dict[str, dict[str, Any]]) -> None:
+    from handlers.engines.vllm import VllmEngine
+
+    engine = VllmEngine(settings_for(directory))
+    await engine.start()
+    try:
+        stop = asyncio.Event()
+        other = asyncio.create_task(longest_wait(engine, stop))
+        results = {name: await answer(engine, case) for name, case in cases.items()}
+        stop.set()
+        results["others"] = {"longest_wait": await other, "alive": engine.health().alive}
+    finally:
+        await engine.stop()
+    with contextlib.suppress(BrokenPipeError):
+        print("\n" + json.dumps(results))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], json.load(sys.stdin)))

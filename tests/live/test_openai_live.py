@@ -1,0 +1,427 @@
+"""OpenAI's routes, with clients as people use them. The transformers engine refuses them, and says what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from tests.live.server import Server, records, serving
+
+MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
+GREEDY = {"model": "model", "temperature": 0.0, "max_tokens": 8}
+ENDLESS: dict[str, Any] = {"model": "model", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"type": "string", "enum": ["red", "green", "blue"]}, "number": {"enum": [1, 2, 3]}},
+    "required": ["colour", "number"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture
+def vllm(server: Server, engine: str) -> Server:
+    if engine == "scheduler":
+        pytest.skip("vLLM's own front end")
+    return server
+
+
+@pytest.fixture
+def client(vllm: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{vllm.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_scheduler_refuses_chat_and_lists_the_model(server: Server, engine: str) -> None:
+    if engine != "scheduler":
+        pytest.skip("refusals of the other engine")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["model"]
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    assert caught.value.status_code == 501
+    assert caught.value.body["type"] == "NotImplementedError"  # type: ignore[index]
+    reply = server.client.post("/invocations", json={"messages": MESSAGES})
+    assert (reply.status_code, reply.json()["code"]) == (424, 424)
+    assert "`messages` needs vLLM" in reply.json()["error"]
+
+
+def test_chat_answers_and_counts(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    assert answer.model == "model"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+
+
+def test_a_chat_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    chunks = list(
+        client.chat.completions.create(messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    )
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == 8  # type: ignore[union-attr]
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "length"
+
+
+def test_the_asynchronous_client_runs_many_at_a_time(vllm: Server) -> None:
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{vllm.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(number: int) -> str:
+                stream = await client.completions.create(prompt="Once upon", stream=True, seed=number, **GREEDY)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(number) for number in range(8)))
+
+    texts = asyncio.run(run())
+    assert len(set(texts)) == 1
+    assert texts[0]
+
+
+def test_completions_have_the_text_that_lmis_contract_gives(client: openai.OpenAI, vllm: Server) -> None:
+    ours = vllm.invoke("Once upon a time", max_new_tokens=8).json()["generated_text"]
+    answer = client.completions.create(prompt="Once upon a time", **GREEDY)
+    assert answer.choices[0].text == ours
+
+
+def test_log_probabilities_choices_and_prompts_can_be_several(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="model", prompt=["One", "Two"], n=2, logprobs=2, max_tokens=3, temperature=1.0, seed=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs or ()) == 3
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
+    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert all(len(token.top_logprobs) == 2 for token in content)
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in content)
+
+
+def test_prompt_log_probabilities_and_echo_come_from_the_same_engine(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        prompt="Once upon a time", echo=True, logprobs=0, extra_body={"prompt_logprobs": 1}, **GREEDY
+    )
+    assert answer.choices[0].text.startswith("Once upon a time")
+    assert len(answer.choices[0].prompt_logprobs) == 4  # type: ignore[attr-defined]
+
+
+def test_a_seed_makes_sampling_repeatable(client: openai.OpenAI) -> None:
+    texts = {
+        client.completions.create(model="model", prompt="Once", seed=5, temperature=1.0, max_tokens=8).choices[0].text
+        for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+def test_stop_strings_end_the_answer(client: openai.OpenAI) -> None:
+    text = client.completions.create(prompt="1, 2, 3,", **GREEDY).choices[0].text
+    stop = text.strip()[0]
+    answer = client.completions.create(prompt="1, 2, 3,", stop=[stop], **GREEDY)
+    assert stop not in answer.choices[0].text
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_json_schema_is_kept_to(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        messages=MESSAGES,
+        model="model",
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
+    )
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
+
+
+def test_errors_are_openais(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(messages=MESSAGES, model="nobody")
+    assert unknown.value.param == "model"
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.chat.completions.create(messages=MESSAGES, model="model", temperature=9.0)
+    assert "temperature" in hot.value.message
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="model", prompt="a " * 5000)
+
+
+@pytest.mark.parametrize("name", ["model", "", "dummy", "tgi"])
+def test_the_model_has_aliases(client: openai.OpenAI, name: str) -> None:
+    answer = client.completions.create(model=name, prompt="Hi", max_tokens=1)
+    assert answer.model == "model"
+
+
+def test_any_model_will_do_under_openai(vllm: Server) -> None:
+    with openai.OpenAI(base_url=f"{vllm.url}/openai/v1", api_key="none") as client:
+        assert client.completions.create(model="anything", prompt="Hi", max_tokens=1).model == "model"
+
+
+def test_responses_and_anthropics_messages_come_with_vllm(client: openai.OpenAI, vllm: Server) -> None:
+    answer = client.responses.create(model="model", input="Hi", max_output_tokens=4)
+    assert answer.output_text
+    message = vllm.client.post("/v1/messages", json={"model": "model", "max_tokens": 4, "messages": MESSAGES}).json()
+    assert (message["type"], message["role"]) == ("message", "assistant")
+
+
+def test_tokenize_and_detokenize_are_inverse(vllm: Server) -> None:
+    tokens = vllm.client.post("/tokenize", json={"prompt": "Once upon a time"}).json()["tokens"]
+    assert vllm.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "Once upon a time"
+    assert vllm.client.get("/version").json()["version"].startswith("0.3")
+
+
+def test_langchain_works_unchanged(vllm: Server) -> None:
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    model = ChatOpenAI(base_url=f"{vllm.url}/v1", api_key=SecretStr("none"), model="model", temperature=0.0)
+    answer = model.bind(max_tokens=8).invoke("Name three colours.")
+    assert answer.content
+    pieces = [piece.content for piece in model.bind(max_tokens=8).stream("Name three colours.")]
+    assert "".join(map(str, pieces)) == answer.content
+
+
+def test_litellm_works_unchanged(vllm: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    arguments: dict[str, Any] = {
+        "model": "openai/model",
+        "api_base": f"{vllm.url}/v1",
+        "api_key": "none",
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "temperature": 0.0,
+    }
+    answer = litellm.completion(**arguments)
+    chunks = litellm.completion(**arguments, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+
+
+def test_lmi_chat_has_lmis_shape(vllm: Server) -> None:
+    document = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0.0, "model": "endpoint-name"}
+    whole = vllm.client.post("/invocations", json=document)
+    assert whole.headers["content-type"] == "application/json"
+    answer = whole.json()
+    assert list(answer) == ["id", "object", "created", "choices", "usage"]
+    assert list(answer["choices"][0]) == ["index", "message", "logprobs", "finish_reason"]
+    stream = vllm.client.post("/invocations", json=document | {"stream": True})
+    assert stream.headers["content-type"] == "application/jsonlines"
+    deltas = [record["choices"][0]["delta"] for record in records(stream.text)]
+    assert list(deltas[0]) == ["content", "role"]
+    assert "".join(delta["content"] for delta in deltas) == answer["choices"][0]["message"]["content"]
+
+
+def test_completions_on_invocations_are_vllms_own(vllm: Server) -> None:
+    answer = vllm.client.post("/invocations", json={"prompt": "Once", "max_tokens": 2}).json()
+    assert answer["object"] == "text_completion"
+
+
+def test_lmi_chat_refuses_with_424_streamed_or_not(vllm: Server) -> None:
+    for stream in (False, True):
+        reply = vllm.client.post("/invocations", json={"messages": MESSAGES, "temperature": 9.0, "stream": stream})
+        assert (reply.status_code, reply.json()["code"]) == (424, 424)
+
+
+HOSTILE = [
+    b"{",
+    b"[]",
+    b'{"messages": ' + b"[" * 100_000,
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "\\ud800", "content": "x"}], "max_tokens": "\\udfff"}',
+    b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    b'{"messages": [{"role": "user", "content": "x"}], "top_p": Infinity}',
+    b'{"messages": [{"role": "user", "content": "x"}], "seed": 1e400}',
+    b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": "NaN", "x": 1}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"9999999": 1}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "stop_token_ids": [-1, 9999999]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "allowed_token_ids": [9999999]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "n": 1000000}',
+    b'{"messages": [{"role": "user", "content": "x"}], "priority": 99999999999999999999}',
+    b'{"messages": [{"role": "user", "content": "x"}], "min_tokens": 99999999999999999999}',
+    b'{"messages": [{"role": "user", "content": "x"}], "vllm_xargs": {"typical_p": "x"}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "("}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"grammar": "x"}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1/0 }}"}',
+    b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": {}}, "tools": [{}]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}',
+    b'{"messages": "' + b"x" * (20 << 20) + b'"}',
+    b'{"messages": [' + b'{"role": "user", "content": "x"},' * 1_000_000 + b"{}]}",
+    b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b"{}," * 5_000_000 + b"{}]}",
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_bodies_are_refused_and_leave_the_engine_alive(vllm: Server, body: bytes, stream: bool) -> None:
+    if stream:
+        body = body.replace(b'{"messages"', b'{"max_tokens": 4, "stream": true, "messages"', 1)
+    reply = vllm.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    text = reply.text.removeprefix("data: ").partition("\n\n")[0]
+    assert "error" in json.loads(text)
+    assert reply.status_code in ((200, 400, 501) if stream else (400, 501))
+    assert "Traceback" not in reply.text
+    assert "/work" not in reply.text
+    assert vllm.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
+def test_a_client_that_leaves_stops_its_generations(vllm: Server, path: str, stream: bool) -> None:
+    aborted = vllm.metric("slipway_generations_aborted_total")
+    prompt = {"prompt": ["Once", "Twice"]} if path == "/v1/completions" else {"messages": MESSAGES}
+    document = {"max_tokens": 900, "ignore_eos": True, "stream": stream, **prompt}
+    with httpx.Client(base_url=vllm.url, timeout=2) as client:
+        if stream:
+            with client.stream("POST", path, json=document) as reply:
+                lines = reply.iter_lines()
+                assert [next(lines) for _ in range(5)]
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(path, json=document)
+    for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
+        vllm.wait_for_metric(gauge, 0, seconds=10)
+    assert vllm.metric("slipway_generations_aborted_total") == aborted + (2 if path == "/v1/completions" else 1)
+
+
+def test_tokens_are_counted(client: openai.OpenAI, vllm: Server) -> None:
+    names = [
+        *("slipway_generated_tokens_total", "slipway_generations_finished_total", "slipway_generations_total"),
+        "slipway_time_to_first_token_seconds_count",
+    ]
+    before = [vllm.metric(name) for name in names]
+    client.completions.create(prompt="Once", **GREEDY)
+    list(client.completions.create(prompt="Once", stream=True, **GREEDY))
+    assert [vllm.metric(name) - was for name, was in zip(names, before, strict=True)] == [16, 2, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+    """A small server in the asynchronous mode, with a parser of tool calls, under other names."""
+    options = engine_options | {
+        "rolling_batch": "disable",
+        "async_mode": "true",
+        "max_rolling_batch_size": 2,
+        "predict_timeout": 10,
+        "enable_auto_tool_choice": "true",
+        "tool_call_parser": "hermes",
+        "served_model_name": "first,second",
+    }
+    with serving(tmp_path_factory.mktemp("small"), {"SERVING_JOB_QUEUE_SIZE": "1"}, **options) as running:
+        yield running
+
+
+class TestSmall:
+    """One server for all of it; the last test kills its engine."""
+
+    def test_served_names_are_the_models_names(self, small: Server) -> None:
+        with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
+            assert [model.id for model in client.models.list()] == ["first", "second"]
+            assert client.completions.create(model="second", prompt="Hi", max_tokens=1).model == "first"
+
+    def test_a_named_tool_is_called_with_arguments_of_its_schema(self, small: Server) -> None:
+        choice: Any = {"type": "function", "function": {"name": "weather"}}
+        with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
+            answer = client.chat.completions.create(
+                messages=MESSAGES, model="first", max_tokens=60, tools=[WEATHER], tool_choice=choice
+            )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+    def test_tools_may_be_left_to_the_model(self, small: Server) -> None:
+        with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
+            answer = client.chat.completions.create(
+                model="first", messages=MESSAGES, tools=[WEATHER], tool_choice="auto", max_tokens=4
+            )
+        assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+    def test_all_kinds_of_bodies_have_the_asynchronous_schema(self, small: Server) -> None:
+        chat = small.client.post("/invocations", json={"messages": MESSAGES, "max_tokens": 2})
+        assert chat.text.endswith("}\n")
+        assert chat.json()["model"] == "first"
+        stream = small.client.post("/invocations", json={"prompt": "Once", "max_tokens": 2, "stream": True})
+        assert stream.headers["content-type"] == "application/jsonlines"
+        assert stream.text.endswith("}\n\n")
+        assert [record["object"] for record in records(stream.text)] == ["text_completion"] * 2
+        lmi = small.invoke("Once", max_new_tokens=2, details=True, do_sample=False)
+        assert lmi.text.endswith("}}\n")
+        assert list(lmi.json()["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+        assert small.invoke("Once", stream=True, max_new_tokens=2).text.endswith("}\n\n\n")
+        refused = small.client.post("/invocations", json={"messages": MESSAGES, "temperature": 9.0})
+        assert (refused.status_code, refused.json()["code"]) == (400, 400)
+
+    def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(self, small: Server) -> None:
+        document = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+        with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=small.url, timeout=60) as client:
+            busy = [pool.submit(client.post, "/v1/completions", json=document) for _ in range(3)]
+            deadline = time.monotonic() + 10
+            while small.metric("slipway_open_requests") < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            time.sleep(0.2)
+            full = small.client.post("/v1/completions", json=document)
+            lmi = small.client.post("/invocations", json=document)
+            assert [done.result().status_code for done in busy] == [200] * 3
+        assert full.status_code == 503
+        assert full.json()["error"]["type"] == "Service Unavailable"
+        assert lmi.json()["type"] == "WlmCapacityException"
+        assert small.client.post("/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1}).status_code == 400
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_engine_that_hangs_ends_its_requests(self, small: Server, stream: bool) -> None:
+        failed = small.metric("slipway_generations_failed_total")
+        pid = small.engine_process()
+        document = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(small.client.post, "/v1/completions", json=document)
+            time.sleep(1)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                text = answer.result(timeout=40).text
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        assert "no token within predict_timeout (10 s)" in text
+        small.wait_for_metric("slipway_generations_failed_total", failed + 1, seconds=5)
+        small.wait_for_metric("slipway_engine_running", 0, seconds=10)
+
+    def test_a_dead_engine_ends_its_requests(self, small: Server) -> None:
+        document = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(small.client.post, "/v1/completions", json=document)
+            stream = pool.submit(small.client.post, "/v1/completions", json=document | {"stream": True})
+            time.sleep(1)
+            os.kill(small.engine_process(), signal.SIGKILL)
+            died = time.monotonic()
+            assert whole.result(timeout=20).status_code == 500
+            assert whole.result().json()["error"]["type"] == "InternalServerError"
+            assert '"error"' in stream.result(timeout=20).text
+        assert time.monotonic() - died < 3
+        late = small.client.post("/v1/completions", json=document)
+        assert late.status_code == 500
+        assert "error" in late.json()

@@ -1,0 +1,130 @@
+"""What Slipway's OpenAI front end takes from vLLM, with vLLM but without an engine: options, and limits of requests."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handlers.engines.protocol import EngineStartError
+from handlers.errors import InvalidParameter
+from handlers.model_settings import ModelSettings
+
+SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
+
+
+def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
+    from handlers.engines.vllm_frontend_arguments import frontend_arguments
+
+    return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
+
+
+def test_options_are_read_as_vllm_reads_its_arguments() -> None:
+    found = arguments(
+        enable_auto_tool_choice="true",
+        tool_call_parser="hermes",
+        chat_template="{{ messages }}",
+        chat_template_content_format="openai",
+        default_chat_template_kwargs='{"enable_thinking": false}',
+        enable_force_include_usage="yes",
+        max_model_len="100",
+    )
+    assert found["enable_auto_tool_choice"] is True
+    assert found["tool_call_parser"] == "hermes"
+    assert found["chat_template"] == "{{ messages }}"
+    assert found["chat_template_content_format"] == "openai"
+    assert found["default_chat_template_kwargs"] == {"enable_thinking": False}
+    assert found["enable_force_include_usage"] is True
+    assert found["response_role"] == "assistant"
+    assert "max_model_len" not in found
+
+
+def test_a_template_may_be_a_file_of_the_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    assert arguments(tmp_path, chat_template="chat.jinja")["chat_template"] == str(tmp_path / "chat.jinja")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"enable_auto_tool_choice": "maybe"},
+            "option.enable_auto_tool_choice: 'maybe' is not a value that vLLM takes",
+        ),
+        ({"enable_auto_tool_choice": "true"}, "option.enable_auto_tool_choice needs option.tool_call_parser"),
+        ({"tool_call_parser": "nobody"}, "option.tool_call_parser: vLLM has no parser 'nobody'; allowed: "),
+        ({"reasoning_parser": "nobody"}, "option.reasoning_parser: vLLM has no parser 'nobody'; allowed: "),
+        ({"chat_template_content_format": "xml"}, "option.chat_template_content_format: 'xml' is not a value"),
+        ({"default_chat_template_kwargs": "{"}, "option.default_chat_template_kwargs: '{' is not a value"),
+        ({"tool_parser_plugin": "/nowhere.py", "tool_call_parser": "mine"}, "option.tool_"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
+    with pytest.raises(EngineStartError) as caught:
+        arguments(**options)
+    assert str(caught.value).startswith(message)
+
+
+def test_every_front_end_option_is_an_argument_of_vllm() -> None:
+    from handlers.engines.vllm_arguments import FRONT_END
+
+    assert arguments().keys() >= FRONT_END
+
+
+def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCaptureFixture) -> None:
+    from handlers.engines.vllm_arguments import engine_arguments
+
+    settings = replace(SETTINGS, engine_arguments={"response_role": "assistant", "enable_auto_tool_chioce": "true"})
+    with caplog.at_level(logging.WARNING):
+        assert "response_role" not in engine_arguments(settings, on_cpu=True)
+    assert "did you mean option.enable_auto_tool_choice?" in caplog.text
+    assert "response_role" not in caplog.text
+
+
+def params(**fields: Any) -> Any:
+    from vllm import SamplingParams
+
+    made = SamplingParams()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [100]},
+        {"stop_token_ids": list(range(99)) * 2},
+        {"allowed_token_ids": [100]},
+        {"logit_bias": {100: 1.0}},
+        {"logit_bias": {1: math.nan}},
+        {"stop": ["x"] * 65},
+        {"stop": ["x" * 1001]},
+        {"top_k": 2**63},
+        {"min_tokens": 2**63},
+        {"extra_args": {"typical_p": "x"}},
+        {"extra_args": {"typical_p": True}},
+        {"extra_args": {"typical_p": 0.0}},
+        {"extra_args": {"typical_p": math.nan}},
+    ],
+)
+def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -> None:
+    from handlers.openai.parameter_limits import check_parameters
+
+    with pytest.raises(InvalidParameter) as caught:
+        check_parameters(params(**fields), 100, None)
+    assert caught.value.parameter == next(iter(fields)).replace("extra_args", "typical_p")
+
+
+def test_what_does_no_harm_passes() -> None:
+    from handlers.openai.parameter_limits import check_parameters
+
+    check_parameters(params(), 100, None)
+    check_parameters(
+        params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5), 100, None
+    )

@@ -1,0 +1,260 @@
+"""TGI's routes over real HTTP, with the real engines and TGI's own clients, unmodified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import ValidationError as HubValidationError
+from text_generation import AsyncClient, Client
+from text_generation.errors import OverloadedError, ValidationError
+from text_generation.types import Grammar, GrammarType
+
+from tests.live.server import Server
+
+PROMPT = "The capital of France is"
+CHAT = "<|im_start|>user\nSay only: yes<|im_end|>\n<|im_start|>assistant\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server.url, timeout=120)
+
+
+@pytest.fixture
+def hub(server: Server) -> InferenceClient:
+    return InferenceClient(model=server.url, timeout=120)
+
+
+@pytest.fixture
+def text(server: Server) -> str:
+    """Five greedy tokens after PROMPT, by LMI's contract."""
+    answer: str = server.invoke(PROMPT, max_new_tokens=5).json()["generated_text"]
+    return answer
+
+
+def test_the_python_client_generates_what_lmis_contract_generates(client: Client, text: str) -> None:
+    response = client.generate(PROMPT, max_new_tokens=5, decoder_input_details=True, top_n_tokens=2)
+    details = response.details
+    assert response.generated_text == "".join(token.text for token in details.tokens) == text
+    assert (details.finish_reason.value, details.generated_tokens, details.seed) == ("length", 5, None)
+    assert "".join(token.text for token in details.prefill) == PROMPT
+    assert details.prefill[0].logprob is None
+    assert details.top_tokens is not None
+    assert [top[0].id for top in details.top_tokens] == [token.id for token in details.tokens]
+
+
+def test_the_python_client_streams_what_it_generates(client: Client, text: str) -> None:
+    stream = list(client.generate_stream(PROMPT, max_new_tokens=5, top_n_tokens=2))
+    assert "".join(part.token.text for part in stream) == stream[-1].generated_text == text
+    assert all(part.generated_text is part.details is None for part in stream[:-1])
+    assert stream[-1].details is not None
+    assert stream[-1].details.generated_tokens == 5
+    assert all(part.top_tokens is not None and len(part.top_tokens) == 2 for part in stream)
+
+
+def test_the_async_client_does_the_same(server: Server, text: str) -> None:
+    async def both() -> tuple[str, str]:
+        client = AsyncClient(server.url, timeout=120)
+        response = await client.generate(PROMPT, max_new_tokens=5)
+        parts = [part.token.text async for part in client.generate_stream(PROMPT, max_new_tokens=5)]
+        return response.generated_text, "".join(parts)
+
+    assert asyncio.run(both()) == (text, text)
+
+
+def test_all_parameters_of_the_python_client_are_taken(client: Client) -> None:
+    response = client.generate(
+        "Once upon a time",
+        do_sample=True,
+        max_new_tokens=6,
+        best_of=2,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        return_full_text=True,
+        stop_sequences=["."],
+        temperature=0.7,
+        top_k=10,
+        top_p=0.9,
+        truncate=3,
+        typical_p=0.9,
+        decoder_input_details=True,
+        top_n_tokens=3,
+    )
+    assert response.generated_text.startswith("Once upon a time")
+    assert len(response.details.prefill) == 3
+    others = response.details.best_of_sequences
+    assert others is not None
+    assert len({response.details.seed, *(other.seed for other in others)}) == 2
+
+
+def test_a_seed_that_is_shown_gives_the_same_text_again(client: Client) -> None:
+    first = client.generate("Once", do_sample=True, max_new_tokens=12)
+    assert first.details.seed is not None
+    again = client.generate("Once", do_sample=True, max_new_tokens=12, seed=first.details.seed)
+    assert again.generated_text == first.generated_text
+
+
+def test_a_stop_text_stays_in_the_text(client: Client) -> None:
+    free = client.generate("Count: one two three", max_new_tokens=12).generated_text
+    stop = free.split()[2]
+    response = client.generate("Count: one two three", max_new_tokens=12, stop_sequences=[stop])
+    assert response.generated_text == free[: free.index(stop) + len(stop)]
+    assert response.details.finish_reason.value == "stop_sequence"
+    *_, last = client.generate_stream("Count: one two three", max_new_tokens=12, stop_sequences=[stop])
+    assert last.generated_text == response.generated_text
+
+
+def test_the_end_token_is_shown_but_not_in_the_text(client: Client) -> None:
+    response = client.generate(CHAT, max_new_tokens=60)
+    last = response.details.tokens[-1]
+    assert (last.text, last.special) == ("<|im_end|>", True)
+    assert response.details.finish_reason.value == "eos_token"
+    assert "<|im_end|>" not in response.generated_text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+        ({"stop_sequences": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+        ({"watermark": True}, "`watermark` is not supported by this server"),
+        ({"max_new_tokens": 1024}, "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 5 `inputs` tokens and "),
+    ],
+)
+def test_the_python_client_raises_validation_errors(client: Client, parameters: dict[str, object], text: str) -> None:
+    with pytest.raises(ValidationError, match="Input validation error") as plain:
+        client.generate(PROMPT, **parameters)  # type: ignore[arg-type]
+    assert text in str(plain.value)
+    with pytest.raises(ValidationError) as stream:
+        list(client.generate_stream(PROMPT, **parameters))  # type: ignore[arg-type]
+    assert str(stream.value) == str(plain.value)
+
+
+def test_the_python_client_raises_overloaded_errors(server: Server, client: Client) -> None:
+    places = server.client.get("/info").json()["max_concurrent_requests"]
+    instances = [{"inputs": "x", "parameters": {"max_new_tokens": 900}}] * places
+    body = json.dumps({"instances": instances}).encode()
+    head = f"POST /vertex HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as crowd:
+        crowd.sendall(head.encode() + body)
+        assert _generates_within(client, 20.0) is False
+        with pytest.raises(OverloadedError, match="Model is overloaded"):
+            list(client.generate_stream(PROMPT, max_new_tokens=1))
+        reply = server.client.post("/generate", json={"inputs": "x"})
+        assert (reply.status_code, reply.json()["error_type"]) == (429, "overloaded")
+    assert _generates_within(client, 60.0, wanted=True)
+
+
+def _generates_within(client: Client, seconds: float, wanted: bool = False) -> bool:
+    """Ask until a request is let in, or refused, as wanted; what the last one met."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            client.generate(PROMPT, max_new_tokens=1)
+            let_in = True
+        except OverloadedError:
+            let_in = False
+        if let_in is wanted or time.monotonic() > deadline:
+            return let_in
+        time.sleep(0.05)
+
+
+def test_the_hub_client_reads_plain_answers_details_and_streams(hub: InferenceClient, text: str) -> None:
+    # At the root TGI gives the full text unless told otherwise.
+    assert hub.text_generation(PROMPT, max_new_tokens=5) == PROMPT + text
+    assert hub.text_generation(PROMPT, max_new_tokens=5, return_full_text=False) == text
+    details = hub.text_generation(PROMPT, max_new_tokens=5, details=True, return_full_text=False).details
+    assert details is not None
+    assert (details.finish_reason, details.generated_tokens, details.prefill) == ("length", 5, [])
+    assert "".join(hub.text_generation(PROMPT, max_new_tokens=5, stream=True)) == text
+    *_, last = hub.text_generation(PROMPT, max_new_tokens=5, stream=True, details=True, return_full_text=False)
+    assert (last.index, last.generated_text) == (5, text)
+    with pytest.raises(HubValidationError, match="`temperature` must be strictly positive"):
+        hub.text_generation(PROMPT, temperature=-1.0)
+
+
+def test_a_grammar_is_kept_to_or_refused_where_the_engine_has_none(client: Client, engine: str) -> None:
+    grammar = Grammar(type=GrammarType.Json, value=SCHEMA)
+    if engine == "scheduler":
+        with pytest.raises(ValidationError, match="`grammar`"):
+            client.generate("A person:", max_new_tokens=60, grammar=grammar)
+        return
+    person = json.loads(client.generate("A person:", max_new_tokens=60, grammar=grammar).generated_text)
+    assert set(person) >= {"name", "age"}
+    digits = Grammar(type=GrammarType.Regex, value="[0-9]{3}-[0-9]{2}")
+    answer = client.generate("Call ", max_new_tokens=20, grammar=digits).generated_text
+    assert answer[3] == "-"
+    assert (answer[:3] + answer[4:]).isdigit()
+    for wrong in (Grammar(type=GrammarType.Regex, value="["), Grammar(type=GrammarType.Json, value={"properties": 3})):
+        with pytest.raises(ValidationError, match="grammar"):
+            client.generate("x", max_new_tokens=5, grammar=wrong)
+
+
+def test_the_bytes_of_a_stream(server: Server) -> None:
+    document = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2, "details": True}}
+    response = server.client.post("/generate_stream", json=document)
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    first, last, rest = response.content.split(b"\n\n")
+    assert first.startswith(b'data:{"index":1,"token":{"id":7042,"text":" Paris","logprob":-0.2')
+    assert first.endswith(b',"special":false},"generated_text":null,"details":null}')
+    assert last.startswith(b'data:{"index":2,"token":{"id":30,"text":".","logprob":-0.3')
+    assert last.endswith(
+        b',"special":false},"generated_text":" Paris.","details":{"finish_reason":"length","generated_tokens":2,'
+        b'"seed":null,"input_length":5}}'
+    )
+    assert rest == b""
+
+
+def test_a_plain_reply_counts_in_its_headers(server: Server) -> None:
+    response = server.client.post("/generate", json={"inputs": PROMPT, "parameters": {"max_new_tokens": 3}})
+    headers = [response.headers[f"x-{name}"] for name in ("prompt-tokens", "generated-tokens", "compute-characters")]
+    assert headers == ["5", "3", "24"]
+
+
+def test_probes_info_and_tokens(server: Server) -> None:
+    for path in ("/health", "/"):
+        assert (server.client.get(path).status_code, server.client.get(path).content) == (200, b"")
+    info = server.client.get("/info").json()
+    assert (info["max_total_tokens"], info["max_input_tokens"]) == (1024, 1023)
+    tokens = server.client.post("/tokenize", json={"inputs": "Hi 日本"}).json()
+    assert [tokens[0], tokens[-1]] == [
+        {"id": 26843, "text": "Hi", "start": 0, "stop": 2},
+        {"id": 40993, "text": "本", "start": 6, "stop": 9},
+    ]
+    chat = server.client.post("/chat_tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat["templated_text"].endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert "".join(token["text"] for token in chat["tokenize_response"]) == chat["templated_text"]
+    wrong = server.client.delete("/generate")
+    assert (wrong.status_code, wrong.content) == (405, b"")
+
+
+def test_vertex_answers_texts_and_chats(server: Server, text: str) -> None:
+    greedy = {"max_new_tokens": 5, "do_sample": False}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
+    response = server.client.post("/vertex", json={"instances": [{"inputs": PROMPT, "parameters": greedy}, chat]})
+    first, second = response.json()["predictions"]
+    assert first == text
+    assert second
+
+
+def test_dashboards_find_their_series(server: Server) -> None:
+    samples = server.client.get("/metrics").text
+    for name in (
+        'vllm:num_requests_running{engine="0",model_name="model"} ',
+        'vllm:generation_tokens_total{engine="0",model_name="model"} ',
+        'nv_inference_request_success{model="model",version="1"} ',
+        "tgi_request_success ",
+    ):
+        assert f"\n{name}" in samples

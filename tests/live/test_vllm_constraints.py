@@ -1,0 +1,132 @@
+"""From constraints to vLLM's structured outputs, and the process that compiles them first, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from handlers.errors import InvalidParameter
+from handlers.request import Constraint, SamplingParameters
+
+if TYPE_CHECKING:
+    from handlers.engines.vllm_constraints import ConstraintTranslator
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAIN = {"$ref": "#/$defs/a0", "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2000)}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def translator(sample_model: Path) -> AsyncIterator[ConstraintTranslator]:
+    from transformers import AutoTokenizer
+
+    from handlers.engines.vllm_constraints import ConstraintTranslator
+
+    tokenizer = AutoTokenizer.from_pretrained(sample_model)
+    translator = ConstraintTranslator(tokenizer, len(tokenizer), "guidance")
+    yield translator
+    await translator.stop()
+
+
+async def translated(translator: ConstraintTranslator, **fields: Any) -> Any:
+    constraint = Constraint(parameter="guide", **fields)
+    return await translator.structured_outputs(SamplingParameters(constraint=constraint))
+
+
+async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> None:
+    assert (await translated(translator, choice=("a", "b", "a"))).choice == ["a", "b"]
+    assert (await translated(translator, regex="a+")).regex == "a+"
+    assert (await translated(translator, grammar='root ::= "a"')).grammar == 'root ::= "a"'
+    flexible = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
+    assert json.loads((await translated(translator, json_object=True)).json) == flexible
+    compact = await translated(translator, json_object=True, any_whitespace=False)
+    assert json.loads(compact.json)["x-guidance"]["item_separator"] == ","
+    assert compact.disable_any_whitespace
+    assert await translator.structured_outputs(SamplingParameters()) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        ({"properties": {"a": {"properties": {}}}}, ["", "a"]),
+        ({"properties": {"a": {}}, "additionalProperties": True}, []),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, []),
+        ({"anyOf": [{"properties": {"b": {}}}]}, ["anyOf"]),
+        ({"allOf": [{"properties": {"b": {}}}, {"properties": {"a": {}}}]}, []),
+        ({"properties": {"properties": {"type": "string"}}}, [""]),
+    ],
+)
+async def test_objects_are_closed_unless_the_schema_says_otherwise_or_combines_them(
+    translator: ConstraintTranslator, schema: dict[str, Any], closed: list[str]
+) -> None:
+    written = json.loads((await translated(translator, json_schema=json.dumps(schema))).json)
+    places = {"": written, "a": written.get("properties", {}).get("a"), "anyOf": written.get("anyOf", [None])[0]}
+    found = [name for name, part in places.items() if part and part.get("additionalProperties") is False]
+    assert found == closed
+
+
+async def test_what_ends_the_compiler_is_refused_and_the_next_constraint_is_compiled(
+    translator: ConstraintTranslator,
+) -> None:
+    with pytest.raises(InvalidParameter, match="`guide` cannot be used as a constraint: it takes too much"):
+        await translated(translator, json_schema=json.dumps(CHAIN))
+    assert (await translated(translator, regex="b+")).regex == "b+"
+
+
+async def test_a_client_that_leaves_does_not_disturb_the_next(translator: ConstraintTranslator) -> None:
+    slow = asyncio.create_task(translated(translator, grammar='root ::= e\ne ::= e e | e e e | "a" | ""'))
+    await asyncio.sleep(0.05)
+    slow.cancel()
+    with pytest.raises(InvalidParameter, match="invalid regex"):
+        await translated(translator, regex="(")
+    assert (await translated(translator, regex="c+")).regex == "c+"
+
+
+async def test_the_same_constraint_is_compiled_once(
+    translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await translated(translator, regex="once")
+    from handlers.engines import grammar_trials
+
+    monkeypatch.setattr(grammar_trials, "_exchange", None)
+    assert (await translated(translator, regex="once")).regex == "once"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "properties", "items", "anyOf", "$ref", "enum", "const", "pattern", "x-guidance", "required"]
+            ),
+            inner | st.sampled_from(["object", "array", "string", "#", "integer"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=JSON)
+async def test_any_schema_is_translated_or_refused(translator: ConstraintTranslator, schema: Any) -> None:
+    with contextlib.suppress(InvalidParameter):  # nothing else may come
+        assert (await translated(translator, json_schema=json.dumps(schema))).json
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(codec="utf-8") | st.sampled_from('()[]{}|*+?\\"^$.:='), max_size=30))
+async def test_any_expression_or_grammar_is_translated_or_refused(translator: ConstraintTranslator, text: str) -> None:
+    for kind in ("regex", "grammar"):
+        with contextlib.suppress(InvalidParameter):  # nothing else may come
+            assert await translated(translator, **{kind: text}) is not None

@@ -1,0 +1,219 @@
+"""Calls in an ASGI application in this process, without vLLM: how replies, streams, faults and disconnects come out."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from handlers.contracts.protocol import Call
+from handlers.engine_handler import EngineHandler
+from handlers.errors import InvalidRequest, Overloaded
+from handlers.meter import Meter
+from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.handler import App, OpenAIHandler
+from tests.unit.collected_reply import CollectedReply
+
+
+class NoEngine:
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.max_model_len = 1000
+
+
+def handler_of(limit: int = 4) -> EngineHandler:
+    return EngineHandler(NoEngine(), limit)  # type: ignore[arg-type]
+
+
+CALL = Call(
+    body=b"{}",
+    content_type="application/json",
+    request_id="id-1",
+    headers=(("Authorization", "Bearer x"), ("X-Request-Id", "theirs"), ("Content-Length", "99")),
+    query=(("a", "b c"),),
+    path="/openai/v1/x",
+)
+
+
+async def served(app: App, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineHandler]:
+    writer, handler = CollectedReply(), handler_of(limit)
+    running = await OpenAIHandler(app, handler).handle(call, writer)
+    async with asyncio.timeout(5):
+        while writer.whole is None and not writer.ended:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    running.cancel()
+    return writer, handler
+
+
+def start(status: int = 200) -> dict[str, Any]:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"2"), (b"x-a", b"b")]
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def part(data: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+@pytest.mark.asyncio
+async def test_the_application_sees_the_call_with_our_request_id() -> None:
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.update(scope, message=await receive(), any_model=current_call.get().any_model)
+        await send(start(201))
+        await send(part(b"{}"))
+
+    writer, _ = await served(app)
+    assert (seen["path"], seen["query_string"], seen["method"]) == ("/v1/x", b"a=b+c", "POST")
+    assert sorted(seen["headers"]) == [
+        (b"authorization", b"Bearer x"),
+        (b"content-length", b"2"),
+        (b"content-type", b"application/json"),
+        (b"x-request-id", b"id-1"),
+    ]
+    assert seen["message"] == {"type": "http.request", "body": b"{}", "more_body": False}
+    assert seen["any_model"] is True
+    assert writer.whole is not None
+    assert (writer.whole.status, writer.whole.content_type, writer.whole.body) == (201, "application/json", b"{}")
+    assert writer.whole.headers == (("x-a", "b"),)
+
+
+@pytest.mark.asyncio
+async def test_a_stream_is_passed_on_part_by_part_at_the_clients_pace() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start())
+        for data in (b"a", b"b"):
+            await send(part(data, more=True))
+        await send(part(b""))
+
+    writer, _ = await served(app)
+    assert (writer.status, writer.parts, writer.ended) == (200, [b"a", b"b", b""], True)
+    assert writer.drained == 3
+
+
+@pytest.mark.asyncio
+async def test_a_fault_before_the_reply_is_an_error_object() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("secret")
+
+    writer, _ = await served(app)
+    assert writer.whole is not None
+    assert writer.whole.status == 500
+    assert writer.whole.body == (
+        b'{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/messages"])
+async def test_a_body_of_more_parts_than_the_context_can_hold_is_refused_unread(path: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start())
+        await send(part(b"{}"))
+
+    def body(messages: int) -> bytes:
+        return b'{"messages": [' + b",".join([b'{"role": "user", "content": "x"}'] * messages) + b"]" + b" " * 300_000
+
+    writer, _ = await served(app, replace(CALL, path=path, body=body(4000)))
+    assert writer.whole is not None
+    assert writer.whole.status == 200
+    writer, _ = await served(app, replace(CALL, path=path, body=body(5000)))
+    assert writer.whole is not None
+    assert (writer.whole.status, writer.whole.body) == (
+        400,
+        b'{"error":{"message":"the body has more parts than the model\'s context of 1000 tokens can hold",'
+        b'"type":"BadRequestError","param":null,"code":400}}',
+    )
+    writer, _ = await served(app, replace(CALL, path="/v1/completions", body=body(5000)))
+    assert writer.whole is not None
+    assert writer.whole.status == 200
+
+
+@pytest.mark.asyncio
+async def test_text_without_bytes_is_the_clients_fault() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        "\ud800".encode()
+
+    writer, _ = await served(app)
+    assert writer.whole is not None
+    assert writer.whole.status == 400
+
+
+@pytest.mark.asyncio
+async def test_a_fault_in_a_stream_ends_it() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start())
+        await send(part(b"a", more=True))
+        raise RuntimeError
+
+    writer, _ = await served(app)
+    assert (writer.parts, writer.ended) == ([b"a", b""], True)
+
+
+@pytest.mark.asyncio
+async def test_an_application_that_says_nothing_is_a_fault() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        return
+
+    writer, _ = await served(app)
+    assert writer.whole is not None
+    assert writer.whole.status == 500
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothing_more() -> None:
+    ended = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        current_call.get().take(2)
+        assert (await receive())["type"] == "http.disconnect"
+        await send(start())
+        await send(part(b"{}"))
+        ended.set()
+
+    writer, handler = CollectedReply(), handler_of()
+    running = await OpenAIHandler(app, handler).handle(CALL, writer)
+    await asyncio.sleep(0.01)
+    assert handler.open_sequences == 2
+    running.cancel()
+    await asyncio.wait_for(ended.wait(), 1)
+    await asyncio.sleep(0)
+    assert writer.whole is None
+    assert handler.open_sequences == 0
+    assert (handler.engine.meter.calls.succeeded, handler.engine.meter.calls.failed) == (0, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("failed", [False, True])
+async def test_calls_that_generate_are_counted_and_give_their_places_back(failed: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current_call.get().take(3)
+        current_call.get().failed = failed
+        await send(start())
+        await send(part(b"{}"))
+
+    _, handler = await served(app)
+    assert handler.open_sequences == 0
+    assert (handler.engine.meter.calls.succeeded, handler.engine.meter.calls.failed) == (not failed, failed)
+
+
+def test_a_call_holds_places_until_it_ends() -> None:
+    handler = handler_of(3)
+    call = OpenAICall(handler)
+    call.take(2)
+    with pytest.raises(Overloaded):
+        OpenAICall(handler).take(2)
+    with pytest.raises(InvalidRequest):
+        call.take(2)
+    call.release(1)
+    assert handler.open_sequences == 1
+    call.close()
+    call.release(1)
+    call.close()
+    assert handler.open_sequences == 0
+    with pytest.raises(InvalidRequest):
+        call.take(1)
