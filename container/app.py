@@ -21,7 +21,7 @@ from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from container.openapi import Document, openapi_document
 from container.settings import ServerSettings
 from handlers.contracts.family import Family
-from handlers.contracts.lmi_errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import JSON, front_end_error
 from handlers.contracts.protocol import Call, Reply
 from handlers.families import FAMILIES
 

@@ -6,7 +6,7 @@ from json.encoder import encode_basestring
 
 from container.lifecycle import Lifecycle, State
 from container.settings import ServerSettings
-from handlers.contracts.lmi_errors import JSON
+from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.protocol import Reply
 
 _STATUS = {

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 from container.endpoint import Endpoint, Scope, Site, Target
 from container.response_headers import NO_CACHE
 from container.settings import ServerSettings
-from handlers.contracts.lmi_errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import JSON, front_end_error
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTooLarge, NotReady, RequestError, UnknownModel
 from handlers.reply import ReplyWriter, Running

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from handlers.contracts.form_fields import is_form
-from handlers.contracts.lmi_input import input_of, priority_of
+from handlers.contracts.lmi.form_fields import is_form
+from handlers.contracts.lmi.input import input_of, priority_of
 from handlers.contracts.protocol import LONG_BODY, Call
 from handlers.engines.protocol import EngineHealth
 from handlers.model_settings import HandlerSettings, ModelSettings

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from handlers.contracts.family import ContractSetting, Generates
-from handlers.contracts.lmi import LmiContract
-from handlers.contracts.lmi_async import LmiAsyncContract
-from handlers.contracts.lmi_dynamic import LmiDynamicContract
-from handlers.contracts.lmi_formatters import FormatterContract
+from handlers.contracts.lmi.asynchronous import LmiAsyncContract
+from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
+from handlers.contracts.lmi.formatters import FormatterContract
+from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
 from handlers.custom_handler import CustomHandler
 from handlers.engine_choice import chosen, engine_factory

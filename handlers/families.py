@@ -7,9 +7,9 @@ are not in the list: `/invocations` and `/predictions` are answered by what the 
 from __future__ import annotations
 
 from handlers.contracts.family import Family
-from handlers.contracts.happy_vllm import HAPPY_VLLM
-from handlers.contracts.openai import OPENAI
-from handlers.contracts.tgi import TGI
-from handlers.contracts.triton import TRITON
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM
+from handlers.contracts.openai.family import OPENAI
+from handlers.contracts.tgi.family import TGI
+from handlers.contracts.triton.family import TRITON
 
 FAMILIES: tuple[Family, ...] = (TRITON, HAPPY_VLLM, TGI, OPENAI)

@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from handlers.contracts.lmi_async_openai import AsyncShape
-from handlers.contracts.lmi_chat import LmiChatShape
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
-from handlers.contracts.openai_shape import Shape
+from handlers.contracts.lmi.asynchronous_openai import AsyncShape
+from handlers.contracts.lmi.chat import LmiChatShape
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.openai.shape import Shape
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler

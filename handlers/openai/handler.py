@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from handlers.contracts.openai import ALIASED, error_reply
+from handlers.contracts.openai.family import ALIASED, error_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.engine_handler import EngineHandler
 from handlers.engines.protocol import Engine

@@ -6,7 +6,7 @@ tools, while no other request gets a token.
 
 from __future__ import annotations
 
-from handlers.contracts.openai import error_reply
+from handlers.contracts.openai.family import error_reply
 from handlers.contracts.protocol import LONG_BODY, Reply
 
 _CHAT = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"})

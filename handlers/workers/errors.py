@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, front_end_error, handler_failure
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_error, handler_failure
 from handlers.contracts.protocol import Reply
 
 

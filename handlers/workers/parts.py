@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.contracts.protocol import Reply
 from handlers.workers.errors import is_status
 from handlers.workers.response_headers import response_headers

@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.contracts.protocol import Reply
 from handlers.workers.batch_messages import MAX_BATCH, joined
 from handlers.workers.errors import batch_failure, front_end_reply

@@ -7,7 +7,7 @@ import logging
 import re
 from collections import defaultdict
 
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.contracts.protocol import Reply
 from handlers.workers.batch_messages import prefixed
 from handlers.workers.job import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from handlers.contracts.lmi_errors import FAILED_DEPENDENCY, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, payload_error
 from handlers.workers.delivery import Delivery, reply_of
 from handlers.workers.errors import front_end_reply
 from handlers.workers.flow import Flow

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from handlers.contracts.family import ModelView, Tells
-from handlers.contracts.happy_vllm import HAPPY_VLLM
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM
 from handlers.contracts.protocol import Reply
 from handlers.engines.token_text import split_text as text_of_tokens
 from handlers.errors import NotReady, NotServed, RequestError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi_async import LmiAsyncContract
+from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.protocol import ContractError, Exchange, Reply
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta

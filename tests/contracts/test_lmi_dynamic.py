@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi_dynamic import LmiDynamicContract
+from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
 from handlers.model_settings import Streaming

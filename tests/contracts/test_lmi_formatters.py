@@ -11,8 +11,8 @@ import pytest
 
 from djl_python import Input
 from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
-from handlers.contracts.lmi import LmiContract
-from handlers.contracts.lmi_formatters import FormatterContract
+from handlers.contracts.lmi.formatters import FormatterContract
+from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.errors import EngineDead, GenerationFailed, Overloaded
 from handlers.request import FinishReason, Token, TokenDelta

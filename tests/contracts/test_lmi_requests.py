@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi import LmiContract
-from handlers.contracts.lmi_parameters import ParameterRules, read_parameters
+from handlers.contracts.lmi.parameters import ParameterRules, read_parameters
+from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Reply
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.family import Forwards, ModelView, Tells
-from handlers.contracts.openai import OPENAI, models
+from handlers.contracts.openai.family import OPENAI, models
 from handlers.contracts.protocol import Call
 from handlers.errors import (
     BodyTooLarge,

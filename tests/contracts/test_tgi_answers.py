@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.single_precision import single
+from handlers.contracts.tgi.single_precision import single
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import END, TURN, parse

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from handlers.contracts.triton_errors import SeveralResponses
+from handlers.contracts.triton.errors import SeveralResponses
 from handlers.errors import EngineDead, GenerationFailed, InternalError, InvalidRequest, NotReady, NotServed, Overloaded
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.triton_exchange import PROMPT, answered, parse

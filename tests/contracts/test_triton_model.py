@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from handlers.contracts.family import Generates, State, Tells
 from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.triton import TRITON
+from handlers.contracts.triton.family import TRITON
 from handlers.errors import BodyTooLarge, EngineDead, NotReady, NotServed, RequestError, UnknownModel
 from handlers.model_settings import HandlerSettings
 from tests.contracts.triton_exchange import NAMED, LoadedText, told, view

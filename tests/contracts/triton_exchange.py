@@ -9,7 +9,7 @@ from typing import Any
 
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.contracts.triton import TRITON
+from handlers.contracts.triton.family import TRITON
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL

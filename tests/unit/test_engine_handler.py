@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import pytest
 
 from handlers.contracts.family import ContractSetting
-from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
-from handlers.contracts.triton_contract import TritonContract
+from handlers.contracts.triton.generate import TritonContract
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed, RequestError

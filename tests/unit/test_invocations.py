@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi_async_openai import AsyncShape
-from handlers.contracts.lmi_chat import LmiChatShape
+from handlers.contracts.lmi.asynchronous_openai import AsyncShape
+from handlers.contracts.lmi.chat import LmiChatShape
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.invocations import ASYNCHRONOUS, ROLLING_BATCH, Table, invocations_handler, looks_plain, read_body
 from handlers.model_settings import ModelSettings

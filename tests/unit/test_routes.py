@@ -14,7 +14,7 @@ from container.app import create_app
 from container.lifecycle import Lifecycle, State
 from container.settings import ServerSettings, Settings
 from handlers.contracts.family import Generates, Tells
-from handlers.contracts.lmi import LmiContract
+from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth

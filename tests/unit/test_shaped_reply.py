@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from handlers.contracts.lmi_chat import LmiChatShape
+from handlers.contracts.lmi.chat import LmiChatShape
 from handlers.contracts.protocol import Reply
 from handlers.openai.shaped_reply import ShapedReply
 from tests.unit.collected_reply import CollectedReply

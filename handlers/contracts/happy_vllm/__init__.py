@@ -1,0 +1,1 @@
+"""happy_vllm: its generating and its technical routes."""

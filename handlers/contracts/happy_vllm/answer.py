@@ -1,0 +1,146 @@
+"""happy_vllm's answers: one compact document, or a line of JSON for each step that repeats the whole text so far.
+
+Source: happy_vllm_generate, Output; contracts/happy_vllm.md sections 2.3 and 3. The bytes are those of the original:
+the document as Starlette writes JSON, the lines as Python's `json.dumps` does by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from json.encoder import encode_basestring, encode_basestring_ascii
+
+from handlers.contracts.happy_vllm.errors import JSON, refuse
+from handlers.contracts.happy_vllm.request import Generation
+from handlers.contracts.protocol import Reply
+from handlers.errors import RequestError
+from handlers.request import FinishReason, TokenDelta
+
+_FINISH_REASONS = {
+    None: '"None"',
+    FinishReason.LENGTH: '"length"',
+    FinishReason.EOS: '"stop"',
+    FinishReason.STOP: '"stop"',
+    FinishReason.ABORT: '"abort"',
+    FinishReason.ERROR: '"abort"',
+}
+_UNFINISHED = _FINISH_REASONS[None]
+_ABORTED = _FINISH_REASONS[FinishReason.ABORT]
+
+
+class _Writing:
+    """One way to write JSON."""
+
+    __slots__ = ("colon", "comma", "quote")
+
+    def __init__(self, comma: str, colon: str, quote: Callable[[str], str]) -> None:
+        self.comma, self.colon, self.quote = comma, colon, quote
+
+
+_COMPACT = _Writing(",", ":", encode_basestring)
+_SPACED = _Writing(", ", ": ", encode_basestring_ascii)
+
+
+class _State:
+    """All sequences of one answer as far as they have come, and how they are written.
+
+    The text of a sequence is kept as its JSON, without the quotes, so that a step encodes what it has added only.
+    """
+
+    __slots__ = (
+        *("_between_usages", "_completion", "_counts", "_end", "_finish", "_head", "_prompt_tokens", "_reasons"),
+        *("_responses", "_separator", "_show_text", "_tail", "_total", "_usage", "_writing"),
+    )
+
+    def __init__(self, generation: Generation, writing: _Writing) -> None:
+        comma, colon, quote = writing.comma, writing.colon, writing.quote
+        count = generation.parameters.sequences
+        self._writing = writing
+        self._show_text = generation.parameters.detokenize
+        self._responses = [""] * count
+        self._reasons = [_UNFINISHED] * count
+        self._counts = [0] * count
+        self._prompt_tokens = 0
+        self._head = f'{{"responses"{colon}["'
+        self._separator = f'"{comma}"'
+        self._finish = f'"]{comma}"finish_reasons"{colon}['
+        self._usage = f']{comma}"usages"{colon}[{{"prompt_tokens"{colon}'
+        self._completion = f'{comma}"completion_tokens"{colon}'
+        self._total = f'{comma}"total_tokens"{colon}'
+        self._between_usages = f'}}{comma}{{"prompt_tokens"{colon}'
+        self._tail = "}]"
+        self._end = f'{comma}"prompt"{colon}{quote(generation.prompt)}' if generation.prompt_in_response else ""
+
+    def add(self, delta: TokenDelta) -> bool:
+        """Take a delta; whether it changed anything. Beams that are not shown change nothing."""
+        sequence = delta.sequence
+        if sequence >= len(self._responses):
+            return False
+        if delta.text and self._show_text:
+            self._responses[sequence] += self._writing.quote(delta.text)[1:-1]
+        self._counts[sequence] = delta.token_count
+        self._prompt_tokens = delta.prompt_token_count
+        if delta.finish_reason is not None:
+            self._reasons[sequence] = _FINISH_REASONS[delta.finish_reason]
+        return True
+
+    def abort(self) -> None:
+        """Whatever has not finished will not."""
+        self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
+
+    def document(self, addition: str = "") -> str:
+        """All of it; `addition`: further members at its end."""
+        comma, prompt_tokens = self._writing.comma, self._prompt_tokens
+        usages = self._between_usages.join(
+            f"{prompt_tokens}{self._completion}{count}{self._total}{prompt_tokens + count}" for count in self._counts
+        )
+        return (
+            f"{self._head}{self._separator.join(self._responses)}{self._finish}{comma.join(self._reasons)}"
+            f"{self._usage}{usages}{self._tail}{self._end}{addition}}}"
+        )
+
+
+class WholeAnswer:
+    """`/v1/generate`: one document when all has finished."""
+
+    content_type = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, generation: Generation) -> None:
+        self._state = _State(generation, _COMPACT)
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`."""
+        self._state.add(delta)
+        return self._state.document().encode() if delta.last else b""
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        return refuse(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """Never comes to it: the body is sent whole."""
+        return b""
+
+
+class StreamAnswer:
+    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none."""
+
+    content_type = ""
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, generation: Generation) -> None:
+        self._state = _State(generation, _SPACED)
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        return (self._state.document() + "\n").encode() if self._state.add(delta) else b""
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        return refuse(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """A last line: what there is of the texts, aborted, and why. The original breaks the connection off."""
+        self._state.abort()
+        reason = f', "error": {encode_basestring_ascii(error.message)}'
+        return (self._state.document(reason) + "\n").encode()

@@ -1,0 +1,1 @@
+"""LMI on `/invocations` and `/predictions`: rolling batch, dynamic batch, formatters, chat, the asynchronous schema."""

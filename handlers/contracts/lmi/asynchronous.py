@@ -1,0 +1,221 @@
+"""LMI's asynchronous handler for `inputs`: the newer schema, which `option.async_mode=true` selects for /invocations.
+
+Source: contracts/lmi.md sections 3.7 and 4.7. Chat and completions of the same schema are vLLM's own objects; see
+`lmi_async_openai`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring as quote
+from math import isfinite
+from typing import Any
+
+from handlers.contracts.json_kinds import json_kind
+from handlers.contracts.lmi.asynchronous_parameters import AsyncParameters, read_async_parameters
+from handlers.contracts.lmi.body import BodyError, decode
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error
+from handlers.contracts.lmi.rolling_batch_answer import FINISH_REASONS
+from handlers.contracts.openai.family import error_body
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
+from handlers.model_settings import ModelSettings
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+
+_TOP_LEVEL = {"inputs", "parameters", "stream", "model"}
+_STREAM_END = b"\n\n"
+"""LMI's empty lines for vLLM's usage chunk and for its `[DONE]`."""
+_NO_TOKEN = Token(-1, "")
+
+
+class LmiAsyncContract:
+    """Parses bodies with `inputs` for one model.
+
+    `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
+    """
+
+    def __init__(
+        self, settings: ModelSettings, overload_status: int = 503, model_defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self._settings, self._overload_status = settings, overload_status
+        self._model_defaults = model_defaults or {}
+
+    def parse(self, call: Call) -> Exchange:
+        """See `Contract.parse`."""
+        document = _document(call)
+        prompt = _prompt(document.get("inputs"))
+        values = document.get("parameters")
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise _payload_error(f"`parameters` must be an object, got {json_kind(values)}")
+        stream = document.get("stream", values.get("stream"))
+        if stream is not None and not isinstance(stream, bool):
+            raise _payload_error(f"`stream` must be true or false, got {json_kind(stream)}")
+        try:
+            parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+        except InvalidParameter as error:
+            raise _payload_error(error.message) from None
+        answer = StreamAnswer if stream else WholeAnswer
+        return Exchange(
+            (self._request(call, prompt, parameters, bool(stream)),),
+            answer(prompt, parameters, self._overload_status),
+            _notes(document, parameters),
+        )
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
+
+    def _request(self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool) -> GenerationRequest:
+        want_tokens = stream or parameters.details
+        return GenerationRequest(
+            request_id=call.request_id,
+            prompt=prompt,
+            sampling=parameters.vllm.sampling,
+            stream=stream,
+            truncate_prompt_tokens=parameters.vllm.truncate_prompt_tokens,
+            want_tokens=want_tokens,
+            want_logprobs=want_tokens and self._settings.token_logprobs,
+            want_prompt_tokens=parameters.prompt_details and not stream,
+        )
+
+
+class _Answer:
+    """What both forms of answer have in common."""
+
+    content_type = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
+        self._parameters, self._overload_status = parameters, overload_status
+        self._text = [prompt] if parameters.full_text else []
+        self._seed = "null" if parameters.seed is None else str(parameters.seed)
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        if isinstance(error, Overloaded):
+            return overloaded(error, self._overload_status)
+        status = _status(error)
+        return Reply(status, JSON, payload_error(error.message, status))
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """See `Answer.fail_midway`: vLLM's error object as the last record."""
+        message = error.message.encode("utf-8", "replace").decode()
+        return error_body(message, "InternalServerError", 500) + b"\n\n"
+
+
+class WholeAnswer(_Answer):
+    """One document."""
+
+    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
+        super().__init__(prompt, parameters, overload_status)
+        self._tokens: list[Token] = []
+        self._prompt_tokens: Sequence[Token] = ()
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`."""
+        self._text.append(delta.text)
+        self._tokens += delta.tokens
+        self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens
+        if not delta.last:
+            return b""
+        text = f'{{"generated_text": {quote("".join(self._text))}'
+        if self._parameters.details:
+            text += f', "details": {{{self._details(delta)}}}'
+        return (text + "}\n").encode()
+
+    def _details(self, delta: TokenDelta) -> str:
+        return (
+            f'"finish_reason": {_reason(delta.finish_reason)}, "generated_tokens": {delta.token_count}, '
+            f'"seed": {self._seed}, "prefill": {_tokens(self._prompt_tokens)}, "tokens": {_tokens(self._tokens)}'
+        )
+
+
+class StreamAnswer(_Answer):
+    """A line for each token; the last one carries the whole text."""
+
+    content_type = "application/jsonlines"
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        self._text.append(delta.text)
+        if not delta.last:
+            return "".join([_record(token) for token in delta.tokens]).encode()
+        *earlier, final = delta.tokens or [_NO_TOKEN]
+        records = "".join([_record(token) for token in earlier])
+        details = f"{{{self._details(delta)}}}" if self._parameters.details else "null"
+        last = (
+            f'{{"index": 0, "token": {_token(final)}, "generated_text": {quote("".join(self._text))}, '
+            f'"details": {details}}}\n'
+        )
+        return (records + last).encode() + _STREAM_END
+
+    def _details(self, delta: TokenDelta) -> str:
+        return (
+            f'"finish_reason": {_reason(delta.finish_reason)}, "seed": {self._seed}, '
+            f'"generated_tokens": {delta.token_count}, "input_length": {delta.prompt_token_count}'
+        )
+
+
+def _document(call: Call) -> dict[str, Any]:
+    try:
+        document = decode(call.body, call.content_type)
+    except BodyError as error:
+        raise _payload_error(str(error)) from None
+    if not isinstance(document, dict):
+        raise _payload_error(
+            f"the body must be a JSON object with `inputs`, `messages` or `prompt`, got {json_kind(document)}"
+        )
+    return document
+
+
+def _prompt(inputs: Any) -> str:
+    """LMI takes an array and answers its first prompt alone, without a word; an array of one is all it can mean."""
+    if isinstance(inputs, list) and len(inputs) == 1:
+        inputs = inputs[0]
+    elif isinstance(inputs, list):
+        raise _payload_error("`inputs` must be one prompt: a string, or an array of one")
+    if inputs is None:
+        raise _payload_error("the body has none of `inputs`, `messages` and `prompt`")
+    if not isinstance(inputs, str):
+        raise _payload_error(f"`inputs` must be a string, got {json_kind(inputs)}")
+    if not inputs:
+        raise _payload_error("`inputs` must not be empty")
+    return inputs
+
+
+def _notes(document: dict[str, Any], parameters: AsyncParameters) -> tuple[str, ...]:
+    notes = []
+    if parameters.ignored:
+        notes.append(f"parameters without effect: {', '.join(parameters.ignored)}")
+    if unknown := document.keys() - _TOP_LEVEL:
+        notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
+    return tuple(notes)
+
+
+def _status(error: RequestError) -> int:
+    """Of an error in generation; vLLM's server, whose statuses LMI passes on here, says 400 or 500."""
+    return FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+
+
+def _reason(reason: FinishReason | None) -> str:
+    return "null" if reason is None else f'"{FINISH_REASONS[reason]}"'
+
+
+def _record(token: Token) -> str:
+    return f'{{"index": 0, "token": {_token(token)}, "generated_text": null, "details": null}}\n'
+
+
+def _tokens(tokens: Sequence[Token]) -> str:
+    return f"[{', '.join([_token(token) for token in tokens])}]"
+
+
+def _token(token: Token) -> str:
+    known = token.logprob is not None and isfinite(token.logprob)
+    return f'{{"id": {token.id}, "text": {quote(token.text)}, "logprob": {token.logprob if known else "null"}}}'
+
+
+def _payload_error(message: str) -> ContractError:
+    text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
+    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)

@@ -1,0 +1,148 @@
+"""LMI's dynamic-batch contract: `inputs`, a string or an array of strings, and `parameters`.
+
+Spoken under `option.rolling_batch=disable`. Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema;
+contracts/lmi.md sections 3.6 and 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from handlers.contracts.json_kinds import json_kind
+from handlers.contracts.lmi.body import BodyError, decode
+from handlers.contracts.lmi.dynamic_batch_answer import ListAnswer, RecordListAnswer, failure
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
+from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.errors import InvalidParameter, InvalidRequest, RequestError
+from handlers.model_settings import ModelSettings
+from handlers.request import GenerationRequest, SamplingParameters
+
+STREAMED_MAX_NEW_TOKENS = 50
+"""LMI's default limit on new tokens where the answer is streamed."""
+
+_TOP_LEVEL = {"inputs", "parameters"}
+_WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
+"""What rolling batch shows and this answer has no place for."""
+
+
+class LmiDynamicContract:
+    """Parses dynamic-batch bodies for one model.
+
+    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
+    """
+
+    def __init__(self, settings: ModelSettings, overload_status: int = 503, pad_text: str = "") -> None:
+        self._overload_status = overload_status
+        self._pad_text = pad_text
+        self._streaming = settings.enable_streaming
+        self._stop_sequences = settings.stop_sequences
+        self._max_new_tokens = (
+            DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
+        )
+        self._rules = ParameterRules(
+            do_sample_inferred=settings.do_sample_inferred,
+            typical_p=True,
+            max_sequences=settings.max_rolling_batch_size,
+            strict=settings.strict_parameters,
+            token_logprobs=False,
+        )
+
+    def parse(self, call: Call) -> Exchange:
+        """See `Contract.parse`."""
+        try:
+            document = _document(call)
+            prompts = _prompts(document.get("inputs"))
+            values = _parameter_values(document.get("parameters"), self._max_new_tokens)
+            parameters = read_parameters(values, self._rules)
+            if self._streaming != "false" and parameters.beam_search is not None:
+                raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
+        except RequestError as error:
+            raise ContractError(failure(error, self._overload_status), error.message) from None
+        requests = tuple(
+            self._request(call, index if len(prompts) > 1 else None, prompt, parameters)
+            for index, prompt in enumerate(prompts)
+        )
+        return Exchange(requests, self._answer(prompts, values), _notes(document, values, parameters))
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return failure(error, self._overload_status)
+
+    def _request(self, call: Call, index: int | None, prompt: str, parameters: LmiParameters) -> GenerationRequest:
+        stream = self._streaming != "false"
+        return GenerationRequest(
+            request_id=call.request_id if index is None else f"{call.request_id}-{index}",
+            prompt=prompt,
+            sampling=self._stopping(parameters.sampling),
+            stream=stream,
+            # The answer has one text for each prompt: the most probable of those that were asked for.
+            candidates=1 if stream else parameters.candidates,
+            beam_search=parameters.beam_search,
+            truncate_prompt_tokens=parameters.truncate,
+        )
+
+    def _stopping(self, sampling: SamplingParameters) -> SamplingParameters:
+        """With the stop strings that the model's settings add to those of each request."""
+        if not self._stop_sequences:
+            return sampling
+        return msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
+
+    def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
+        if self._streaming == "false":
+            lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
+            return ListAnswer(lead, self._overload_status)
+        # The library's own streamer, which this setting names, begins with the prompt.
+        with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
+        return RecordListAnswer(len(prompts), self._overload_status, self._pad_text, prompts if with_prompt else ())
+
+
+def _document(call: Call) -> dict[str, Any]:
+    try:
+        document = decode(call.body, call.content_type)
+    except BodyError as error:
+        raise InvalidRequest(str(error)) from None
+    if not isinstance(document, dict):
+        raise InvalidRequest(f"the body must be a JSON object with `inputs`, got {json_kind(document)}")
+    return document
+
+
+def _prompts(inputs: Any) -> tuple[str, ...]:
+    if inputs is None:
+        raise InvalidRequest("`inputs` is missing; expected a string or an array of strings")
+    prompts = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(prompts, list):
+        raise InvalidRequest(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
+    if not prompts:
+        raise InvalidRequest("`inputs` must hold at least one string")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise InvalidRequest(f"`inputs` must hold strings only, got {json_kind(prompt)}")
+        if not prompt:
+            raise InvalidRequest("`inputs` must not be empty")
+    return tuple(prompts)
+
+
+def _parameter_values(values: Any, max_new_tokens: int) -> dict[str, Any]:
+    """The parameters that were given, under the names that rolling batch has for them."""
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(values)}")
+    given = {name: value for name, value in values.items() if value is not None}
+    if "manual_seed" in given:
+        given.setdefault("seed", given["manual_seed"])
+        del given["manual_seed"]
+    if "max_tokens" not in given:
+        given.setdefault("max_new_tokens", max_new_tokens)
+    return given
+
+
+def _notes(document: dict[str, Any], values: dict[str, Any], parameters: LmiParameters) -> tuple[str, ...]:
+    notes = []
+    if ignored := [*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values)]:
+        notes.append(f"parameters without effect: {', '.join(ignored)}")
+    if unknown := document.keys() - _TOP_LEVEL:
+        notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""OpenAI: routes and errors; vLLM itself reads and writes the bodies."""

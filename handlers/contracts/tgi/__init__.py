@@ -1,0 +1,1 @@
+"""TGI, Text Generation Inference."""

@@ -1,0 +1,248 @@
+"""TGI's answers: one JSON document, or an event for each token.
+
+Source: contracts/tgi.md sections 3 and 4; TGI's router, `server.rs`. The bytes are serde_json's: no blanks between
+items, non-ASCII characters as they are, keys in the order of TGI's structs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
+
+from handlers.contracts.protocol import Reply
+from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE, INCOMPLETE_STREAM, JSON, event, refuse, refuse_stream
+from handlers.contracts.tgi.single_precision import single
+from handlers.errors import RequestError
+from handlers.request import FinishReason, Token, TokenDelta
+
+FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS: "eos_token",
+    FinishReason.STOP: "stop_sequence",
+}
+"""Clients know no other; an answer that ends otherwise is an incomplete one."""
+_NO_TOKEN = Token(0, "", special=True)
+
+Headers = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """What one answer shows."""
+
+    prompt: str = ""
+    """Put in front of each text; empty unless the full text is wanted."""
+    details: bool = False
+    top_tokens: bool = False
+    in_array: bool = False
+    seeds: tuple[int | None, ...] = (None,)
+    """Of each sequence; None for greedy decoding."""
+    special_texts: Mapping[int, str]
+    """Texts of special tokens, which are no part of the generated text."""
+    characters: int = 0
+    """Length of `inputs`."""
+    compute_type: str
+
+
+class _Sequence:
+    """One generated sequence, as far as it has come."""
+
+    __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.tokens: list[Token] = []
+        self.prompt_tokens: list[Token] = []
+        self.finish_reason: FinishReason | None = None
+        self.count = self.prompt_token_count = 0
+        self.logprob = 0.0
+
+    def add(self, delta: TokenDelta) -> None:
+        self.text.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        if delta.prompt_tokens is not None:
+            self.prompt_tokens = delta.prompt_tokens
+        self.finish_reason, self.count = delta.finish_reason, delta.token_count
+        self.prompt_token_count = delta.prompt_token_count
+        self.logprob = delta.cumulative_logprob or 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / self.count if self.count else 0.0
+
+
+class GenerationAnswer:
+    """One JSON document when all sequences have finished; of several, the one most probable per token is the answer."""
+
+    content_type = JSON
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._begun_at = time.monotonic()
+        self._sequences = [_Sequence() for _ in show.seeds]
+        self._open = len(show.seeds)
+        self._best = 0
+
+    @property
+    def headers(self) -> Headers:
+        """Counts and times of the finished answer; times in seconds (`x-compute-time`) and milliseconds."""
+        best, seconds = self._sequences[self._best], time.monotonic() - self._begun_at
+        return (
+            ("x-compute-type", self._show.compute_type),
+            ("x-compute-time", f"{seconds:.9f}"),
+            ("x-compute-characters", str(self._show.characters)),
+            ("x-total-time", str(int(seconds * 1000))),
+            ("x-prompt-tokens", str(best.prompt_token_count)),
+            ("x-generated-tokens", str(best.count)),
+        )
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`. Each sequence is a prompt of its own."""
+        self._sequences[prompt].add(delta)
+        self._open -= delta.last
+        return b"" if self._open else self._body().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        return refuse(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """Never comes to it: the body is sent whole."""
+        return b""
+
+    def _body(self) -> str:
+        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
+            return INCOMPLETE
+        ranks = range(len(self._sequences))
+        self._best = max(ranks, key=lambda place: self._sequences[place].mean_logprob)
+        text = f'{{"generated_text":{self._text(self._best)}'
+        if self._show.details:
+            others = [self._other(place) for place in ranks if place != self._best]
+            best_of = f',"best_of_sequences":[{",".join(others)}]' if others else ""
+            text += f',"details":{{{self._outcome(self._best)}{best_of}{self._top_tokens(self._best)}}}'
+        return f"[{text}}}]" if self._show.in_array else text + "}"
+
+    def _other(self, place: int) -> str:
+        return f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
+
+    def _text(self, place: int) -> str:
+        return quote(self._show.prompt + "".join(self._sequences[place].text))
+
+    def _outcome(self, place: int) -> str:
+        sequence, texts = self._sequences[place], self._show.special_texts
+        prefill = ",".join(_prompt_token(token) for token in sequence.prompt_tokens)
+        tokens = ",".join(_token(token, texts) for token in sequence.tokens)
+        return f'{_counts(sequence, self._show.seeds[place])},"prefill":[{prefill}],"tokens":[{tokens}]'
+
+    def _top_tokens(self, place: int) -> str:
+        if not self._show.top_tokens:
+            return ""
+        lists = ",".join(_tokens(token.top, self._show.special_texts) for token in self._sequences[place].tokens)
+        return f',"top_tokens":[{lists}]'
+
+
+class StreamAnswer:
+    """An event for each token; the last one carries the whole text."""
+
+    content_type = EVENTS
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._text: list[str] = []
+        self._index = 0
+        self.headers: Headers = (
+            ("x-compute-type", show.compute_type),
+            ("x-compute-characters", str(show.characters)),
+            ("x-accel-buffering", "no"),
+            ("cache-control", "no-cache"),
+        )
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        tokens = delta.tokens
+        self._text.append(delta.text)
+        if not delta.last:
+            if len(tokens) == 1:
+                return self._event(tokens[0]).encode()
+            return "".join([self._event(token) for token in tokens]).encode()
+        if delta.finish_reason not in FINISH_REASONS:
+            return "".join([self._event(token) for token in tokens]).encode() + INCOMPLETE_STREAM
+        *earlier, final = tokens or [_NO_TOKEN]
+        events = [self._event(token) for token in earlier]
+        return ("".join(events) + self._event(final, self._end(delta))).encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        return refuse_stream(error, self.headers)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """See `Answer.fail_midway`."""
+        return event(error)
+
+    def _event(self, token: Token, end: str = '"generated_text":null,"details":null') -> str:
+        self._index += 1
+        texts = self._show.special_texts
+        if token.top:
+            end = f'"top_tokens":{_tokens(token.top, texts)},{end}'
+        return f'data:{{"index":{self._index},"token":{_token(token, texts)},{end}}}\n\n'
+
+    def _end(self, delta: TokenDelta) -> str:
+        text = quote(self._show.prompt + "".join(self._text))
+        if not self._show.details:
+            return f'"generated_text":{text},"details":null'
+        details = f'{_counts(delta, self._show.seeds[0])},"input_length":{delta.prompt_token_count}'
+        return f'"generated_text":{text},"details":{{{details}}}'
+
+
+class PredictionsAnswer:
+    """Vertex AI's `{"predictions": [...]}`, a text for each instance."""
+
+    content_type = JSON
+    headers: Headers = ()
+
+    def __init__(self, instances: int) -> None:
+        self._sequences = [_Sequence() for _ in range(instances)]
+        self._open = instances
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`."""
+        self._sequences[prompt].add(delta)
+        self._open -= delta.last
+        if self._open:
+            return b""
+        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
+            return INCOMPLETE.encode()
+        texts = ",".join(quote("".join(sequence.text)) for sequence in self._sequences)
+        return f'{{"predictions":[{texts}]}}'.encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        return refuse(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """Never comes to it: the body is sent whole."""
+        return b""
+
+
+def _counts(ended: _Sequence | TokenDelta, seed: int | None) -> str:
+    assert ended.finish_reason is not None
+    reason = FINISH_REASONS[ended.finish_reason]
+    count = ended.count if isinstance(ended, _Sequence) else ended.token_count
+    return f'"finish_reason":"{reason}","generated_tokens":{count},"seed":{"null" if seed is None else seed}'
+
+
+def _prompt_token(token: Token) -> str:
+    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{single(token.logprob)}}}'
+
+
+def _token(token: Token, special_texts: Mapping[int, str]) -> str:
+    if token.special:
+        text = quote(token.text or special_texts.get(token.id, ""))
+        return f'{{"id":{token.id},"text":{text},"logprob":{single(token.logprob)},"special":true}}'
+    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{single(token.logprob)},"special":false}}'
+
+
+def _tokens(tokens: Sequence[Token], special_texts: Mapping[int, str]) -> str:
+    return f"[{','.join([_token(token, special_texts) for token in tokens])}]"

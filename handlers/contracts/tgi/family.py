@@ -1,0 +1,135 @@
+"""TGI: the routes of Hugging Face's Text Generation Inference.
+
+Source: contracts/tgi.md; TGI's router 3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from handlers.contracts.family import ContractSetting, Family, Generates, Tells
+from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.tgi.answer import GenerationAnswer, Show, StreamAnswer
+from handlers.contracts.tgi.body import Body, read, unknown_fields
+from handlers.contracts.tgi.errors import refuse, refuse_stream, wrong_method
+from handlers.contracts.tgi.model import tell_chat_tokens, tell_health, tell_info, tell_tokens
+from handlers.contracts.tgi.operations import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
+from handlers.contracts.tgi.operations import VERTEX as ABOUT_VERTEX
+from handlers.contracts.tgi.parameters import TgiParameters, parameter_rules, shown_seed, validate
+from handlers.contracts.tgi.vertex import VertexContract
+from handlers.errors import InvalidRequest, RequestError
+from handlers.request import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """In what the generating routes differ."""
+
+    streams: bool | None
+    """None: as the body's `stream` says."""
+    in_array: bool = False
+    full_text: bool = False
+    """Default of `return_full_text`."""
+
+
+class TgiContract:
+    """One of the routes /, /generate and /generate_stream, for one model."""
+
+    def __init__(self, setting: ContractSetting, style: Style) -> None:
+        self._settings, self._style = setting.settings, style
+        self._rules = parameter_rules(setting.model, setting.settings)
+        self._special_texts = {token_id: text for text, token_id in self._rules.special_ids.items()}
+        self._compute_type = setting.settings.rolling_batch
+
+    def parse(self, call: Call) -> Exchange:
+        """See `Contract.parse`."""
+        body, document = read(call, Body)
+        streams = bool(body.stream) if self._style.streams is None else self._style.streams
+        try:
+            notes = self._notes(document)
+            parameters = validate(body.inputs, body.parameters, self._rules, streams=streams)
+        except InvalidRequest as error:
+            reply = refuse(error)
+            if streams:
+                reply = refuse_stream(error, StreamAnswer(self._show(body)).headers)
+            raise ContractError(reply, error.message) from None
+        return self._exchange(call, body, parameters, streams, notes)
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return refuse(error)
+
+    def _exchange(
+        self, call: Call, body: Body, parameters: TgiParameters, streams: bool, notes: tuple[str, ...]
+    ) -> Exchange:
+        samplings = [parameters.sampling] * parameters.best_of
+        if parameters.details:
+            samplings = [parameters.seeded() for _ in samplings]
+        want_tokens = streams or parameters.details or parameters.best_of > 1
+        requests = tuple(
+            GenerationRequest(
+                request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
+                prompt=body.inputs,
+                sampling=sampling,
+                stream=streams,
+                truncate_prompt_tokens=parameters.truncate,
+                room=parameters.room,
+                want_tokens=want_tokens,
+                want_logprobs=want_tokens,
+                want_prompt_tokens=parameters.prefill,
+                top_tokens=parameters.top_tokens if streams or parameters.details else 0,
+            )
+            for place, sampling in enumerate(samplings)
+        )
+        show = self._show(body, parameters, tuple(map(shown_seed, samplings)))
+        answer: Answer = StreamAnswer(show) if streams else GenerationAnswer(show)
+        return Exchange(requests, answer, notes)
+
+    def _show(
+        self, body: Body, parameters: TgiParameters | None = None, seeds: tuple[int | None, ...] = (None,)
+    ) -> Show:
+        asked = body.parameters.return_full_text if body.parameters is not None else None
+        return Show(
+            prompt=body.inputs if (self._style.full_text if asked is None else asked) else "",
+            details=parameters is not None and parameters.details,
+            top_tokens=parameters is not None and parameters.top_tokens > 0,
+            in_array=self._style.in_array,
+            seeds=seeds,
+            special_texts=self._special_texts,
+            characters=len(body.inputs),
+            compute_type=self._compute_type,
+        )
+
+    def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
+        unknown = unknown_fields(document)
+        if not unknown:
+            return ()
+        if self._settings.strict_parameters:
+            raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
+        return (f"fields without effect: {', '.join(unknown)}",)
+
+
+TGI = Family(
+    name="tgi",
+    routes=(
+        Generates(
+            path="/",
+            contract=partial(TgiContract, style=Style(streams=None, in_array=True, full_text=True)),
+            about=ROOT,
+        ),
+        Generates(path="/generate", contract=partial(TgiContract, style=Style(streams=False)), about=GENERATE),
+        Generates(
+            path="/generate_stream", contract=partial(TgiContract, style=Style(streams=True)), about=GENERATE_STREAM
+        ),
+        Generates(path="/vertex", contract=VertexContract, about=ABOUT_VERTEX),
+        Tells(path="/", tell=tell_health, methods=("GET", "HEAD"), about=HEALTH),
+        Tells(path="/health", tell=tell_health, methods=("GET", "HEAD"), about=HEALTH),
+        Tells(path="/info", tell=tell_info, about=INFO),
+        Tells(path="/tokenize", tell=tell_tokens, methods=("POST",), where="inputs", about=TOKENIZE),
+        Tells(path="/chat_tokenize", tell=tell_chat_tokens, methods=("POST",), about=CHAT_TOKENIZE),
+    ),
+    refuse=refuse,
+    wrong_method=wrong_method,
+)

@@ -1,0 +1,128 @@
+"""TGI's /vertex: several requests in one call, as Vertex AI sends them.
+
+Source: contracts/tgi.md section 1; TGI's router, `vertex.rs`, which heeds nothing of an instance's parameters but
+`max_new_tokens` and `seed`; here all of them count, and sampling is the default as it is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from handlers.contracts.family import ContractSetting
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.tgi.answer import PredictionsAnswer
+from handlers.contracts.tgi.body import Parameters, Signed32, Unsigned32, Unsigned64, read
+from handlers.contracts.tgi.chat import Chat, templated
+from handlers.contracts.tgi.errors import DOES_NOT_FIT, JSON, error_document, refuse, unreadable
+from handlers.contracts.tgi.parameters import TgiParameters, parameter_rules, validate
+from handlers.errors import InvalidRequest, RequestError
+from handlers.request import GenerationRequest
+
+_KIND = "Input validation error"
+
+T = TypeVar("T")
+
+
+class _TextInstance(msgspec.Struct, frozen=True):
+    inputs: str
+    parameters: Parameters | None = None
+
+
+class _ChatInstance(Chat, frozen=True):
+    max_tokens: Unsigned32 | None = None
+    max_completion_tokens: Unsigned32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Signed32 | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Unsigned64 | None = None
+    stop: tuple[str, ...] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    instances: list[dict[str, Any]]
+
+
+class VertexContract:
+    """/vertex, for one model."""
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._model = setting.model
+        self._rules = parameter_rules(setting.model, setting.settings)
+
+    def parse(self, call: Call) -> Exchange:
+        """See `Contract.parse`."""
+        body, _ = read(call, _Body)
+        if not body.instances:
+            raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
+        try:
+            requests = tuple(
+                self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
+            )
+        except InvalidRequest as error:
+            raise ContractError(refuse(error), error.message) from None
+        return Exchange(requests, PredictionsAnswer(len(requests)))
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return refuse(error)
+
+    def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
+        prompt: str | tuple[int, ...]
+        if "inputs" in document:
+            text = _instance(document, _TextInstance)
+            prompt = text.inputs
+            parameters = self._validated(text.inputs, text.parameters or Parameters(do_sample=True))
+        else:
+            chat = _instance(document, _ChatInstance)
+            written = templated(chat, self._model)
+            parameters = self._validated(written, _of_chat(chat))
+            # The template has written the special tokens that the model wants.
+            prompt = tuple(self._model.tokenizer.encode(written, add_special_tokens=False))
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=parameters.sampling,
+            truncate_prompt_tokens=parameters.truncate,
+            room=parameters.room,
+        )
+
+    def _validated(self, text: str, parameters: Parameters) -> TgiParameters:
+        if parameters.do_sample is None:
+            parameters = msgspec.structs.replace(parameters, do_sample=True)
+        validated = validate(text, parameters, self._rules, streams=False)
+        if validated.best_of > 1:
+            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+        return validated
+
+
+def _instance(document: dict[str, Any], shape: type[T]) -> T:
+    try:
+        return msgspec.convert(document, shape)
+    except msgspec.ValidationError as error:
+        raise unreadable(
+            DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: instances: {error}"
+        ) from None
+
+
+def _of_chat(chat: _ChatInstance) -> Parameters:
+    """A chat's parameters by the names of /generate. As in TGI, a chat samples unless its temperature is 0."""
+    if chat.tools:
+        raise InvalidRequest("`tools` cannot be used here; /v1/chat/completions takes them")
+    greedy = chat.temperature == 0.0
+    return Parameters(
+        temperature=None if greedy else chat.temperature,
+        do_sample=not greedy,
+        top_p=None if greedy else chat.top_p,
+        top_k=None if greedy else chat.top_k,
+        frequency_penalty=chat.frequency_penalty,
+        repetition_penalty=chat.repetition_penalty,
+        max_new_tokens=chat.max_tokens if chat.max_tokens is not None else chat.max_completion_tokens,
+        seed=chat.seed,
+        stop=chat.stop,
+        grammar=chat.response_format,
+    )

@@ -1,0 +1,237 @@
+"""Triton's generate responses: one object, or an event for each.
+
+Source: Triton generate 2.68, "generate vs. generate_stream" and "Generate Response JSON Object";
+contracts/triton_generate.md sections 3 to 7. The bytes are Triton's: keys in alphabetical order, no white space,
+non-ASCII characters as they are, a tensor of one element as a bare value and any other as a flat array.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
+from math import isfinite
+from typing import Any
+
+from handlers.contracts.protocol import Reply
+from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
+from handlers.contracts.triton.parameters import Outputs
+from handlers.errors import RequestError
+from handlers.request import FinishReason, Token, TokenDelta
+
+EVENTS = "text/event-stream; charset=utf-8"
+
+_FINISH_REASONS = {
+    None: "None",
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+"""vLLM's names, as its backend writes them."""
+_FLOAT32 = struct.Struct("f")
+_PLAIN = Outputs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the responses to one request look like."""
+
+    model: str
+    id: str = ""
+    """Empty: the request has none, and so have the responses."""
+    sequences: int = 1
+    outputs: Outputs = _PLAIN
+    logprobs: bool = False
+    """The request has `logprobs`; without them the output of that name is "null"."""
+    lead: str = ""
+    """What each text begins with: the prompt, or nothing."""
+    text: bool = True
+    """False: `detokenize` is off, and there is no text."""
+
+
+class _Piece:
+    """What one response says of one sequence."""
+
+    __slots__ = ("cumulative", "finish_reason", "new_tokens", "seen", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: Sequence[Token] = ()
+        self.finish_reason: FinishReason | None = None
+        self.cumulative: float | None = None
+        self.new_tokens = self.seen = 0
+
+    def take(self, delta: TokenDelta) -> None:
+        """Become what this delta adds."""
+        self.text, self.tokens = delta.text, delta.tokens
+        self.finish_reason = delta.finish_reason
+        self.new_tokens, self.seen = delta.token_count - self.seen, delta.token_count
+        if delta.cumulative_logprob is not None:
+            self.cumulative = delta.cumulative_logprob
+
+    def add(self, delta: TokenDelta) -> None:
+        """Become what was there, and what this delta adds."""
+        text, tokens, new_tokens = self.text, self.tokens, self.new_tokens
+        self.take(delta)
+        self.text, self.tokens, self.new_tokens = (
+            text + self.text,
+            [*tokens, *self.tokens],
+            new_tokens + self.new_tokens,
+        )
+
+    def rest(self) -> None:
+        """Nothing is new."""
+        self.text, self.tokens, self.new_tokens = "", (), 0
+
+
+class _Objects:
+    """Writes response objects from prefixes made once."""
+
+    __slots__ = ("_head", "_id", "_model", "_shape")
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._id = f'"id":{quote(shape.id)},' if shape.id else ""
+        self._model = f'"model_name":{quote(shape.model)},"model_version":"{VERSION}",'
+        self._head = "{" + self._id + self._model + '"text_output":'
+
+    @property
+    def plain(self) -> str | None:
+        """What stands before the text and a brace, if there is nothing else."""
+        return self._head if self._shape.outputs == _PLAIN and self._shape.sequences == 1 and self._shape.text else None
+
+    def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
+        """One response."""
+        shape, outputs = self._shape, self._shape.outputs
+        parts = ["{"]
+        if outputs.cum_log_probs:
+            parts.append(f'"cum_log_probs":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
+        if outputs.cumulative_logprob:
+            parts.append(f'"cumulative_logprob":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
+        if outputs.finish_reason:
+            parts.append(f'"finish_reason":{_tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)},')
+        parts.append(self._id)
+        if outputs.logprobs:
+            parts.append(f'"logprobs":{_tensor(quote(self._logprobs(piece)) for piece in pieces)},')
+        parts.append(self._model)
+        if outputs.num_input_tokens:
+            parts.append(f'"num_input_tokens":{prompt_token_count},')
+        if outputs.num_output_tokens:
+            parts.append(f'"num_output_tokens":{_tensor(str(piece.new_tokens) for piece in pieces)},')
+        if outputs.cum_log_probs:
+            parts.append(f'"output_log_probs":{_tensor(_rectangle(pieces))},')
+        texts = (quote(shape.lead + piece.text if shape.text else shape.lead) for piece in pieces)
+        parts.append(f'"text_output":{_tensor(texts)}}}')
+        return "".join(parts)
+
+    def _logprobs(self, piece: _Piece) -> str:
+        """JSON in a string, as Python's own writer makes it, which the backend uses."""
+        return json.dumps([_candidates(token) for token in piece.tokens]) if self._shape.logprobs else "null"
+
+
+class CollectedAnswer:
+    """The one response to a request without `stream`: an object, or the only event of a stream.
+
+    `steps`: the engine is asked for every step, each of which is a response; more than one is an error.
+    """
+
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, shape: Shape, *, events: bool, steps: bool = False) -> None:
+        self.content_type = EVENTS if events else JSON
+        self._objects = _Objects(shape)
+        self._pieces = [_Piece() for _ in range(shape.sequences)]
+        self._events, self._steps = events, steps
+        self._fed = False
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`.
+
+        Raises:
+            SeveralResponses: there is a second step, where only one has room.
+        """
+        if self._steps and self._fed:
+            raise SeveralResponses
+        self._fed = True
+        if delta.sequence < len(self._pieces):  # a beam search may give more than are shown
+            self._pieces[delta.sequence].add(delta)
+        if not delta.last:
+            return b""
+        document = self._objects.write(self._pieces, delta.prompt_token_count)
+        return (f"data: {document}\n\n" if self._events else document).encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`."""
+        return refusal(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """Never comes to it: the body is sent whole."""
+        return b""
+
+
+class EventAnswer:
+    """An event for each step of the engine; the body ends with the last, without any mark."""
+
+    content_type = EVENTS
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, shape: Shape) -> None:
+        self._objects = _Objects(shape)
+        plain = self._objects.plain
+        self._plain = None if plain is None else f"data: {plain}"
+        self._pieces = [_Piece() for _ in range(shape.sequences)]
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        if self._plain is not None:
+            return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
+        for piece in self._pieces:
+            piece.rest()
+        self._pieces[delta.sequence].take(delta)
+        return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        """See `Answer.fail`. Nothing has been streamed, so the error comes as a JSON document."""
+        return refusal(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """See `Answer.fail_midway`."""
+        return f"data: {error_object(message_of(error))}\n\n".encode("utf-8", "replace")
+
+
+def _tensor(elements: Iterable[str]) -> str:
+    """One element bare, any other number as an array."""
+    listed = list(elements)
+    return listed[0] if len(listed) == 1 else f"[{','.join(listed)}]"
+
+
+def _float32(value: float | None) -> str:
+    """As Triton prints a float: its nearest 32-bit value, in the digits of a double."""
+    if value is None:
+        return "0.0"
+    return repr(_FLOAT32.unpack(_FLOAT32.pack(value))[0]) if isfinite(value) else "null"
+
+
+def _rectangle(pieces: Sequence[_Piece]) -> Iterable[str]:
+    """Log probabilities of all sequences' tokens, row after row, short rows filled up with 0."""
+    longest = max(len(piece.tokens) for piece in pieces)
+    for piece in pieces:
+        yield from (_float32(token.logprob) for token in piece.tokens)
+        yield from ["0.0"] * (longest - len(piece.tokens))
+
+
+def _candidates(token: Token) -> dict[int, dict[str, Any]]:
+    """The chosen token, then the most probable ones that it is not."""
+    found = {token.id: _candidate(token, token.rank)}
+    for place, other in enumerate(token.top, start=1):
+        found.setdefault(other.id, _candidate(other, place if other.rank is None else other.rank))
+    return found
+
+
+def _candidate(token: Token, rank: int | None) -> dict[str, Any]:
+    logprob = token.logprob if token.logprob is not None and isfinite(token.logprob) else None
+    return {"logprob": logprob, "rank": rank, "decoded_token": token.text}

@@ -1,0 +1,248 @@
+"""What Triton tells of a server and its model: KServe's health and metadata, and Triton's configuration, statistics
+and repository.
+
+Source: contracts/triton_generate.md section 10. There is one model with one version, described as Triton's vLLM
+backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from handlers.contracts.family import ModelView
+from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.triton.body import TENSORRT_LLM_INPUTS, VLLM_INPUTS
+from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
+from handlers.meter import Meter
+
+PROTOCOL_VERSION = "2.68.0"
+"""The release of Triton whose protocol this is."""
+_EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
+
+_EMPTY = Reply(200, "", b"")
+_DATA_TYPES = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
+_CONFIG_TYPES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32"} | {
+    "UINT32": "TYPE_UINT32"
+}
+_VLLM_OUTPUTS = {
+    "text_output": "BYTES",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+_TENSORRT_LLM_OUTPUTS = {"cum_log_probs": "FP32", "output_log_probs": "FP32"}
+_BACKENDS = {"vllm": "vllm", "trtllm": "tensorrtllm"}
+_REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
+
+Tell = Callable[[Call, ModelView], Reply]
+
+
+def of_served_model(tell: Tell) -> Tell:
+    """The same, where the path names the model that is served; Triton's error elsewhere."""
+
+    def checked(call: Call, view: ModelView) -> Reply:
+        names = call.path_parameters
+        return missing_model(view.settings.name, names["model"], names.get("version")) or tell(call, view)
+
+    return checked
+
+
+def live(call: Call, view: ModelView) -> Reply:
+    """200 as long as the process can do anything: while it loads and drains, but not once the engine has failed."""
+    return Reply(400, "", b"") if view.state in ("failed", "stopped") else _EMPTY
+
+
+def ready(call: Call, view: ModelView) -> Reply:
+    """200 when the model generates."""
+    return _EMPTY if view.state == "ready" else Reply(400, "", b"")
+
+
+def model_ready(call: Call, view: ModelView) -> Reply:
+    """The same of one model; one that is not served is not ready, as Triton says it."""
+    names = call.path_parameters
+    if view.state != "ready" or missing_model(view.settings.name, names["model"], names.get("version")):
+        return error_reply(400, "Model version not ready")
+    return _EMPTY
+
+
+def server_metadata(call: Call, view: ModelView) -> Reply:
+    """Clients look for the name and the extensions of Triton."""
+    return _json({"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS})
+
+
+@of_served_model
+def metadata(call: Call, view: ModelView) -> Reply:
+    """Inputs and outputs; none where a custom handler decides them."""
+    inputs, outputs = _tensors(view)
+    return _json(
+        {
+            "name": view.settings.name,
+            "versions": [VERSION],
+            "platform": "python",
+            "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape, _ in inputs],
+            "outputs": [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in outputs],
+        }
+    )
+
+
+@of_served_model
+def configuration(call: Call, view: ModelView) -> Reply:
+    """Triton's model configuration, as far as it means something here."""
+    inputs, outputs = _tensors(view)
+    return _json(
+        {
+            "name": view.settings.name,
+            "platform": "",
+            "backend": _BACKENDS.get(view.engine, "python"),
+            "version_policy": {"latest": {"num_versions": 1}},
+            "max_batch_size": 0,
+            "input": [
+                {
+                    "name": name,
+                    "data_type": _CONFIG_TYPES[kind],
+                    "format": "FORMAT_NONE",
+                    "dims": shape,
+                    "is_shape_tensor": False,
+                    "allow_ragged_batch": False,
+                    "optional": optional,
+                }
+                for name, kind, shape, optional in inputs
+            ],
+            "output": [
+                {
+                    "name": name,
+                    "data_type": _CONFIG_TYPES[kind],
+                    "dims": [-1],
+                    "label_filename": "",
+                    "is_shape_tensor": False,
+                }
+                for name, kind in outputs
+            ],
+            "batch_input": [],
+            "batch_output": [],
+            "instance_group": [],
+            "default_model_filename": "model.py",
+            "cc_model_filenames": {},
+            "metric_tags": {},
+            "parameters": {},
+            "model_warmup": [],
+            "model_transaction_policy": {"decoupled": True},
+        }
+    )
+
+
+def model_statistics(call: Call, view: ModelView) -> Reply:
+    """Counts and times of the model; of one that is not served it is 400, as in Triton."""
+    names = call.path_parameters
+    missing = missing_model(view.settings.name, names["model"], names.get("version"))
+    return statistics(call, view) if missing is None else Reply(400, JSON, missing.body)
+
+
+def statistics(call: Call, view: ModelView) -> Reply:
+    """Calls of all clients since the start, whatever their contract; times in nanoseconds, `last_inference` in ms."""
+    meter = view.loaded.meter if view.loaded is not None else Meter()
+    calls, queue = meter.calls, meter.queue_time
+    model = {
+        "name": view.settings.name,
+        "version": VERSION,
+        "last_inference": int(calls.last_at * 1000),
+        "inference_count": calls.succeeded,
+        "execution_count": calls.succeeded,
+        "inference_stats": {
+            "success": _duration(calls.succeeded, calls.succeeded_seconds),
+            "fail": _duration(calls.failed, calls.failed_seconds),
+            "queue": _duration(sum(queue.counts), queue.total),
+            "compute_input": _duration(calls.succeeded, 0.0),
+            "compute_infer": _duration(calls.succeeded, max(calls.succeeded_seconds - queue.total, 0.0)),
+            "compute_output": _duration(calls.succeeded, 0.0),
+            "cache_hit": _duration(0, 0.0),
+            "cache_miss": _duration(0, 0.0),
+        },
+        "response_stats": {},
+        "batch_stats": [],
+        "memory_usage": [],
+    }
+    return _json({"model_stats": [model]})
+
+
+def repository_index(call: Call, view: ModelView) -> Reply:
+    """The one model and its state; with `{"ready": true}` only if it is ready."""
+    only_ready: Any = False
+    if call.body.strip():
+        try:
+            document = msgspec.json.decode(call.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_reply(400, f"failed to parse the request JSON buffer: {error}")
+        if not isinstance(document, dict):
+            return error_reply(400, "attempt to get members for non-object: the body must be a JSON object")
+        only_ready = document.get("ready", False)
+    if not isinstance(only_ready, bool):
+        return error_reply(400, "Unable to parse 'ready': attempt to access JSON non-boolean as boolean")
+    if only_ready and view.state != "ready":
+        return _json([])
+    state = _REPOSITORY_STATES.get(view.state, "UNAVAILABLE")
+    model = {"name": view.settings.name, "version": VERSION, "state": state}
+    return _json([model | {"reason": view.reason} if view.reason else model])
+
+
+def load(call: Call, view: ModelView) -> Reply:
+    """The served model needs no loading; another cannot be loaded."""
+    name = call.path_parameters["model"]
+    if name != view.settings.name:
+        return error_reply(404, f"failed to load '{name[:200]}': this server serves '{view.settings.name}' only")
+    if view.state == "ready":
+        return _EMPTY
+    return error_reply(503, f"failed to load '{name}': it is {view.state}" + (view.reason and f" ({view.reason})"))
+
+
+def unload(call: Call, view: ModelView) -> Reply:
+    """Refused for the served model. One that is not there is unloaded already, as Triton sees it."""
+    if call.path_parameters["model"] != view.settings.name:
+        return _EMPTY
+    return error_reply(501, f"unload is not supported: this server serves '{view.settings.name}' as long as it runs")
+
+
+@of_served_model
+def infer(call: Call, view: ModelView) -> Reply:
+    """Tensors in and out are not for a model that streams; Triton's backends of this kind refuse them as well."""
+    return error_reply(
+        501,
+        "ModelInfer RPC doesn't support models with decoupled transaction policy; use generate or generate_stream",
+    )
+
+
+def wrong_method(call: Call) -> Reply:
+    """A path of Triton's, with another method."""
+    return error_reply(405, "Method Not Allowed")
+
+
+def not_found(call: Call) -> Reply:
+    """A path that Triton does not have."""
+    return Reply(404, "text/plain", b'{"error":"Not Found"}')
+
+
+def _tensors(view: ModelView) -> tuple[list[tuple[str, str, list[int], bool]], list[tuple[str, str]]]:
+    """Inputs as name, type, shape and whether they may be left out; outputs as name and type."""
+    if view.settings.handler is not None:
+        return [], []
+    tensorrt_llm = view.engine == "trtllm"
+    kinds = VLLM_INPUTS | TENSORRT_LLM_INPUTS if tensorrt_llm else VLLM_INPUTS
+    inputs = [
+        (name, _DATA_TYPES[kind], [-1] if kind == "texts" else [1], name != "text_input")
+        for name, kind in kinds.items()
+    ]
+    outputs = _VLLM_OUTPUTS | _TENSORRT_LLM_OUTPUTS if tensorrt_llm else _VLLM_OUTPUTS
+    return inputs, list(outputs.items())
+
+
+def _duration(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": int(seconds * 1e9)}
+
+
+def _json(document: Any) -> Reply:
+    return Reply(200, JSON, msgspec.json.encode(document))
