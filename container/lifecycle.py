@@ -111,7 +111,7 @@ class Lifecycle:
             engine=engine,
             engine_version=version,
             max_requests=engine_handler.limit if engine_handler is not None else self._server.job_queue_size,
-            abort=engine_handler.abort if engine_handler is not None else _nothing_to_abort,
+            abort=service.abort if service is not None else _nothing_to_abort,
         )
 
     async def drain(self, limit: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def openapi_document(model: ModelSettings, vllm: dict[str, Any] | None = None) -
         schemas |= theirs
     content = {
         "openapi": "3.1.0",
-        "info": {"title": f"Slipway: {model.name}", "version": "0.1.0"},
+        "info": {"title": f"Slipway: {model.name}", "version": version("slipway")},
         "paths": paths,
         "components": {"schemas": schemas},
     }

@@ -67,6 +67,13 @@ class Service:
     """None where a custom handler generates."""
     custom: CustomHandler | None = None
 
+    def abort(self, request_id: str) -> None:
+        """End the calls with this id, if there are any; their clients get an aborted answer."""
+        if self.engine_handler is not None:
+            self.engine_handler.abort(request_id)
+        if self.openai is not None:
+            self.openai.abort(request_id)
+
 
 async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     """Choose the handler and the engine that the settings ask for, and load the model.

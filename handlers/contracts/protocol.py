@@ -92,6 +92,8 @@ class Exchange:
     answer: Answer
     notes: tuple[str, ...] = ()
     """For the log: parameters that were ignored."""
+    comment: bytes = b""
+    """What the stream sends while it has nothing to say; one that has it begins at once, before its first token."""
 
 
 class Contract(Protocol):

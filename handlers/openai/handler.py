@@ -24,6 +24,8 @@ App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Aw
 """An ASGI application."""
 _VLLM = frozenset({"vllm", "lmi-dist"})
 """Values of `option.rolling_batch`, once `auto` is decided."""
+_PREFIXES = ("chatcmpl-", "cmpl-")
+"""Before the HTTP request's id in those of vLLM's answers."""
 
 
 async def openai_handler(
@@ -53,19 +55,32 @@ async def openai_handler(
         accepts=lambda name: name in accepted or current_call.get().any_model,
     )
     logger.info("OpenAI front end ready after %.1f s", time.monotonic() - started)
-    return OpenAIHandler(app, handler)
+    return OpenAIHandler(app, handler, running.async_llm)
 
 
 class OpenAIHandler:
     """Hands calls to vLLM's own front end."""
 
-    def __init__(self, app: Any, handler: EngineHandler) -> None:
-        self._app, self._handler = app, handler
+    def __init__(self, app: Any, handler: EngineHandler, llm: Any) -> None:
+        """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
+        self._app, self._handler, self._llm = app, handler, llm
+        self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
         """vLLM's own description of its routes, as an OpenAPI document."""
         document: dict[str, Any] = self._app.openapi()
         return document
+
+    def abort(self, request_id: str) -> None:
+        """End the requests with this id, if there are any: that of the answer (`chatcmpl-...`), or of the HTTP request.
+
+        Their clients get what there is of the answer, with the finish reason `abort`.
+        """
+        ids = [known for known in self._llm.output_processor.external_req_ids if _belongs(known, request_id)]
+        if ids and not self._llm.errored:
+            task = asyncio.create_task(self._llm.abort(ids))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
         """See `Handler.handle`."""
@@ -78,6 +93,13 @@ class OpenAIHandler:
         `any_model`: the `model` of its body never makes a refusal.
         """
         return _RunningCall(self._app, OpenAICall(self._handler, any_model), call, writer, path)
+
+
+def _belongs(known: str, request_id: str) -> bool:
+    """Whether vLLM's id of a request is of the answer with this id; completions have one for each prompt."""
+    answer, _, prompt = known.rpartition("-")
+    names = (known, answer) if prompt.isdigit() else (known,)
+    return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
 
 
 class _RunningCall:

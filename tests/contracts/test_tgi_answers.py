@@ -188,6 +188,12 @@ def test_the_headers_of_a_plain_reply_count_tokens_and_characters() -> None:
     assert 0.0 <= float(headers["x-compute-time"]) < 60.0
 
 
+def test_a_stream_that_is_idle_sends_an_empty_comment() -> None:
+    assert parse("/generate_stream", PROMPT).comment == b":\n\n"
+    assert parse("/", {**PROMPT, "stream": True}).comment == b":\n\n"
+    assert parse("/generate", PROMPT).comment == b""
+
+
 def test_the_headers_of_a_stream_keep_proxies_from_holding_it_back() -> None:
     assert parse("/generate_stream", PROMPT).answer.headers == (
         ("x-compute-type", "lmi-dist"),

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,13 @@ from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, call
 
 pytestmark = pytest.mark.asyncio
+
+
+class Commenting(LmiContract):
+    """A contract whose streams are kept alive, as TGI's are."""
+
+    def parse(self, call: Call) -> Exchange:
+        return replace(super().parse(call), comment=b":\n\n")
 
 
 class Running:
@@ -176,6 +184,23 @@ async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(
     assert b'"finish_reason": "abort", "generated_tokens": 1' in writer.body
     handler.abort("r")
     assert len(writer.ended) == 1
+
+
+async def test_a_stream_with_a_comment_begins_at_once_and_comments_while_it_is_idle(
+    handler: EngineHandler, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("handlers.keep_alive.SECONDS", 0.05)
+    writer = Writer()
+    await handler.handle(Commenting(MODEL), call({"inputs": "x", "stream": True}), writer)
+    assert writer.started == [(200, "application/jsonlines")]
+    assert writer.body == b""
+    await asyncio.sleep(0.2)
+    assert set(writer.written) == {b":\n\n"}
+    engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], finish_reason=FinishReason.EOS, last=True))
+    told = len(writer.written)
+    await asyncio.sleep(0.1)
+    assert len(writer.written) == told
+    assert b'"generated_text": "y"' in writer.ended[0]
 
 
 async def test_an_aborted_batch_ends_every_sequence_that_is_open(

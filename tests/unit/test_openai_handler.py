@@ -39,7 +39,7 @@ CALL = Call(
 
 async def served(app: App, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineHandler]:
     writer, handler = CollectedReply(), handler_of(limit)
-    running = await OpenAIHandler(app, handler).handle(call, writer)
+    running = await OpenAIHandler(app, handler, None).handle(call, writer)
     async with asyncio.timeout(5):
         while writer.whole is None and not writer.ended:
             await asyncio.sleep(0)
@@ -176,7 +176,7 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
         ended.set()
 
     writer, handler = CollectedReply(), handler_of()
-    running = await OpenAIHandler(app, handler).handle(CALL, writer)
+    running = await OpenAIHandler(app, handler, None).handle(CALL, writer)
     await asyncio.sleep(0.01)
     assert handler.open_sequences == 2
     running.cancel()

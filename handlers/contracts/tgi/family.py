@@ -22,6 +22,9 @@ from handlers.contracts.tgi.vertex import VertexContract
 from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 
+_COMMENT = b":\n\n"
+"""What TGI sends while a stream is idle. Source: contracts/tgi.md section 4."""
+
 
 @dataclass(frozen=True, slots=True)
 class Style:
@@ -85,7 +88,7 @@ class TgiContract:
         )
         show = self._show(body, parameters, tuple(map(shown_seed, samplings)))
         answer: Answer = StreamAnswer(show) if streams else GenerationAnswer(show)
-        return Exchange(requests, answer, notes)
+        return Exchange(requests, answer, notes, comment=_COMMENT if streams else b"")
 
     def _show(
         self, body: Body, parameters: TgiParameters | None = None, seeds: tuple[int | None, ...] = (None,)
