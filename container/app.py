@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
 from container.docs_page import plain_page, swagger_assets, swagger_page
-from container.endpoint import Site
+from container.endpoint import Site, answered_early
 from container.family_endpoints import family_endpoints
 from container.health import ping
 from container.inference import invocations
@@ -103,7 +102,7 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Routes:
     metrics = Metrics(lifecycle, counts)
     description = _Description(lifecycle)
 
-    routes = Routes(_not_found)
+    routes = Routes(answered_early(site, "unknown", _not_found))
     for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
         routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings))))
@@ -149,43 +148,32 @@ def _add_wrong_methods(routes: Routes, site: Site) -> None:
     for family in FAMILIES:
         for path in {route.path: None for route in family.routes}:
             allowed = ", ".join(routes.methods(path))
-            routes.add(path, _ANY, _WrongMethod(family, allowed))
+            routes.add(path, _ANY, _wrong_method(site, path, family, allowed))
             if site.settings.cors_allowed_origin:
-                routes.add(path, "OPTIONS", _Page(partial(_preflight, site, allowed)))
+                preflight = Reply(200, "", b"", (("allow", allowed),))
+                routes.add(path, "OPTIONS", answered_early(site, path, partial(_always, preflight)))
 
 
-def _preflight(site: Site, allowed: str) -> Response:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in site.cors_headers}
-    return Response(b"", 200, {"allow": allowed, **headers})
+def _wrong_method(site: Site, path: str, family: Family, allowed: str) -> Application:
+    def reply(call: Call) -> Reply:
+        refusal = family.wrong_method(call)
+        return replace(refusal, headers=(*refusal.headers, ("allow", allowed)))
+
+    return answered_early(site, path, reply)
 
 
-@dataclass(frozen=True, slots=True)
-class _WrongMethod:
-    family: Family
-    allowed: str
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        reply = self.family.wrong_method(_bare_call(scope))
-        await _response(reply, {"allow": self.allowed})(scope, receive, send)
+def _always(reply: Reply, _: Call) -> Reply:
+    return reply
 
 
-async def _not_found(scope: Any, receive: Any, send: Any) -> None:
+def _not_found(call: Call) -> Reply:
     """Any path that is not served: the error of the family whose prefix it has, or else LMI's."""
-    path: str = scope["path"]
-    family = next((f for f in FAMILIES if f.prefix and path.startswith(f.prefix) and f.not_found), None)
-    if family is not None and family.not_found is not None:
-        reply = family.not_found(_bare_call(scope))
-    else:
-        message = f"Requested resource is not found: {path}"
-        reply = Reply(404, JSON, front_end_error(404, "ResourceNotFoundException", message))
-    await _response(reply)(scope, receive, send)
+    for family in FAMILIES:
+        if family.prefix and family.not_found and call.path.startswith(family.prefix):
+            return family.not_found(call)
+    message = f"Requested resource is not found: {call.path}"
+    return Reply(404, JSON, front_end_error(404, "ResourceNotFoundException", message))
 
 
-def _bare_call(scope: Any) -> Call:
-    request = Request(scope)
-    return Call(body=b"", request_id="", method=request.method, path=scope["path"])
-
-
-def _response(reply: Reply, more: Mapping[str, str] | None = None) -> Response:
-    headers = {"content-type": reply.content_type} if reply.content_type else {}
-    return Response(reply.body, reply.status, {**headers, **dict(reply.headers), **(more or {})})
+def _response(reply: Reply) -> Response:
+    return Response(reply.body, reply.status, {"content-type": reply.content_type})

@@ -135,6 +135,18 @@ class Endpoint:
                 await _until_closed(receive, running)
 
 
+def answered_early(site: Site, route: str, reply: Callable[[Call], Reply]) -> Endpoint:
+    """An endpoint that has its answer before the body is read, which it does not look at."""
+
+    def early(scope: Scope, _: dict[bytes, bytes]) -> Reply:
+        return reply(Call(body=b"", request_id="", method=scope["method"], path=scope["path"]))
+
+    async def answer(call: Call, writer: ReplyWriter) -> None:
+        writer.reply(reply(call))
+
+    return Endpoint(site, route, [Target(answer, lambda _: Reply(500, "", b""), early=early)])
+
+
 def _call(scope: Scope, headers: dict[bytes, bytes], body: bytes, identity: str) -> Call:
     query: bytes = scope["query_string"]
     return Call(

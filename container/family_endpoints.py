@@ -9,12 +9,12 @@ from collections.abc import Iterable
 import msgspec
 
 from container.endpoint import Endpoint, Site, Target
-from handlers.contracts.family import Family, Forwards, Generates, Route, Tells
+from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Route, Tells
 from handlers.contracts.protocol import Call
 from handlers.errors import NotServed
 from handlers.reply import Handler, ReplyWriter, Running
 
-_CUSTOM = "this model has a handler of its own; only /invocations and /predictions reach it"
+_UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 
 _LONG_TEXT = 16 * 1024
@@ -24,7 +24,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def family_endpoints(site: Site, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
-    """An endpoint for each path and method. Targets with `where` are asked first, then families in order."""
+    """An endpoint for each path and method. Targets with `where` are asked first."""
     targets: defaultdict[tuple[str, str], list[Target]] = defaultdict(list)
     for family in families:
         for route in family.routes:
@@ -61,12 +61,13 @@ def _telling(site: Site, family: Family, route: Tells) -> Target:
 
 def _generating(site: Site, family: Family, route: Generates) -> Target:
     async def answer(call: Call, writer: ReplyWriter) -> Running:
-        handler = site.service().generation.get(route.path)
+        service = site.service()
+        handler = service.generation.get(route.path)
         if handler is None:
-            raise NotServed(_CUSTOM)
+            raise NotServed(_UNUSABLE if service.custom is None else OWN_HANDLER)
         return await handler.handle(call, writer)
 
-    return Target(answer, family.refuse)
+    return Target(answer, family.refuse, early=lambda *_: _when_ready(site))
 
 
 def _forwarding(site: Site, family: Family) -> Target:
@@ -74,10 +75,15 @@ def _forwarding(site: Site, family: Family) -> Target:
         service = site.service()
         handler: Handler | None = service.openai
         if handler is None:
-            raise NotServed(_NOT_VLLM if service.custom is None else _CUSTOM)
+            raise NotServed(_NOT_VLLM if service.custom is None else OWN_HANDLER)
         return await handler.handle(call, writer)
 
-    return Target(answer, family.refuse)
+    return Target(answer, family.refuse, early=lambda *_: _when_ready(site))
+
+
+def _when_ready(site: Site) -> None:
+    """A body that nobody is going to read need not be waited for."""
+    site.service()
 
 
 def _where(route: Route) -> str | None:

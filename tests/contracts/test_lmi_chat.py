@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from handlers.contracts.lmi.asynchronous_openai import AsyncShape
 from handlers.contracts.lmi.chat import LmiChatShape
-from handlers.contracts.openai.shape import Shape, events, is_error
+from handlers.contracts.lmi.openai_shape import Shape, events, is_error
 from handlers.contracts.protocol import Reply
 
 CHAT = (

@@ -51,7 +51,7 @@ def parse(
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
     found = next(one for one in TRITON.routes if isinstance(one, Generates) and one.path == path)
     contract = found.contract(
-        ContractSetting(settings=replace(MODEL, **settings), model=LoadedText(), overload_status=503)
+        ContractSetting(settings=replace(MODEL, **settings), model=LoadedText())
     )
     call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
     return contract.parse(call)

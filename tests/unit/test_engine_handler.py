@@ -382,7 +382,7 @@ async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(
 async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_second(
     handler: EngineHandler, engine: ScriptedEngine
 ) -> None:
-    setting = ContractSetting(settings=MODEL, model=engine, overload_status=503)
+    setting = ContractSetting(settings=MODEL, model=engine)
     body = b'{"text_input": "x", "stream": true}'
     writer = Writer()
     generate = TritonContract(setting, events=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,9 +14,10 @@ import pytest_asyncio
 from container.app import create_app
 from container.lifecycle import Lifecycle, State
 from container.settings import ServerSettings, Settings
-from handlers.contracts.family import Generates, Tells
+from handlers import entry_point
+from handlers.contracts.family import ContractSetting, Generates, Tells
 from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Call
+from handlers.contracts.protocol import Call, Contract
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth
 from handlers.entry_point import Service
@@ -192,6 +194,37 @@ async def test_an_unknown_path_is_404_in_the_words_of_whose_prefix_it_has(
     response = await starting.get(path)
     assert response.status_code == 404
     assert response.headers["content-type"].startswith(content_type)
+
+
+async def test_refusals_of_paths_and_methods_have_an_id_cors_and_a_count() -> None:
+    _, client = make(cors_allowed_origin="*")
+    async with client:
+        for method, path in (("GET", "/nope"), ("GET", "/generate"), ("GET", "/v2/nope")):
+            response = await client.request(method, path, headers={"x-request-id": "mine"})
+            assert response.headers["x-request-id"] == "mine"
+            assert response.headers["access-control-allow-origin"] == "*"
+        text = (await client.get("/metrics")).text
+    assert 'slipway_requests_total{route="unknown",status="404"} 2.0' in text
+    assert 'slipway_requests_total{route="/generate",status="405"} 1.0' in text
+
+
+async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: ContractSetting) -> Contract:
+        raise ValueError("a tokenizer that it cannot do with")
+
+    works = Generates(path="/works", contract=lambda _: LmiContract(MODEL))
+    families = [replace(FAMILIES[0], routes=(route,)) for route in (Generates(path="/broken", contract=broken), works)]
+    monkeypatch.setattr(entry_point, "FAMILIES", families)
+    assert entry_point._generation(MODEL, EngineHandler(ScriptedEngine(), 4)).keys() == {"/works"}
+
+
+async def test_a_route_that_a_model_cannot_have_says_so() -> None:
+    lifecycle, client = make()
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post("/generate", json={"inputs": "x"})
+    assert response.status_code >= 400
+    assert "cannot be served with this model" in response.text
 
 
 async def test_tokenize_is_tgis_for_inputs_and_vllms_for_anything_else(starting: httpx.AsyncClient) -> None:

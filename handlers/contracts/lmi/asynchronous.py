@@ -16,8 +16,8 @@ from handlers.contracts.lmi.asynchronous_parameters import AsyncParameters, read
 from handlers.contracts.lmi.body import BodyError, decode
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error
 from handlers.contracts.lmi.rolling_batch_answer import FINISH_REASONS
-from handlers.contracts.openai.family import error_body
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.vllm_error import error_body
 from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta

@@ -5,7 +5,7 @@ Source: contracts/lmi.md section 4.7.
 
 from __future__ import annotations
 
-from handlers.contracts.openai.shape import DONE, error_of, lmi_error
+from handlers.contracts.lmi.openai_shape import DONE, error_of, lmi_error
 from handlers.contracts.protocol import Reply
 
 

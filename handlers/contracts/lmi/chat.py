@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON
-from handlers.contracts.openai.shape import DONE, error_of, is_error, lmi_error
+from handlers.contracts.lmi.openai_shape import DONE, error_of, is_error, lmi_error
 from handlers.contracts.protocol import Reply
 
 

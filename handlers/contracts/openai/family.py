@@ -14,6 +14,7 @@ import msgspec
 
 from handlers.contracts.family import Family, Forwards, ModelView, Operation, Route, Tells
 from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.vllm_error import error_body
 from handlers.errors import (
     BodyTooLarge,
     EngineDead,
@@ -31,11 +32,6 @@ ALIASED = "/openai"
 """What stands before /v1 in the paths on which any `model` will do."""
 
 _encode = msgspec.json.encode
-
-
-def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
-    """vLLM's error object, byte for byte."""
-    return _encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
 
 
 def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
