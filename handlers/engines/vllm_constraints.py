@@ -187,6 +187,7 @@ def _schema(constraint: Constraint, text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
         if isinstance(schema, dict):
+            _name_objects(schema)
             if '"allOf"' not in text:
                 _close(schema)
             return schema
@@ -195,6 +196,26 @@ def _schema(constraint: Constraint, text: str) -> dict[str, Any]:
     except ValueError:
         pass
     raise InvalidParameter(constraint.parameter, "must be a JSON schema, which is a JSON object")
+
+
+def _name_objects(schema: Any) -> None:
+    """Let what names members be an object.
+
+    By the standard `{"properties": ...}` allows any number or text as well, and people who write it never mean that.
+    """
+    if isinstance(schema, list):
+        for item in schema:
+            _name_objects(item)
+    if not isinstance(schema, dict):
+        return
+    for name in _MAPS_OF_SCHEMAS:
+        if isinstance(members := schema.get(name), dict):
+            for value in members.values():
+                _name_objects(value)
+    for name in (*_SCHEMAS, "allOf"):
+        _name_objects(schema.get(name))
+    if "type" not in schema and isinstance(schema.get("properties"), dict):
+        schema["type"] = "object"
 
 
 def _close(schema: Any) -> None:

@@ -17,6 +17,7 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.asgi import AsgiExchange, scope
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.hopeless_body import hopeless
+from handlers.openai.null_fields import without_nulls
 from handlers.reply import ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class OpenAIHandler:
 
         `any_model`: the `model` of its body never makes a refusal.
         """
-        return _RunningCall(self._app, OpenAICall(self._handler, any_model), call, writer, path)
+        return _RunningCall(self._app, OpenAICall(self._handler, any_model), without_nulls(call, path), writer, path)
 
 
 def _belongs(known: str, request_id: str) -> bool:

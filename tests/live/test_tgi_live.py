@@ -12,7 +12,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError as HubValidationError
 from text_generation import AsyncClient, Client
 from text_generation.errors import OverloadedError, ValidationError
-from text_generation.types import Grammar, GrammarType
+from text_generation.types import Grammar, GrammarType, Message
 
 from tests.live.server import Server
 
@@ -191,6 +191,9 @@ def test_a_grammar_is_kept_to_or_refused_where_the_engine_has_none(client: Clien
         return
     person = json.loads(client.generate("A person:", max_new_tokens=60, grammar=grammar).generated_text)
     assert set(person) >= {"name", "age"}
+    guide = {"properties": {"seen": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["seen"]}
+    untyped = client.generate("Animals:", max_new_tokens=30, grammar=Grammar(type=GrammarType.Json, value=guide))
+    assert 1 <= json.loads(untyped.generated_text)["seen"] <= 5
     digits = Grammar(type=GrammarType.Regex, value="[0-9]{3}-[0-9]{2}")
     answer = client.generate("Call ", max_new_tokens=20, grammar=digits).generated_text
     assert answer[3] == "-"
@@ -198,6 +201,14 @@ def test_a_grammar_is_kept_to_or_refused_where_the_engine_has_none(client: Clien
     for wrong in (Grammar(type=GrammarType.Regex, value="["), Grammar(type=GrammarType.Json, value={"properties": 3})):
         with pytest.raises(ValidationError, match="grammar"):
             client.generate("x", max_new_tokens=5, grammar=wrong)
+
+
+def test_the_python_clients_chat_is_answered_with_its_nulls(client: Client, engine: str) -> None:
+    if engine == "scheduler":
+        return  # which has no chat; tests/live/test_openai_live.py shows its refusal
+    answer = client.chat([Message(role="user", content="Say hello.")], max_tokens=5)
+    assert answer.choices[0].message.content
+    assert answer.usage.completion_tokens == 5
 
 
 def test_the_bytes_of_a_stream(server: Server) -> None:

@@ -74,6 +74,18 @@ async def test_objects_are_closed_unless_the_schema_says_otherwise_or_combines_t
     assert found == closed
 
 
+async def test_what_names_members_is_an_object(translator: ConstraintTranslator) -> None:
+    schema = {
+        "properties": {"a": {"properties": {"b": {}}}, "c": {"type": ["object", "null"], "properties": {}}},
+        "$defs": {"d": {"allOf": [{"properties": {}}]}},
+    }
+    written = json.loads((await translated(translator, json_schema=json.dumps(schema))).json)
+    assert written["type"] == written["properties"]["a"]["type"] == "object"
+    assert written["$defs"]["d"]["allOf"][0]["type"] == "object"
+    assert written["properties"]["c"]["type"] == ["object", "null"]
+    assert "type" not in written["properties"]["a"]["properties"]["b"]
+
+
 async def test_what_ends_the_compiler_is_refused_and_the_next_constraint_is_compiled(
     translator: ConstraintTranslator,
 ) -> None:
