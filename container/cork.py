@@ -64,6 +64,8 @@ class CorkedTransport:
 
 
 _CORK = Cork()
+BREAK_OFF = "slipway.break_off"
+"""In `scope["extensions"]`: what drops the connection at once, with all that waits in it."""
 
 
 class CorkedHttpProtocol(HttpToolsProtocol):
@@ -80,6 +82,8 @@ class CorkedHttpProtocol(HttpToolsProtocol):
         """Called by the parser."""
         self._head = 0
         super().on_message_begin()
+        # ASGI has no way to break a connection off whose client does not take what was sent.
+        self.scope["extensions"] = {BREAK_OFF: self.transport.abort}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""

@@ -6,6 +6,7 @@ loaded yet, body too large, a fault of our own) it says in the target's own erro
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,9 +15,10 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.access_log import log_request
+from container.cork import BREAK_OFF
 from container.lifecycle import Lifecycle, State
 from container.metrics import HttpCounts
-from container.push import Headers, Message, Pacer, PushedReply, Send
+from container.push import Continued, Headers, Message, Pacer, PushedReply, Send
 from container.request_headers import request_headers
 from container.request_id import request_id
 from container.response_headers import cors_headers
@@ -84,7 +86,7 @@ class Endpoint:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         identity = request_id(headers.get(site.id_header))
         reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
-        writer = PushedReply(send, reply_headers, site.pacer)
+        writer = PushedReply(send, reply_headers, site.pacer, scope.get("extensions", _NONE).get(BREAK_OFF, _nothing))
         site.lifecycle.open_calls += 1
         try:
             await self._serve(scope, headers, identity, receive, writer, reply_headers)
@@ -118,7 +120,16 @@ class Endpoint:
             call = _call(scope, headers, body, identity)
             if self._site.settings.log_prompts:
                 logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
-            running = await target.answer(call, writer)
+            steps = target.answer(call, writer).__await__()
+            try:
+                waiting_for = next(steps)
+            except StopIteration as done:
+                running, watch = done.value, None
+            else:
+                watch = _Watch(receive)
+                running = await watch.unless_gone(Continued(steps, waiting_for))
+        except _Gone:
+            return
         except ContractError as error:
             logger.info("refused: %s", error.reason, extra={"request_id": identity})
             writer.reply(error.reply)
@@ -132,7 +143,7 @@ class Endpoint:
                 writer.reply(target.refuse(InternalError()))
         else:
             if running is not None:
-                await _until_closed(receive, running)
+                await _until_closed(watch.closed if watch is not None else _closed(receive), running)
 
 
 def answered_early(site: Site, route: str, reply: Callable[[Call], Reply]) -> Endpoint:
@@ -193,10 +204,59 @@ async def _body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> by
     return None
 
 
-async def _until_closed(receive: Receive, running: Running) -> None:
-    """Wait until the reply is complete or the client has gone; ASGI reports both as a disconnect."""
+async def _until_closed(closed: Awaitable[None], running: Running) -> None:
     try:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await closed
     finally:
         running.cancel()
+
+
+async def _closed(receive: Receive) -> None:
+    """Wait until the reply is complete or the client has gone; ASGI reports both as a disconnect."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Gone(Exception):
+    """The client has gone before there was anything to cancel but the call itself."""
+
+
+class _Watch:
+    """Waits for the client to leave while its call is still on the way to the engine.
+
+    There are such calls where a long prompt is tokenized or a constraint is tried out; all others are spared it. The
+    call goes on in the task that began it, and is cancelled there.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.closed: asyncio.Task[None] = asyncio.create_task(_closed(receive))
+
+    async def unless_gone(self, answer: Awaitable[Running | None]) -> Running | None:
+        """What `answer` gives.
+
+        Raises:
+            _Gone: the client has left before that; `answer` was cancelled.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering = True
+        self.closed.add_done_callback(lambda _: task.cancel() if self._answering else None)
+        running: Running | None = None
+        try:
+            running = await answer
+        except asyncio.CancelledError:
+            if self.closed.done() and task.uncancel() == 0:
+                raise _Gone from None
+            raise
+        finally:
+            self._answering = False
+            if running is None:
+                self.closed.cancel()
+        return running
+
+
+_NONE: dict[str, Any] = {}
+
+
+def _nothing() -> None:
+    """A server without the extension: what it is given is dropped instead."""

@@ -111,6 +111,7 @@ class Lifecycle:
             engine=engine,
             engine_version=version,
             max_requests=engine_handler.limit if engine_handler is not None else self._server.job_queue_size,
+            model_aliases=self._server.model_aliases,
             abort=service.abort if service is not None else _nothing_to_abort,
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from container.openapi_families import family_paths, forwarded
+from container.openapi_merging import joined
 from container.openapi_schemas import SCHEMAS
 from handlers.families import FAMILIES
 from handlers.model_settings import HandlerSettings, ModelSettings
@@ -31,13 +32,15 @@ def openapi_document(model: ModelSettings, vllm: dict[str, Any] | None = None) -
 
     `vllm`: what vLLM's own server says of the routes that go to it; known once the model is loaded.
     """
-    paths = {**_paths(model), **family_paths(FAMILIES, generates=model.handler is None)}
-    schemas = _named_in(paths)
-    if vllm is not None:
-        routes, theirs = forwarded(FAMILIES, vllm)
-        for path, verbs in routes.items():
-            paths[path] = {**verbs, **paths.get(path, {})}
-        schemas |= theirs
+    routes, theirs = forwarded(FAMILIES, vllm or {})
+    paths = {**_paths(model, routes), **family_paths(FAMILIES, generates=model.handler is None)}
+    for path, verbs in routes.items():
+        ours = paths.get(path, {})
+        paths[path] = {
+            **ours,
+            **{verb: joined(ours[verb], verbs[verb]) if verb in ours else verbs[verb] for verb in verbs},
+        }
+    schemas = _named_in(paths) | theirs
     content = {
         "openapi": "3.1.0",
         "info": {"title": f"Slipway: {model.name}", "version": version("slipway")},
@@ -54,14 +57,14 @@ def _named_in(content: Any) -> dict[str, Any]:
     while todo:
         text = msgspec.json.encode(todo.pop()).decode()
         for name in _REFERENCE.findall(text):
-            if name not in found:
+            if name in SCHEMAS and name not in found:
                 found[name] = SCHEMAS[name]
                 todo.append(SCHEMAS[name])
     return {name: schema for name, schema in SCHEMAS.items() if name in found}
 
 
-def _paths(model: ModelSettings) -> dict[str, Any]:
-    inference = _inference(model)
+def _paths(model: ModelSettings, forwarded: dict[str, Any]) -> dict[str, Any]:
+    inference = _inference(model, forwarded)
     return {
         "/invocations": {"post": {**inference, "operationId": "invocations"}},
         f"/predictions/{model.name}": {"post": {**inference, "operationId": "predictions"}},
@@ -73,10 +76,35 @@ def _paths(model: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _inference(model: ModelSettings) -> dict[str, Any]:
+def _inference(model: ModelSettings, forwarded: dict[str, Any]) -> dict[str, Any]:
     if model.handler is not None:
         return _custom(model.handler)
-    return _dynamic_batch() if model.rolling_batch == "disable" else _rolling_batch(model)
+    if model.rolling_batch == "disable":
+        return _dynamic_batch()
+    own = _asynchronous() if model.async_mode else _rolling_batch(model)
+    for path, answer in _openai_answers(model).items():
+        if (call := forwarded.get(path, {}).get("post")) is not None:
+            own = joined(own, _on_lmis_routes(call, answer))
+    return own
+
+
+def _openai_answers(model: ModelSettings) -> dict[str, dict[str, Any]]:
+    """By vLLM's route for a kind of body: what answers it here, by media type. vLLM describes no answers."""
+    whole, record = "application/json", "application/jsonlines"
+    completion = {whole: {"schema": _ref("OpenAIAnswer")}, "text/event-stream": {"schema": _ref("OpenAIAnswer")}}
+    chat = {whole: {"schema": _ref("ChatAnswer")}, record: {"schema": _ref("ChatRecord")}}
+    if model.async_mode:
+        completion = chat = {whole: {"schema": _ref("OpenAIAnswer")}, record: {"schema": _ref("OpenAIAnswer")}}
+    elif model.chat_format == "openai":
+        chat = completion
+    return {"/v1/chat/completions": chat, "/v1/completions": completion}
+
+
+def _on_lmis_routes(call: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """One of vLLM's operations, as `/invocations` takes it."""
+    summary = f"OpenAI's {call['summary'].removeprefix('Create ').lower()}"
+    answer = {"description": summary, "content": content}
+    return {"summary": summary, "requestBody": call["requestBody"], "responses": {"200": answer}}
 
 
 def _custom(handler: HandlerSettings) -> dict[str, Any]:
@@ -109,6 +137,27 @@ def _dynamic_batch() -> dict[str, Any]:
             "404": _error("Unknown model", "FrontEndError"),
             "413": {"description": "The body is too large."},
             "424": _error("The payload or a parameter is wrong, or generation failed", "HandlerError"),
+            "503": _error("The queue is full, or the model is not ready", "FrontEndError"),
+        },
+    }
+
+
+def _asynchronous() -> dict[str, Any]:
+    return {
+        "summary": "Generate text (LMI asynchronous handler)",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref("AsyncRequest")}}},
+        "responses": {
+            "200": {
+                "description": "The answer: one document, or a record for each token.",
+                "content": {
+                    "application/json": {"schema": _ref("AsyncAnswer")},
+                    "application/jsonlines": {"schema": _ref("AsyncRecord")},
+                },
+            },
+            "404": _error("Unknown model", "FrontEndError"),
+            "413": {"description": "The body is too large."},
+            "424": _error("The payload or a parameter is wrong", "PlainError"),
+            "500": _error("Generation failed", "PlainError"),
             "503": _error("The queue is full, or the model is not ready", "FrontEndError"),
         },
     }

@@ -64,14 +64,19 @@ def forwarded(families: Iterable[Family], vllm: dict[str, Any]) -> tuple[dict[st
         for route in family.routes:
             if not isinstance(route, Forwards):
                 continue
-            verbs = vllm.get("paths", {}).get(route.path, {})
+            verbs = vllm.get("paths", {}).get(route.path.removeprefix(route.prefix), {})
             wanted = {method.lower() for method in route.methods}
-            if found := {verb: {**item, "tags": [family.name]} for verb, item in verbs.items() if verb in wanted}:
+            if found := {verb: _theirs(family, route, item) for verb, item in verbs.items() if verb in wanted}:
                 paths.setdefault(route.path, {}).update(found)
     schemas: dict[str, Any] = {}
     for name in _reachable(paths, vllm.get("components", {}).get("schemas", {})):
         schemas[_ours(name)] = _renamed(vllm["components"]["schemas"][name])
     return _renamed(paths), schemas
+
+
+def _theirs(family: Family, route: Forwards, item: dict[str, Any]) -> dict[str, Any]:
+    identity = f"{route.prefix.strip('/')}_{item['operationId']}" if route.prefix else item["operationId"]
+    return {**item, "operationId": identity, "tags": [family.name]}
 
 
 def _reachable(content: Any, schemas: dict[str, Any]) -> dict[str, None]:

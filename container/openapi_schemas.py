@@ -52,6 +52,45 @@ PARAMETERS: dict[str, Any] = {
 }
 
 _REASONS = ["length", "eos_token", "stop_sequence", "abort", "error"]
+_STREAM = _field("boolean", "A record for each token instead of one document.", default=False)
+
+_ASYNC_NAMES = (
+    *("do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "max_new_tokens", "stop_sequences", "stop_token_ids", "include_stop_str_in_output"),
+    *("ignore_eos_token", "return_full_text", "details", "decoder_input_details", "truncate", "skip_special_tokens"),
+    *("spaces_between_special_tokens",),
+)
+ASYNC_PARAMETERS: dict[str, Any] = {
+    **{name: PARAMETERS[name] for name in _ASYNC_NAMES},
+    "max_tokens": _field("integer", "The same as max_new_tokens.", minimum=1),
+    "min_tokens": _field("integer", "Least number of new tokens.", default=0, minimum=0),
+    "stop": {"type": ["string", "array"], "items": {"type": "string"}, "description": "Beside stop_sequences."},
+    "ignore_eos": _field("boolean", "The same as ignore_eos_token."),
+    "truncate_prompt_tokens": _field("integer", "The same as truncate.", minimum=1),
+    "bad_words": _list("string", "Texts that are not generated."),
+    "logit_bias": _field("object", "Token ids and what is added to their logits, -100 to 100."),
+    "allowed_token_ids": _list("integer", "Only these tokens are generated."),
+    "structured_outputs": _field("object", "One of json, regex, choice, grammar, json_object, as in vLLM."),
+}
+
+_CHAT_REASONS = ["length", "eos_token", "stop_sequence", "tool_calls", "error"]
+_CHAT_FIELDS = {
+    "id": _field("string", "chatcmpl- and the request's id."),
+    "object": _field("string", "chat.completion, or chat.completion.chunk."),
+    "created": _field("integer", "Seconds since the epoch."),
+    "usage": _field("object", "prompt_tokens, completion_tokens, total_tokens; in a stream where asked for."),
+}
+
+
+def _choices(part: str) -> dict[str, Any]:
+    properties = {
+        "index": _field("integer", "Number of the choice."),
+        part: _field("object", "role, content; reasoning_content and tool_calls where there are any."),
+        "logprobs": _field(["object", "null"], "Where asked for."),
+        "finish_reason": _field(["string", "null"], "Why generation ended.", enum=[*_CHAT_REASONS, None]),
+    }
+    return _field("array", "What was generated.", items={"type": "object", "properties": properties})
+
 
 SCHEMAS: dict[str, Any] = {
     "Request": {
@@ -60,10 +99,53 @@ SCHEMAS: dict[str, Any] = {
         "properties": {
             "inputs": _field(["string", "array"], "The prompt, or an array of prompts.", items={"type": "string"}),
             "parameters": {"$ref": "#/components/schemas/Parameters", "description": "How to generate."},
-            "stream": _field("boolean", "A record for each token instead of one document.", default=False),
+            "stream": _STREAM,
         },
     },
     "Parameters": {"type": "object", "properties": PARAMETERS},
+    "AsyncRequest": {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "inputs": _field(["string", "array"], "The prompt, or an array of one.", items={"type": "string"}),
+            "parameters": {"$ref": "#/components/schemas/AsyncParameters", "description": "How to generate."},
+            "stream": _STREAM,
+        },
+    },
+    "AsyncParameters": {"type": "object", "properties": ASYNC_PARAMETERS},
+    "AsyncAnswer": {
+        "type": "object",
+        "required": ["generated_text"],
+        "properties": {
+            "generated_text": _field("string", "The text."),
+            "details": _field("object", "finish_reason, generated_tokens, seed, prefill, tokens; where asked for."),
+        },
+    },
+    "AsyncRecord": {
+        "type": "object",
+        "description": "One line for each token.",
+        "required": ["index", "token", "generated_text", "details"],
+        "properties": {
+            "index": _field("integer", "From 0."),
+            "token": _field("object", "id, text and logprob."),
+            "generated_text": _field(["string", "null"], "The whole text; on the last record."),
+            "details": _field(["object", "null"], "On the last record, where asked for."),
+        },
+    },
+    "ChatAnswer": {
+        "type": "object",
+        "description": "LMI's answer to a chat.",
+        "properties": {**_CHAT_FIELDS, "choices": _choices("message")},
+    },
+    "ChatRecord": {
+        "type": "object",
+        "description": "One line for each chunk of a chat's answer.",
+        "properties": {**_CHAT_FIELDS, "choices": _choices("delta")},
+    },
+    "OpenAIAnswer": {
+        "type": "object",
+        "description": "OpenAI's own object, as /v1/chat/completions or /v1/completions answers; a chunk in a stream.",
+    },
     "Answer": {
         "type": "object",
         "required": ["generated_text"],
@@ -133,6 +215,14 @@ SCHEMAS: dict[str, Any] = {
             "code": _field("integer", "The status."),
             "generated_text": _field("string", "Empty; where a parameter was wrong or generation failed."),
             "details": _field("object", "finish_reason is `error`, the rest null."),
+        },
+    },
+    "PlainError": {
+        "type": "object",
+        "required": ["error", "code"],
+        "properties": {
+            "error": _field("string", "What was wrong."),
+            "code": _field("integer", "The status."),
         },
     },
     "FrontEndError": {

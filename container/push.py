@@ -3,20 +3,28 @@
 An ASGI server's `send` is a coroutine function, but one that waits only when the client's socket is full. So each
 message is sent by running the coroutine to its end right where the bytes are made, in the engine's output loop: no
 task, no queue and no wake-up for each token. If `send` does wait, a task takes the started coroutine over, and what is
-written meanwhile is merged into one message.
+written meanwhile is merged into one message, or left out where the next part repeats it. A client that reads nothing
+at all is given up when `MAX_UNSENT` waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 16 * 1024 * 1024
+"""Bytes of a stream that wait for its client, beside as many in the connection; a single part may be larger."""
 
 
 class Pacer:
@@ -55,10 +63,14 @@ class PushedReply:
     """One HTTP reply; implements `handlers.reply.ReplyWriter`."""
 
     __slots__ = (
+        "_abandoned",
         "_backlog",
         "_backlog_last",
+        "_backlog_size",
+        "_give_up",
         "_headers",
         "_held",
+        "_latest",
         "_pacer",
         "_resume",
         "_send",
@@ -68,15 +80,20 @@ class PushedReply:
         "status",
     )
 
-    def __init__(self, send: Send, headers: Headers, pacer: Pacer) -> None:
+    def __init__(self, send: Send, headers: Headers, pacer: Pacer, give_up: Callable[[], None] = lambda: None) -> None:
+        """`give_up`: breaks the connection off, which the request's own task then finds."""
         self._send = send
+        self._give_up = give_up
         self._headers = headers
         self._pacer = pacer
         self._held: list[bytes] = []
         self._streaming = False
         self._resume: asyncio.Task[None] | None = None
         self._backlog: list[bytes] = []
+        self._backlog_size = 0
         self._backlog_last = False
+        self._latest: Callable[[], bytes] | None = None
+        self._abandoned = False
         self.status = 0
         """0 until the reply has begun."""
         self.finished = False
@@ -121,6 +138,13 @@ class PushedReply:
             return
         self._body(data, False)
 
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        """Go on with what `part` gives, once there is room for it; see `ReplyWriter.write_latest`."""
+        if self._resume is None:
+            self.write(part())
+        else:
+            self._latest = part
+
     def release(self) -> None:
         """Send what was held back."""
         if self._held and not self.finished:
@@ -130,10 +154,11 @@ class PushedReply:
 
     def end(self, data: bytes) -> None:
         """Finish it with these last bytes."""
+        self._latest = None
         if self._held:
             data = b"".join([*self._held, data])
             self._held.clear()
-        self.finished = True
+        self.finished = not self._abandoned
         self._body(data, True)
         self.close()
 
@@ -143,14 +168,28 @@ class PushedReply:
             self._streaming = False
             self._pacer.open_streams -= 1
         self._held.clear()
+        self._latest = None
 
     def _body(self, data: bytes, last: bool) -> None:
+        if self._abandoned:
+            return
         self.bytes_sent += len(data)
         if self._resume is not None:
-            self._backlog.append(data)
-            self._backlog_last = last
+            self._keep(data, last)
             return
         self._push({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def _keep(self, data: bytes, last: bool) -> None:
+        """Have it wait until the client has taken what was sent before."""
+        self._backlog_size += len(data)
+        if self._backlog_size > MAX_UNSENT and self._backlog:
+            logger.warning("a client does not read: its connection is broken off with %d bytes unsent", MAX_UNSENT)
+            self._backlog.clear()
+            self.finished, self._abandoned = False, True
+            self._give_up()
+            return
+        self._backlog.append(data)
+        self._backlog_last = last
 
     def _push(self, message: Message) -> None:
         coroutine = self._send(message)
@@ -167,25 +206,51 @@ class PushedReply:
             await asyncio.wait({self._resume})
 
     async def _finish(self, steps: Generator[Any, None, None], waiting_for: Any) -> None:
-        await _Continued(steps, waiting_for)
-        while self._backlog:
-            data, last = b"".join(self._backlog), self._backlog_last
-            self._backlog.clear()
+        await Continued(steps, waiting_for)
+        while self._backlog or self._latest is not None:
+            data, last = self._waiting()
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         self._resume = None
 
+    def _waiting(self) -> tuple[bytes, bool]:
+        """All that the client could not be sent yet, and whether it is the end."""
+        if self._latest is not None:
+            part, self._latest = self._latest, None
+            data = part()
+            self.bytes_sent += len(data)
+            self._backlog.append(data)
+        data = b"".join(self._backlog)
+        self._backlog.clear()
+        self._backlog_size = 0
+        return data, self._backlog_last
 
-class _Continued:
-    """Awaits the rest of a coroutine that was begun outside any task."""
 
-    __slots__ = ("_steps", "_waiting_for")
+class Continued(Generic[T]):
+    """Awaits the rest of a coroutine whose first step was done by hand."""
 
-    def __init__(self, steps: Generator[Any, None, None], waiting_for: Any) -> None:
+    __slots__ = ("_handed_over", "_steps", "_waiting_for")
+
+    def __init__(self, steps: Generator[Any, Any, T], waiting_for: Any) -> None:
+        """`waiting_for`: the future that its first step ended with, which the task is to wait for."""
         self._steps, self._waiting_for = steps, waiting_for
+        self._handed_over = False
 
-    def __await__(self) -> Generator[Any, None, None]:
-        yield self._waiting_for  # the future that the coroutine waits for; now the task does
-        yield from self._steps
+    def __await__(self) -> Generator[Any, Any, T]:
+        value: T = yield from self
+        return value
+
+    def __iter__(self) -> Continued[T]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._handed_over:
+            return next(self._steps)
+        self._handed_over = True
+        return self._waiting_for
+
+    def throw(self, *error: Any) -> Any:
+        """Where the task is cancelled, the coroutine hears of it."""
+        return self._steps.throw(*error)
 
 
 def _own(headers: tuple[tuple[str, str], ...]) -> Headers:

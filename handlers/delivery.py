@@ -9,12 +9,13 @@ from functools import partial
 from typing import Protocol
 
 from handlers.contracts.protocol import Exchange, Reply
+from handlers.cumulative import Parts
 from handlers.engines.protocol import Engine, Generation
 from handlers.errors import GenerationFailed, RequestError
 from handlers.formatter_thread import FormatterThread
 from handlers.keep_alive import KeepAlive
 from handlers.reply import ReplyWriter
-from handlers.request import FinishReason, TokenDelta
+from handlers.request import TokenDelta
 
 _FORMATTED_PER_JOB = 16
 """Deltas; other requests' formatters have their turn after so many."""
@@ -48,7 +49,7 @@ class Delivery:
 
     __slots__ = (
         *("_aborted", "_answer", "_begun_at", "_closed", "_desk", "_exchange", "_generations", "_held", "_open"),
-        *("_formatting", "_keep_alive", "_prompts", "_request_id", "_started", "_thread", "_unformatted", "_writer"),
+        *("_formatting", "_keep_alive", "_parts", "_request_id", "_started", "_thread", "_unformatted", "_writer"),
     )
 
     def __init__(
@@ -61,13 +62,16 @@ class Delivery:
     ) -> None:
         self._desk, self._exchange, self._writer, self._thread = desk, exchange, writer, thread
         self._answer, self._request_id = exchange.answer, request_id
-        self._prompts: list[_Prompt] = []
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
         self._open = len(exchange.requests)
         self._held = 0
         self._unformatted: deque[tuple[int, TokenDelta]] = deque()
         self._keep_alive: KeepAlive | None = None
+        self._parts: Parts | None = None
+        if exchange.cumulative is not None:
+            sequences = sum(request.sequences for request in exchange.requests)
+            self._parts = Parts(exchange.cumulative, writer, sequences)
         self._started = self._closed = self._aborted = self._formatting = False
 
     async def submit(self) -> None:
@@ -83,14 +87,10 @@ class Delivery:
         for index, request in enumerate(requests):
             if index % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
                 await asyncio.sleep(0)
-            sink = _Prompt(self, index)
-            self._prompts.append(sink)
-            generation = await engine.submit(request, sink)
-            if self._aborted:
-                generation.cancel()
-                sink.abort(request.sequences)
-                continue
+            generation = await engine.submit(request, _Prompt(self, index))
             self._generations.append(generation)
+            if self._aborted:
+                generation.abort()
             if self._closed:  # an earlier prompt of this call has failed meanwhile
                 generation.cancel()
                 return
@@ -107,16 +107,28 @@ class Delivery:
         """Take what a prompt's engine has made."""
         if self._closed:
             return
-        if self._thread is None:
+        if self._exchange.cumulative is not None and self._parts is not None:
+            self._add(self._exchange.cumulative.add(prompt, delta), self._parts, prompt, delta)
+        elif self._thread is None:
             try:
                 data = self._answer.feed(prompt, delta)
             except RequestError as error:
                 self.fail(error)
                 return
             self._send(prompt, delta, data)
-            return
-        self._unformatted.append((prompt, delta))
-        self._have_formatted(self._thread)
+        else:
+            self._unformatted.append((prompt, delta))
+            self._have_formatted(self._thread)
+
+    def _add(self, changed: bool, parts: Parts, prompt: int, delta: TokenDelta) -> None:
+        """A cumulative answer has taken a delta."""
+        if delta.last:
+            self._ended(prompt)
+        if self._open == 0:
+            self._finish(parts.last(changed=changed))
+        elif changed:
+            self._begin()
+            parts.due()
 
     def _have_formatted(self, thread: FormatterThread) -> None:
         """One job at a time, so that a formatter that lags finds all that has come meanwhile."""
@@ -149,8 +161,7 @@ class Delivery:
         if self._closed:
             return
         if delta.last:
-            self._open -= 1
-            self._release(self._exchange.requests[prompt].sequences_in_engine)
+            self._ended(prompt)
         if self._open == 0:
             self._finish(data)
         elif data:
@@ -158,6 +169,10 @@ class Delivery:
             if self._keep_alive is not None:
                 self._keep_alive.spoken = True
             self._writer.write(data)
+
+    def _ended(self, prompt: int) -> None:
+        self._open -= 1
+        self._release(self._exchange.requests[prompt].sequences_in_engine)
 
     def _begin(self) -> None:
         if not self._started:
@@ -176,13 +191,10 @@ class Delivery:
         self._desk.engine.meter.calls.count(time.monotonic() - self._begun_at, failed=failed)
 
     def abort(self) -> None:
-        """Stop generating, and answer as if every open sequence had come to its end here."""
+        """Stop generating: every sequence that has not ended ends with what there is of it."""
         self._aborted = True
-        generations, self._generations = self._generations, []
-        for generation in generations:
-            generation.cancel()
-        for prompt in list(self._prompts):
-            prompt.abort(self._exchange.requests[prompt.index].sequences)
+        for generation in list(self._generations):
+            generation.abort()
 
     def fail(self, error: RequestError) -> None:
         """End the whole call with an error."""
@@ -197,10 +209,11 @@ class Delivery:
 
     def _forget(self) -> None:
         self._closed = True
-        self._prompts.clear()
         self._desk.forget(self._request_id, self)
         if self._keep_alive is not None:
             self._keep_alive.stop()
+        if self._parts is not None:
+            self._parts.stop()
 
     def cancel(self) -> None:
         """See `Running.cancel`."""
@@ -218,32 +231,13 @@ class Delivery:
 class _Prompt:
     """The sink for one prompt of a call."""
 
-    __slots__ = ("_delivery", "_latest", "index")
+    __slots__ = ("_delivery", "_index")
 
     def __init__(self, delivery: Delivery, index: int) -> None:
-        self._delivery, self.index = delivery, index
-        self._latest: dict[int, TokenDelta] = {}
+        self._delivery, self._index = delivery, index
 
     def on_delta(self, delta: TokenDelta) -> None:
-        self._latest[delta.sequence] = delta
-        self._delivery.deliver(self.index, delta)
+        self._delivery.deliver(self._index, delta)
 
     def on_error(self, error: RequestError) -> None:
         self._delivery.fail(error)
-
-    def abort(self, sequences: int) -> None:
-        """End the sequences that have not ended; the counts are those of their latest deltas."""
-        latest = [self._latest.get(sequence) or TokenDelta("", sequence=sequence) for sequence in range(sequences)]
-        unfinished = [delta for delta in latest if delta.finish_reason is None]
-        for delta in unfinished:
-            self.on_delta(
-                TokenDelta(
-                    "",
-                    sequence=delta.sequence,
-                    finish_reason=FinishReason.ABORT,
-                    prompt_token_count=delta.prompt_token_count,
-                    token_count=delta.token_count,
-                    cumulative_logprob=delta.cumulative_logprob,
-                    last=delta is unfinished[-1],
-                )
-            )

@@ -29,16 +29,22 @@ class EngineHandler:
         self._running: dict[str, Delivery] = {}
 
     async def handle(
-        self, contract: Contract, call: Call, writer: ReplyWriter, thread: FormatterThread | None = None
+        self,
+        contract: Contract,
+        call: Call,
+        writer: ReplyWriter,
+        thread: FormatterThread | None = None,
+        long_body: int = LONG_BODY,
     ) -> Running:
         """Answer a call through `writer`; returns what cancels it.
 
-        `thread`: where the contract runs, if it is one that may block.
+        `thread`: where the contract runs, if it is one that may block; others understand a body of `long_body` bytes
+        and more in a thread.
 
         Raises:
             ContractError: the call was refused before inference; the error holds the reply.
         """
-        exchange = await self._understood(contract, call, thread)
+        exchange = await self._understood(contract, call, thread, long_body)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         delivery = Delivery(self, exchange, writer, thread, call.request_id)
@@ -56,9 +62,11 @@ class EngineHandler:
             raise
         return delivery
 
-    async def _understood(self, contract: Contract, call: Call, thread: FormatterThread | None) -> Exchange:
+    async def _understood(
+        self, contract: Contract, call: Call, thread: FormatterThread | None, long_body: int
+    ) -> Exchange:
         if thread is None:
-            return contract.parse(call) if len(call.body) < LONG_BODY else await asyncio.to_thread(contract.parse, call)
+            return contract.parse(call) if len(call.body) < long_body else await asyncio.to_thread(contract.parse, call)
         try:
             return await thread.run(partial(contract.parse, call))
         except RequestError as error:
@@ -93,9 +101,15 @@ class EngineHandler:
 class ContractHandler:
     """One contract on one engine; see `handlers.reply.Handler`."""
 
-    def __init__(self, handler: EngineHandler, contract: Contract, thread: FormatterThread | None = None) -> None:
-        self._handler, self._contract, self._thread = handler, contract, thread
+    def __init__(
+        self,
+        handler: EngineHandler,
+        contract: Contract,
+        thread: FormatterThread | None = None,
+        long_body: int = LONG_BODY,
+    ) -> None:
+        self._handler, self._contract, self._thread, self._long_body = handler, contract, thread, long_body
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
         """See `Handler.handle`."""
-        return await self._handler.handle(self._contract, call, writer, self._thread)
+        return await self._handler.handle(self._contract, call, writer, self._thread, self._long_body)

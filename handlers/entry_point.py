@@ -133,7 +133,10 @@ def _generation(settings: ModelSettings, handler: EngineHandler) -> dict[str, Ha
     for family in FAMILIES:
         routes = [route for route in family.routes if isinstance(route, Generates)]
         try:
-            handlers |= {route.path: ContractHandler(handler, route.contract(setting)) for route in routes}
+            handlers |= {
+                route.path: ContractHandler(handler, route.contract(setting), long_body=route.long_body)
+                for route in routes
+            }
         except Exception:
             logger.exception("the %s routes cannot be served with this model", family.name)
     return handlers

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from handlers.contracts.protocol import Call, Reply
 
 
 class ReplyWriter(Protocol):
-    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given."""
+    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given.
+
+    A client that has the writer hold too much loses its connection, and the call is cancelled.
+    """
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply."""
@@ -18,6 +22,13 @@ class ReplyWriter(Protocol):
 
     def write(self, data: bytes) -> None:
         """Go on with it."""
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        """Go on with what `part` gives, at once or when the client has taken what came before.
+
+        For replies each part of which repeats all before it: of parts that wait, only the latest is asked for, and none
+        once the reply ends. Not to be mixed with `write`.
+        """
 
     def end(self, data: bytes) -> None:
         """Finish it with these last bytes, which may be empty."""

@@ -105,6 +105,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt: str | tuple[int, ...]
     """Text, or token ids."""
+    add_special_tokens: bool = True
+    """A text gets the special tokens that the model wants around it; a chat template has written them already."""
     sampling: SamplingParameters = SamplingParameters()
     stream: bool = False
     """Deltas are wanted as they come; otherwise one delta for each sequence, when it has finished."""

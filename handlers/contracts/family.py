@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from handlers.contracts.protocol import Call, Contract, Reply
+from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -36,6 +36,49 @@ class SchedulerStatus(Protocol):
         """From 0 to 1."""
 
 
+class Texts(Protocol):
+    """A model's tokenizer as contracts use it; may be called on the event loop and in threads at a time.
+
+    Whatever the tokenizer raises passes through. See `handlers.engines.model_texts.ModelTexts`.
+    """
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the special tokens by their texts."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are, added ones included."""
+
+    @property
+    def truncation_side(self) -> str:
+        """Where prompts are truncated: `left` or `right`."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be called."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids. `special`: with the special tokens that the model wants around a text."""
+
+    def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
+        """Token ids, and between which characters of the text each is; None if the tokenizer does not know."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all ids, special tokens included."""
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's entry for each id."""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The prompt that the model's template makes of a conversation."""
+
+
 class LoadedModel(Protocol):
     """A model as a contract may know it: its text side and its figures. Every engine is one."""
 
@@ -44,11 +87,10 @@ class LoadedModel(Protocol):
     """Tokens of prompt and answer together."""
     max_top_tokens: int
     eos_token_ids: frozenset[int]
-    tokenizer: Any
-    """Of Hugging Face's kind."""
 
-    def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids of a prompt, special tokens included as the model wants them."""
+    @property
+    def texts(self) -> Texts:
+        """Its tokenizer."""
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
@@ -76,6 +118,8 @@ class ModelView:
     engine_version: str
     max_requests: int
     """Sequences that may run or wait at a time."""
+    model_aliases: tuple[str, ...]
+    """Further names of the model, for clients that must name one; the empty one is among them."""
     abort: Callable[[str], None]
     """Ends the call with this request id, the latest if there are several; its client gets an aborted answer."""
 
@@ -120,6 +164,10 @@ class Generates:
     """With `{name}` for one segment, and `{name:int}` for one of digits."""
     contract: Callable[[ContractSetting], Contract]
     methods: tuple[str, ...] = ("POST",)
+    long_body: int = LONG_BODY
+    """Bytes above which a body is understood in a thread."""
+    refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
+    """The reply to a path whose parameters alone are wrong, whatever the model's state; None if they are not."""
     about: Operation | None = None
 
 
@@ -129,7 +177,7 @@ class Tells:
 
     path: str
     tell: Callable[[Call, ModelView], Reply]
-    """May raise RequestError, which the family answers. Long bodies are answered in a thread."""
+    """May raise RequestError, which the family answers. Long bodies are answered in one of few threads."""
     methods: tuple[str, ...] = ("GET",)
     where: str | None = None
     """The route is meant only where the body's object has this field; another family's takes the rest."""
@@ -142,6 +190,8 @@ class Forwards:
 
     path: str
     methods: tuple[str, ...] = ("POST",)
+    prefix: str = ""
+    """What of `path` vLLM's own path does not have."""
 
 
 Route = Generates | Tells | Forwards

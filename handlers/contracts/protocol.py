@@ -83,6 +83,16 @@ class Answer(Protocol):
         """The last bytes of a body that has begun under status 200."""
 
 
+class CumulativeAnswer(Answer, Protocol):
+    """An answer each part of which repeats all before it, so that a client that lags needs the latest alone."""
+
+    def add(self, prompt: int, delta: TokenDelta) -> bool:
+        """Take a delta as `feed` does, but make no bytes; whether there is anything new to tell."""
+
+    def latest(self) -> bytes:
+        """The part that tells all that was added."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A call that has been understood."""
@@ -94,6 +104,8 @@ class Exchange:
     """For the log: parameters that were ignored."""
     comment: bytes = b""
     """What the stream sends while it has nothing to say; one that has it begins at once, before its first token."""
+    cumulative: CumulativeAnswer | None = None
+    """The answer again, if it is one. It has no `comment`."""
 
 
 class Contract(Protocol):

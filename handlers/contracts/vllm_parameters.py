@@ -31,7 +31,7 @@ _INTEGERS = frozenset(
 _NUMBERS = frozenset(
     {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty"}
 )
-_BOOLEANS = frozenset(
+BOOLEANS = frozenset(
     {"use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "detokenize"}
 ) | {"skip_special_tokens", "spaces_between_special_tokens"}
 _DOCUMENTS = CONSTRAINT_NAMES | {"stop_token_ids", "allowed_token_ids", "logit_bias"}
@@ -115,19 +115,24 @@ def _from_text(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    stripped = text.strip()
-    if name in _BOOLEANS:
-        return _TEXT_BOOLEANS.get(stripped.lower(), text)
+    if name in BOOLEANS:
+        return _TEXT_BOOLEANS.get(text.strip().lower(), text)
     if name in _INTEGERS or name in _NUMBERS:
-        if _TEXT_INTEGER(stripped):
-            return int(stripped)
-        return float(stripped) if _TEXT_NUMBER(stripped) else text
+        return number_of_text(text)
     if name in _DOCUMENTS:
         try:
             return msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError):
             return text
     return text
+
+
+def number_of_text(text: str) -> int | float | str:
+    """The number that a text is; the text itself if it is none."""
+    stripped = text.strip()
+    if _TEXT_INTEGER(stripped):
+        return int(stripped)
+    return float(stripped) if _TEXT_NUMBER(stripped) else text
 
 
 def _sampling(read: ParameterReader) -> SamplingParameters:

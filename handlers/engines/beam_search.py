@@ -9,6 +9,7 @@ transformers); sampling parameters and penalties do not apply.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,15 +57,20 @@ async def submit_beam_search(
         )
     prompt_ids = await engine.prompt_token_ids(request)
     search = _Search(engine, request, beam_search, sink, prompt_ids, submit or engine.submit)
-    return _Task(asyncio.create_task(search.run()))
+    return _Task(search, asyncio.create_task(search.run()))
 
 
 class _Task:
-    def __init__(self, task: asyncio.Task[None]) -> None:
-        self._task = task
+    def __init__(self, search: _Search, task: asyncio.Task[None]) -> None:
+        self._search, self._task = search, task
 
     def cancel(self) -> None:
         self._task.cancel()
+
+    def abort(self) -> None:
+        if not self._task.done() and self._task.cancelling() == 0:
+            self._task.cancel()
+            self._search.abort()
 
 
 class _Search:
@@ -81,6 +87,7 @@ class _Search:
         self._submit = submit
         self._prompt_ids = tuple(prompt_ids)
         self._prompt_tokens: list[Token] | None = None
+        self._running, self._finished = [_Beam()], list[_Beam]()
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
         self._ending = engine.eos_token_ids | self._stop_ids
@@ -97,8 +104,21 @@ class _Search:
             logger.exception("request %s: beam search failed", self._request.request_id)
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
+    def abort(self) -> None:
+        """Hand over the best beams so far."""
+        running = [dataclasses.replace(beam, finish_reason=FinishReason.ABORT) for beam in self._running]
+        missing = max(self._options.width - len(running) - len(self._finished), 0)
+        nothing = [_Beam(finish_reason=FinishReason.ABORT) for _ in range(missing)]
+        if self._request.want_prompt_tokens and self._prompt_tokens is None:
+            self._prompt_tokens = self._engine.detokenize(self._prompt_ids, False)
+        try:
+            self._emit([*self._ranked(self._finished + running), *nothing])
+        except Exception:
+            logger.exception("request %s: beam search failed as it was aborted", self._request.request_id)
+            self._sink.on_error(GenerationFailed("internal error in beam search"))
+
     async def _search(self) -> list[_Beam]:
-        running, finished = [_Beam()], list[_Beam]()
+        running, finished = self._running, self._finished
         for step in range(self._limit):
             alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in running))
             pairs = zip(running, alternatives, strict=True)
@@ -116,6 +136,7 @@ class _Search:
                 beam.finish_reason = self._finish_reason(beam)
             finished += [beam for beam in best if beam.finish_reason is not None]
             running = [beam for beam in best if beam.finish_reason is None][: self._options.width]
+            self._running, self._finished = running, finished
             if not running or self._settled(running, finished):
                 break
         for beam in running:

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
+from handlers.engines.model_texts import LONG_TEXT, ModelTexts
 from handlers.errors import ContextExceeded, InvalidRequest
 from handlers.request import GenerationRequest
-
-LONG_PROMPT = 4096
-"""Characters above which a prompt is tokenized in a thread: below it the event loop waits for less than a step."""
-_CHARACTERS_PER_TOKEN = 256
-"""No token is longer, where the tokenizer does not say how long its longest is."""
 
 
 class PromptTokenizer:
     """Tokenizes prompts for one model."""
 
-    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, texts: ModelTexts, max_model_len: int) -> None:
+        self._texts = texts
         self._max_model_len = max_model_len
-        self._special_ids = frozenset(tokenizer.all_special_ids)
-        longest = int(getattr(tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
-        self._most_characters = max_model_len * longest
-        # The wrapper around `tokenizers` costs more than the tokenizing of a short prompt.
-        self._fast = getattr(tokenizer, "_tokenizer", None)
-        if self._fast is not None:
-            # A tokenizer file may have kept them from training; the wrapper would switch them off as well.
-            self._fast.no_truncation()
-            self._fast.no_padding()
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids with the special tokens that the model wants."""
-        ids: Sequence[int] = self._fast.encode(text).ids if self._fast is not None else self._tokenizer.encode(text)
-        return ids
+        self._most_characters = max_model_len * texts.longest_token
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
         """The request's prompt as token ids, truncated as it asks.
@@ -61,9 +43,8 @@ class PromptTokenizer:
                 )
             text = text[-self._most_characters :]
         try:
-            if len(text) > LONG_PROMPT:
-                return list(await asyncio.to_thread(self.tokenize, text))
-            return list(self.tokenize(text))
+            encode = partial(self._texts.encode, text, special=request.add_special_tokens)
+            return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
         except Exception as error:
             raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
 
@@ -71,6 +52,6 @@ class PromptTokenizer:
         """Keep the last `limit` tokens, and the special tokens that the tokenizer puts in front."""
         if len(ids) <= limit:
             return ids
-        lead = next((i for i, token_id in enumerate(ids) if token_id not in self._special_ids), 0)
+        lead = next((i for i, token_id in enumerate(ids) if token_id not in self._texts.special_ids), 0)
         lead = min(lead, limit - 1)
         return ids[:lead] + ids[len(ids) - (limit - lead) :]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from handlers.engines.model_texts import ModelTexts
 from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
@@ -31,6 +32,13 @@ class Generation(Protocol):
 
     def cancel(self) -> None:
         """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
+
+    def abort(self) -> None:
+        """Stop generating, and hand over what there is: each sequence that has not ended ends soon, as aborted.
+
+        Its last delta has what was not handed over yet, `FinishReason.ABORT`, and true counts. Harmless when the
+        request has ended.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,9 @@ class Engine(Protocol):
     """How many alternatives a token may carry."""
     eos_token_ids: frozenset[int]
     tokenizer: Any
-    """The model's tokenizer, of Hugging Face's kind; known once it has started."""
+    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started."""
+    texts: ModelTexts
+    """The same for ourselves, so that it stays as it is."""
 
     async def start(self) -> None:
         """Load the model.
@@ -84,9 +94,6 @@ class Engine(Protocol):
         Raises:
             InvalidRequest: it is empty, or too long for the model.
         """
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids of a prompt, special tokens included as the model wants them."""
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()

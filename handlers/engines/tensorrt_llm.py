@@ -16,6 +16,7 @@ from typing import Any
 
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
@@ -70,16 +71,18 @@ class TensorRtLlmEngine:
 
     def _attach(self, arguments: Arguments, model: ModelFacts, version: tuple[int, ...]) -> None:
         # TensorRT-LLM wraps the tokenizer of transformers.
-        self.tokenizer = tokenizer = getattr(self._llm.tokenizer, "tokenizer", self._llm.tokenizer)
+        self.tokenizer = getattr(self._llm.tokenizer, "tokenizer", self._llm.tokenizer)
+        self.texts = ModelTexts(copied(self.tokenizer))
+        tokenizer = self.texts.tokenizer
         own = tokenizer.eos_token_id
         self.eos_token_ids = model.eos_token_ids | (frozenset() if own is None else {own})
-        self._facts = TokenizerFacts(tokenizer, frozenset(tokenizer.all_special_ids), self.eos_token_ids)
+        self._facts = TokenizerFacts(tokenizer, self.texts.special_ids, self.eos_token_ids)
         self.max_model_len = arguments.max_model_len
         self._max_input_len = arguments.max_input_len
         self._max_batch_size = arguments.max_batch_size
         can = abilities(version, arguments.sampler, arguments.max_logprobs)
         self.max_top_tokens = can.max_top_tokens
-        self._prompts = PromptTokenizer(tokenizer, self.max_model_len)
+        self._prompts = PromptTokenizer(self.texts, self.max_model_len)
         self._translator = SamplingTranslator(
             make=self._api.SamplingParams,
             max_model_len=self.max_model_len,
@@ -207,8 +210,17 @@ class TensorRtLlmEngine:
         """Stop generating `sequences`; nothing more reaches their sink."""
         for sequence in sequences:
             sequence.cancel()
-            if (run := self._running.get(sequence)) is not None:
-                self._drop(sequence, run)
+            self._stop_generating(sequence)
+
+    def abort(self, sequences: Sequence[GeneratedSequence]) -> None:
+        """Stop generating `sequences`, and hand over what there is of them."""
+        for sequence in sequences:
+            sequence.abort()
+            self._stop_generating(sequence)
+
+    def _stop_generating(self, sequence: GeneratedSequence) -> None:
+        if (run := self._running.get(sequence)) is not None:
+            self._drop(sequence, run)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """See `Engine.prompt_token_ids`."""
@@ -217,10 +229,6 @@ class TensorRtLlmEngine:
         if most is not None and len(token_ids) > most:
             raise InvalidRequest(f"the prompt has {len(token_ids)} tokens; option.max_input_len allows {most}")
         return token_ids
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        """See `Engine.tokenize`."""
-        return self._prompts.tokenize(text)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
@@ -267,6 +275,10 @@ class _Generation:
     def cancel(self) -> None:
         sequences, self.sequences = self.sequences, []
         self._engine.cancel(sequences)
+
+    def abort(self) -> None:
+        sequences, self.sequences = self.sequences, []
+        self._engine.abort(sequences)
 
 
 def _first_line(error: Exception) -> str:

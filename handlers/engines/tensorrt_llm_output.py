@@ -87,6 +87,12 @@ class GeneratedSequence:
             self.ended = True
             self._meter.aborted_requests += 1
 
+    def abort(self) -> None:
+        """End it with what there is of it."""
+        if not self.ended:
+            self._reason = FinishReason.ABORT
+            self._push()
+
     def _measure(self, count: int) -> None:
         now, meter = time.monotonic(), self._meter
         meter.tokens += count
@@ -163,7 +169,10 @@ class GeneratedSequence:
             delta.prompt_tokens = self._prompt_tokens()
         if finished:
             delta.last = self.ended = True
-            self._meter.finished_requests += 1
+            if self._reason is FinishReason.ABORT:
+                self._meter.aborted_requests += 1
+            else:
+                self._meter.finished_requests += 1
         self._sink.on_delta(delta)
 
     def _release(self, characters: int, finished: bool) -> list[Token]:

@@ -108,7 +108,9 @@ class SamplingTranslator:
         if isinstance(request.prompt, tuple):
             check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
         if s.typical_p < 1.0:
-            raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist: TensorRT-LLM has none")
+            raise InvalidParameter(
+                "typical_p", "needs option.rolling_batch=lmi-dist or scheduler: TensorRT-LLM has none"
+            )
         if request.adapter is not None:
             raise InvalidRequest("adapters are not served with option.rolling_batch=trtllm")
         if request.priority:

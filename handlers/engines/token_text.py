@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from handlers.engines.model_texts import fast_tokenizer
 from handlers.request import Token
 
 _CONTEXT = 16
@@ -27,7 +28,7 @@ def split_text(
     A character that takes several tokens comes whole with the last of them.
     """
     prompt_ids = decoding_context(tokenizer, prompt_ids, skip_special_tokens)
-    fast = getattr(tokenizer, "_tokenizer", None)
+    fast = fast_tokenizer(tokenizer)
     if fast is not None:
         texts = _split_fast(fast, token_ids, skip_special_tokens, prompt_ids)
     else:

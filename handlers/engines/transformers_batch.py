@@ -21,10 +21,12 @@ import msgspec
 
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.batch_queue import BatchQueue
+from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
+from handlers.engines.transformers_beams import aborted_beams
 from handlers.engines.transformers_generate import Batch, BatchRunner, Job, Row, Step
 from handlers.engines.transformers_model import load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers_parameters import check_prompt, check_request, prepare
@@ -33,7 +35,7 @@ from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest, Token, TokenDelta
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +91,9 @@ class BatchEngine:
             runner.try_out()
         except Exception as error:
             raise EngineStartError(f"transformers cannot run {self._settings.model_id}: {error}") from error
-        self._model, self._runner, self.tokenizer = model, runner, model.tokenizer
-        self._prompts = PromptTokenizer(model.tokenizer, model.max_model_len)
+        self._model, self._runner, self.tokenizer = model, runner, copied(model.tokenizer)
+        self.texts = ModelTexts(model.tokenizer)
+        self._prompts = PromptTokenizer(self.texts, model.max_model_len)
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
@@ -180,7 +183,10 @@ class BatchEngine:
         if job.request.beam_search is not None:
             self.meter.tokens += delta.token_count
         if delta.finish_reason is not None:
-            self.meter.finished_requests += 1
+            if delta.finish_reason is FinishReason.ABORT:
+                self.meter.aborted_requests += 1
+            else:
+                self.meter.finished_requests += 1
             job.open_sequences -= 1
             job.ended = job.open_sequences == 0
         try:
@@ -204,6 +210,20 @@ class BatchEngine:
             job.ended = True
             self.meter.aborted_requests += job.open_sequences
             self._waiting.discard(job)
+
+    def abort(self, job: Job) -> None:
+        """End a request with what there is: at once if it waits, otherwise in its batch, before the next step."""
+        if job.ended:
+            return
+        job.aborted = True
+        if not self._waiting.discard(job):
+            return
+        if job.request.beam_search is not None:
+            found = aborted_beams(job.request, job.prompt_ids, self._model, ())
+        else:
+            found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
+        for delta in found:
+            self._push(job, delta)
 
     async def _watch(self) -> None:
         """See to it that no client waits for ever for a batch that makes no progress."""
@@ -237,15 +257,12 @@ class BatchEngine:
         check_prompt(token_ids, self._model)
         return token_ids
 
-    def tokenize(self, text: str) -> Sequence[int]:
-        """See `Engine.tokenize`."""
-        return self._prompts.tokenize(text)
-
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
         """See `Engine.detokenize`."""
-        return split_text(self.tokenizer, token_ids, self._model.special_ids, skip_special_tokens, prompt_ids)
+        model = self._model
+        return split_text(model.tokenizer, token_ids, model.special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
         """See `Engine.health`."""
@@ -279,6 +296,9 @@ class _Generation:
 
     def cancel(self) -> None:
         self._engine.cancel(self._job)
+
+    def abort(self) -> None:
+        self._engine.abort(self._job)
 
 
 def _key(request: GenerationRequest) -> bytes:

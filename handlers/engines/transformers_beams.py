@@ -28,12 +28,13 @@ def beam_search(
     requests: Sequence[tuple[GenerationRequest, Sequence[int]]],
     inputs: dict[str, Any],
     limit: int,
-    step: Callable[[], bool],
+    step: Callable[[Any], bool],
 ) -> list[list[TokenDelta]]:
     """The deltas of each request, given with its prompt's token ids: all its beams, best first.
 
-    `inputs`: the prompts, padded; `limit`: new tokens at most; `step` is called in each step and says whether to stop.
-    The requests have the same parameters.
+    `inputs`: the prompts, padded; `limit`: new tokens at most; `step` is called in each step with the new tokens of the
+    running beams, as many for each request, best first, and says whether to stop. The requests have the same
+    parameters.
     """
     options, sampling = requests[0][0].beam_search, requests[0][0].sampling
     assert options is not None
@@ -69,14 +70,14 @@ class _Stop:
     """Ends beams whose text holds a stop string."""
 
     def __init__(
-        self, model: TransformersModel, sampling: SamplingParameters, start: int, step: Callable[[], bool]
+        self, model: TransformersModel, sampling: SamplingParameters, start: int, step: Callable[[Any], bool]
     ) -> None:
         self._tokenizer, self._stop, self._start, self._step = model.tokenizer, sampling.stop, start, step
         self._min_tokens = sampling.min_tokens
         self._reach = _CHARACTER_TOKENS * max(map(len, sampling.stop), default=0) + 1
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        if self._step():
+        if self._step(input_ids[:, self._start :]):
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         if not self._stop or input_ids.shape[1] - self._start <= self._min_tokens:
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -98,5 +99,30 @@ def _deltas(
         # Not always the last step: what the beam's end is judged by differs a little from what the sequence's is.
         delta = next(delta for delta in steps if delta is not None)
         delta.last = rank == len(beams) - 1
+        deltas.append(delta)
+    return deltas
+
+
+def aborted_beams(
+    request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel, beams: Sequence[Sequence[int]]
+) -> list[TokenDelta]:
+    """The deltas of a search that ends before its time; `beams`: the tokens so far, best first, none before the first.
+
+    A beam that has come to its own end with its latest token has that one's finish reason.
+    """
+    assert request.beam_search is not None
+    whole = msgspec.structs.replace(request, stream=False)
+    width = request.beam_search.width
+    deltas = []
+    for rank in range(width):
+        sequence = GeneratedSequence(whole, prompt_ids, model, rank)
+        delta: TokenDelta | None = None
+        for token_id in beams[rank] if rank < len(beams) else ():
+            if (delta := sequence.add(Choice(token_id, None))) is not None:
+                break
+        if delta is None:
+            delta = sequence.abort()
+        assert delta is not None
+        delta.last = rank == width - 1
         deltas.append(delta)
     return deltas

@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from handlers.engines.protocol import Sink
-from handlers.engines.transformers_beams import beam_search
+from handlers.engines.transformers_beams import aborted_beams, beam_search
 from handlers.engines.transformers_memory import free_memory, out_of_memory
 from handlers.engines.transformers_model import TransformersModel
 from handlers.engines.transformers_prompt import read_prompt
@@ -65,6 +65,8 @@ class Job:
     """Sequences, or beams, that have not finished; belongs to the event loop."""
     ended: bool = False
     """Nothing more reaches the sink. The engine's thread reads it before each step."""
+    aborted: bool = False
+    """It shall end with what there is. The engine's thread reads it before each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +191,18 @@ class BatchRunner:
                 self._search_within(batch, some, limit)
 
     def _search_within(self, batch: Batch, jobs: list[Job], limit: int) -> None:
-        def step() -> bool:
+        told: set[Job] = set()
+
+        def step(beams: Any) -> bool:
             batch.moved_at = time.monotonic()
-            return all(job.ended for job in jobs)
+            for place, job in enumerate(jobs):
+                if job.aborted and not job.ended and job not in told:
+                    told.add(job)
+                    each = len(beams) // len(jobs)
+                    found = beams[place * each : (place + 1) * each].tolist()
+                    deltas = aborted_beams(job.request, job.prompt_ids, self._model, found)
+                    self._post(Step(batch.moved_at, (), [(job, delta) for delta in deltas]))
+            return all(job.ended or job in told for job in jobs)
 
         inputs = padded([job.prompt_ids for job in jobs], self._model)
         requests = [(job.request, job.prompt_ids) for job in jobs]
@@ -211,6 +222,7 @@ class _Steps:
     def choose(self, input_ids: Any, scores: Any) -> Any:
         """Have each unfinished sequence choose its token, and leave `generate` nothing else to choose."""
         self.count += 1
+        self._abort()
         open_places = [place for place, row in enumerate(self._rows) if not row.done]
         chosen = [self._model.pad_token_id] * len(self._rows)
         if open_places:
@@ -229,6 +241,15 @@ class _Steps:
             self._batch.moved_at = time.monotonic()
             self._post(Step(self._batch.moved_at, got, outcomes))
         return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
+
+    def _abort(self) -> None:
+        """End what shall end with what there is."""
+        outcomes: list[tuple[Job, TokenDelta | RequestError]] = []
+        for row in self._rows:
+            if row.job.aborted and not row.done and (outcome := _aborted(row)) is not None:
+                outcomes.append((row.job, outcome))
+        if outcomes:
+            self._post(Step(time.monotonic(), (), outcomes))
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Which rows have ended, or have nobody waiting for them any more."""
@@ -258,6 +279,15 @@ def _advance(row: Row, choice: Any) -> TokenDelta | RequestError | None:
         return _ended(row, GenerationFailed("internal error while handling a token"))
     row.finished = row.finished or row.sequence.finish_reason is not None
     return delta
+
+
+def _aborted(row: Row) -> TokenDelta | RequestError | None:
+    row.finished = True
+    try:
+        return row.sequence.abort()
+    except Exception:
+        logger.exception("request %s: internal error while it was aborted", row.job.request.request_id)
+        return _ended(row, GenerationFailed("internal error while the request was aborted"))
 
 
 def _ended(row: Row, error: RequestError) -> RequestError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from handlers.engines.model_texts import fast_tokenizer
 from handlers.engines.transformers_model import TransformersModel
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest
@@ -121,7 +122,7 @@ def _check_bad_words(bad_words: Sequence[str]) -> None:
 
 def _bad_word_ids(bad_words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Each word's token ids as vLLM finds them: at the beginning of a text, and after a blank where that differs."""
-    fast = getattr(tokenizer, "_tokenizer", None)
+    fast = fast_tokenizer(tokenizer)
 
     def encoded(text: str) -> list[int]:
         # The wrapper around `tokenizers` costs more than the tokenizing of a word.

@@ -13,7 +13,7 @@ from handlers.engines.transformers_sampling import Choice, TokenChooser
 from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.errors import GenerationFailed, RequestError
 from handlers.meter import Meter
-from handlers.request import TokenDelta
+from handlers.request import FinishReason, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class Progress:
 class RunningSequence:
     """One sequence of one request.
 
-    `advance` is called in the engine's thread, everything else on the event loop; what one of them changes the other
-    only reads, and only in the `Progress` that is handed over.
+    `advance` and `abort` are called in the engine's thread, everything else on the event loop; what one of them changes
+    the other only reads, and only in the `Progress` that is handed over.
     """
 
     def __init__(
@@ -64,6 +64,14 @@ class RunningSequence:
         token_id = choice.token_id if self.text.finish_reason is None else None
         return Progress(self, token_id, delta, queue_seconds=row.queue_seconds)
 
+    def abort(self) -> Progress:
+        """End it with what there is of it."""
+        try:
+            return Progress(self, None, self.text.abort())
+        except Exception:
+            logger.exception("request %s: internal error while it was aborted", self.name)
+            return Progress(self, None, error=GenerationFailed("internal error while the request was aborted"))
+
     def deliver(self, progress: Progress, now: float) -> None:
         """Hand over what a step brought at `now` (monotonic seconds)."""
         if self.ended:
@@ -71,13 +79,18 @@ class RunningSequence:
         if progress.error is not None:
             self.fail(progress.error)
             return
-        self._count(now, progress.queue_seconds)
         delta = progress.delta
+        aborted = delta is not None and delta.finish_reason is FinishReason.ABORT
+        if not aborted:
+            self._count(now, progress.queue_seconds)
         if delta is None:
             return
         if delta.last:
             self.ended = True
-            self._meter.finished_requests += 1
+            if aborted:
+                self._meter.aborted_requests += 1
+            else:
+                self._meter.finished_requests += 1
         try:
             self._sink.on_delta(delta)
         except Exception:
@@ -92,7 +105,7 @@ class RunningSequence:
             self._meter.failed_requests += 1
             self._sink.on_error(error)
 
-    def abort(self) -> bool:
+    def cancel(self) -> bool:
         """End it without a word; False if it had ended already."""
         if self.ended:
             return False
@@ -124,7 +137,10 @@ class CountedBeams:
         if delta.sequence == 0:
             self._meter.prompt_tokens += delta.prompt_token_count
         self._open -= 1
-        self._meter.finished_requests += 1
+        if delta.finish_reason is FinishReason.ABORT:
+            self._meter.aborted_requests += 1
+        else:
+            self._meter.finished_requests += 1
         self._meter.tokens += delta.token_count
         self._sink.on_delta(delta)
 
@@ -140,3 +156,8 @@ class CountedBeams:
         self._open = 0
         if self.search is not None:
             self.search.cancel()
+
+    def abort(self) -> None:
+        """See `Generation`."""
+        if self.search is not None:
+            self.search.abort()

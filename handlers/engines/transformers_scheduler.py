@@ -17,6 +17,7 @@ from typing import Any
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines import transformers_tryout
 from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
@@ -100,11 +101,12 @@ class SchedulerEngine:
         self._reference = transformers_tryout.reference(model)
         batching = ContinuousBatching(model, batching_config(self._settings, model), self)
         self._model = fitted(model, batching.capacity, self._settings)
-        self._prompts = PromptTokenizer(model.tokenizer, self._model.max_model_len)
+        self.texts = ModelTexts(model.tokenizer)
+        self._prompts = PromptTokenizer(self.texts, self._model.max_model_len)
         self.max_model_len = self._model.max_model_len
         self.max_top_tokens = max_top_tokens(self._settings, model.vocabulary_size)
         self.eos_token_ids = model.eos_token_ids
-        self.tokenizer = model.tokenizer
+        self.tokenizer = copied(model.tokenizer)
         return batching
 
     async def _try_out(self, batching: ContinuousBatching) -> None:
@@ -301,6 +303,21 @@ class SchedulerEngine:
         if self._running.pop(sequence.name, None) is not None and self._batching is not None:
             self._batching.cancel(sequence.name)
 
+    def abort(self, sequences: Sequence[RunningSequence]) -> None:
+        """End sequences with what there is of them: in the manager's thread, which alone knows how far they are."""
+
+        batching = self._batching
+        if batching is None:
+            return
+
+        def run() -> None:
+            running = [sequence for sequence in sequences if self._running.pop(sequence.name, None) is not None]
+            for sequence in running:
+                batching.cancel(sequence.name)
+            self._on_loop(self._deliver, [sequence.abort() for sequence in running], time.monotonic())
+
+        batching.between_steps(run)
+
     async def _watch(self) -> None:
         """See to it that no client waits for ever: not for a dead engine, nor for one that gives it no token."""
         moved_at = time.monotonic()
@@ -342,10 +359,6 @@ class SchedulerEngine:
         check_prompt(token_ids, self._model)
         return token_ids
 
-    def tokenize(self, text: str) -> Sequence[int]:
-        """See `Engine.tokenize`."""
-        return self._prompts.tokenize(text)
-
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
@@ -386,6 +399,9 @@ class _SchedulerGeneration:
 
     def cancel(self) -> None:
         for sequence in self.sequences:
-            if sequence.abort():
+            if sequence.cancel():
                 self._engine.discard(sequence)
         self.sequences.clear()
+
+    def abort(self) -> None:
+        self._engine.abort([sequence for sequence in self.sequences if not sequence.ended])

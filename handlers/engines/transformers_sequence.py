@@ -61,6 +61,13 @@ class GeneratedSequence:
             return None
         return self._delta()
 
+    def abort(self) -> TokenDelta | None:
+        """End it here; returns the last delta, or None if it has ended already."""
+        if self.finish_reason is not None:
+            return None
+        self.finish_reason = FinishReason.ABORT
+        return self._delta()
+
     def _reason(self, token_id: int) -> FinishReason | None:
         s, eos = self._request.sampling, self._model.eos_token_ids
         ends = token_id in eos and not s.ignore_eos

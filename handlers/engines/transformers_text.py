@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from handlers.engines.model_texts import fast_tokenizer
 from handlers.engines.token_text import decoding_context
 
 _INVALID_PREFIX = "Invalid prefix encountered"
@@ -21,7 +22,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, spaces: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._fast: Any = getattr(tokenizer, "_tokenizer", None)
+        self._fast: Any = fast_tokenizer(tokenizer)
         context = list(decoding_context(tokenizer, prompt_ids, skip_special))
         if self._fast is not None:
             self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special)

@@ -13,14 +13,17 @@ from typing import Any
 
 import vllm.platforms
 from vllm import SamplingParams
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
@@ -96,13 +99,13 @@ class VllmEngine:
         self._processor, self._core = llm.output_processor, llm.engine_core
         self._input = llm.input_processor
         self._tasks = await llm.get_supported_tasks()
-        self.tokenizer = llm.get_tokenizer()
-        self._special_ids = frozenset(self.tokenizer.all_special_ids)
+        self.tokenizer = llm.get_tokenizer()  # vLLM's pool
+        self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self.max_model_len: int = llm.model_config.max_model_len
         vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
-        self._prompts = PromptTokenizer(self.tokenizer, self.max_model_len)
+        self._prompts = PromptTokenizer(self.texts, self.max_model_len)
         self._translator = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
@@ -151,14 +154,14 @@ class VllmEngine:
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`."""
-        if self._stopped or self._llm.errored:
-            raise EngineDead
+        self._check_alive()
         if request.beam_search is not None:
             self._translator.check(request)
             return await submit_beam_search(self, request, request.beam_search, sink)
         token_ids = await self.prompt_token_ids(request)
         structured_outputs = await self._constraints.structured_outputs(request.sampling)
         params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
+        self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
         generation = _VllmGeneration(self._llm)
         target = sink
         if request.candidates > 1:
@@ -181,6 +184,10 @@ class VllmEngine:
         self.meter.started_requests += 1
         self.meter.prompt_tokens += len(token_ids)
         return generation
+
+    def _check_alive(self) -> None:
+        if self._stopped or self._llm.errored:
+            raise EngineDead
 
     async def _add(
         self,
@@ -205,7 +212,7 @@ class VllmEngine:
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
         state = PushedState.from_new_request(
-            tokenizer=self.tokenizer,
+            tokenizer=self.texts.tokenizer,
             request=core_request,
             prompt=None,
             parent_req=None,
@@ -214,8 +221,8 @@ class VllmEngine:
             log_stats=False,
             stream_interval=1,
         )
-        state.attach(request, index, sink, self.meter, self.tokenizer, self._special_ids, core_request)
-        # Registered before the first await, so that no output can come before its state.
+        state.attach(request, index, sink, self.meter, self.texts.tokenizer, self.texts.special_ids, core_request)
+        # Registered before the engine hears of it, so that no output can come before its state.
         self._processor.request_states[core_request.request_id] = state
         self._processor.external_req_ids[request.request_id].append(core_request.request_id)
         generation.states.append(state)
@@ -225,15 +232,12 @@ class VllmEngine:
         """See `Engine.prompt_token_ids`."""
         return await self._prompts.token_ids(request)
 
-    def tokenize(self, text: str) -> Sequence[int]:
-        """See `Engine.tokenize`."""
-        return self._prompts.tokenize(text)
-
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
         """See `Engine.detokenize`."""
-        return split_text(self.tokenizer, token_ids, self._special_ids, skip_special_tokens, prompt_ids)
+        texts = self.texts
+        return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
         """See `Engine.health`."""
@@ -268,15 +272,28 @@ class _VllmGeneration:
         self.states: list[PushedState] = []
 
     def cancel(self) -> None:
-        known = self._llm.output_processor.request_states
-        running = [state for state in self.states if state.request_id in known]
-        self.states.clear()
+        running = self._running()
         for state in running:
             if not state.ended:
                 state.end()
                 state.meter.aborted_requests += 1
-        if running and not self._llm.errored:
-            self._task = asyncio.ensure_future(self._abort([state.request_id for state in running]))
+        self._stop(running)
+
+    def abort(self) -> None:
+        running = self._running()
+        for state in running:
+            state.abort()
+        self._stop(running)
+
+    def _running(self) -> list[PushedState]:
+        """The sequences that vLLM still has; whoever asks ends them."""
+        known = self._llm.output_processor.request_states
+        states, self.states = self.states, []
+        return [state for state in states if state.request_id in known]
+
+    def _stop(self, states: list[PushedState]) -> None:
+        if states and not self._llm.errored:
+            self._task = asyncio.ensure_future(self._abort([state.request_id for state in states]))
 
     async def _abort(self, request_ids: list[str]) -> None:
         try:
@@ -301,6 +318,11 @@ class _SchedulerReports:
 
     def record_admission_rejection(self, reason: str) -> None:
         """vLLM's own admission limits are off; the queue is bounded before the engine."""
+
+
+def own_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer, outside vLLM's pool, and a copy of the one from which that copies."""
+    return copied(cached_tokenizer_from_config(config))
 
 
 def _eos_token_ids(llm: AsyncLLM) -> frozenset[int]:

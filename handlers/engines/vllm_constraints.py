@@ -10,22 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import Executor, ThreadPoolExecutor
+from http import HTTPStatus
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.engines.grammar_trials import GrammarTrials
-from handlers.errors import InvalidParameter
+from handlers.engines.model_texts import fast_tokenizer
+from handlers.errors import EngineDead, InvalidParameter, Overloaded
 from handlers.request import Constraint, SamplingParameters
 
 MAX_CHARACTERS = 1 << 17
 """Of a schema, an expression or a grammar: what people write has a hundredth of it."""
 MAX_CHOICE_CHARACTERS = 1 << 21
 """Of all choices together; they cost the engine less, since each is a plain text."""
+_STOPPING = "the server is stopping; the request was not completed"
 _ERROR_CHARACTERS = 200
 _THREADS = 2
 """What vLLM checks again may take tenths of a second; it does not take the threads that tokenize prompts."""
@@ -40,7 +44,7 @@ def choose_backend(config: VllmConfig) -> None:
     structured = config.structured_outputs_config
     if structured.backend == "auto":
         tokenizer = cached_tokenizer_from_config(config.model_config)
-        structured.backend = "guidance" if _is_fast(tokenizer) else "xgrammar"
+        structured.backend = "guidance" if fast_tokenizer(tokenizer) is not None else "xgrammar"
 
 
 class ConstraintTranslator:
@@ -49,10 +53,10 @@ class ConstraintTranslator:
     def __init__(self, tokenizer: Any, vocabulary_size: int, backend: str) -> None:
         self._guidance = backend == "guidance"
         self._trials: GrammarTrials | None = None
-        if self._guidance and _is_fast(tokenizer):
+        if self._guidance and (fast := fast_tokenizer(tokenizer)) is not None:
             # As vLLM's back end makes its own.
             size = max(vocabulary_size, len(tokenizer))
-            self._trials = GrammarTrials(_as_json(tokenizer), size, tokenizer.eos_token_id)
+            self._trials = GrammarTrials(_as_json(fast), size, tokenizer.eos_token_id)
         self.threads: Executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
         """Where vLLM's own checks of a constraint run, which would hold up the event loop."""
 
@@ -62,6 +66,8 @@ class ConstraintTranslator:
         Raises:
             InvalidParameter: it cannot be compiled, or not together with another parameter; nothing was started.
             GenerationFailed: it cannot be found out whether it can.
+            Overloaded: too many constraints wait to be tried out.
+            EngineDead: the server is stopping.
         """
         constraint = sampling.constraint
         if constraint is None:
@@ -80,6 +86,8 @@ class ConstraintTranslator:
         Raises:
             InvalidParameter: they cannot be compiled; `parameter` is what the client called them.
             GenerationFailed: it cannot be found out whether they can.
+            Overloaded: too many constraints wait to be tried out.
+            EngineDead: the server is stopping.
         """
         for kind, text in _parts(outputs):
             _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
@@ -129,6 +137,8 @@ class CheckingLLM(AsyncLLM):  # type: ignore[misc]
 
         Raises:
             VLLMValidationError: the request's structured outputs cannot be compiled.
+            GracefulHTTPError: 503, too many wait to be tried out.
+            EngineDeadError: the server is stopping.
         """
         outputs = getattr(params, "structured_outputs", None)
         if outputs is not None and self.constraints is not None:
@@ -136,6 +146,10 @@ class CheckingLLM(AsyncLLM):  # type: ignore[misc]
                 await self.constraints.check("structured_outputs", outputs)
             except InvalidParameter as error:
                 raise VLLMValidationError(error.message, parameter=error.parameter) from None
+            except Overloaded as error:
+                raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
+            except EngineDead:
+                raise EngineDeadError from None
         return await super().add_request(request_id, prompt, params, *arguments, **options)
 
 
@@ -249,14 +263,9 @@ def _writing(any_whitespace: bool) -> dict[str, Any]:
     return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
-def _is_fast(tokenizer: Any) -> bool:
-    """Whether it is one of `tokenizers`, which llguidance needs."""
-    return getattr(tokenizer, "backend_tokenizer", None) is not None
-
-
-def _as_json(tokenizer: Any) -> str:
+def _as_json(fast: Any) -> str:
     """Without padding and truncation, as llguidance wants it."""
-    written = json.loads(tokenizer.backend_tokenizer.to_str())
+    written = json.loads(fast.to_str())
     return json.dumps(written | {"padding": None, "truncation": None})
 
 
@@ -266,5 +275,19 @@ def _shortened(error: str) -> str:
 
 
 async def in_thread(threads: Executor, function: Any, *arguments: Any) -> Any:
-    """Call a function in one of `threads`."""
-    return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+    """Call a function in one of `threads`.
+
+    Raises:
+        EngineDead: they have been shut down, or are while it waits for one.
+    """
+    try:
+        waiting = asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+    except RuntimeError:
+        raise EngineDead(_STOPPING) from None
+    try:
+        return await waiting
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EngineDead(_STOPPING) from None

@@ -236,6 +236,10 @@ class PushedState(RequestState):
             self.ended = False  # it may have been set just before the last delta failed
             self.fail(GenerationFailed("internal error while handling a token"))
 
+    def abort(self) -> None:
+        """End the sequence with what there is of it, as vLLM's own abort does."""
+        self.make_request_output([], None, VllmFinishReason.ABORT, None)
+
     def fail(self, error: GenerationFailed | EngineDead) -> None:
         """End the sequence with an error."""
         if not self.ended:
@@ -316,7 +320,10 @@ class PushedState(RequestState):
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
             delta.last = True
-            self.meter.finished_requests += 1
+            if delta.finish_reason is FinishReason.ABORT:
+                self.meter.aborted_requests += 1
+            else:
+                self.meter.finished_requests += 1
         self.sink.on_delta(delta)
 
     def _release(self, characters: int, finished: bool) -> list[Token]:

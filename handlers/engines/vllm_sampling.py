@@ -91,7 +91,7 @@ class SamplingTranslator:
         if sampling.typical_p >= 1.0:
             return None
         if not self.typical:
-            raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist")
+            raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist or scheduler")
         return {"typical_p": sampling.typical_p}
 
 

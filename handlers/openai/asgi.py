@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from handlers.contracts.protocol import Call, Reply
 from handlers.reply import ReplyWriter
 
+EVENTS = "text/event-stream"
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
 _FRAMING = frozenset({"content-type", "content-length"})
 
@@ -58,6 +59,11 @@ class AsgiExchange:
     def disconnected(self) -> bool:
         """The client has gone."""
         return self._gone.is_set()
+
+    @property
+    def streams_events(self) -> bool:
+        """A stream of events has begun."""
+        return self.started and self._content_type.partition(";")[0].strip() == EVENTS
 
     def disconnect(self) -> None:
         """Tell the application that the client has gone; what it sends from now on is dropped."""

@@ -4,11 +4,20 @@ Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside
 places in the same queue, count in the same meter and fail after the same wait for a token. For each step of a request
 vLLM's output processor calls `logprobs_processor.update_from_output`; that is where its tokens are counted, at the
 price of one call.
+
+Written for vLLM 0.32 and 0.33. What it relies on is checked by `check_seam` when an engine starts, for each request
+where it can be seen only there, and by tests/live/test_openai_seam.py:
+- `AsyncLLM.add_request(request_id, prompt, params)` gives a `RequestOutputCollector` with the `output` that waits;
+- `output_processor.request_states` has a state for each sequence by then, unless it has ended, and `external_req_ids`
+  names them by the request's id; a state has `queue`, the collector, `logprobs_processor` and `prompt_len`;
+- `OutputProcessor.process_outputs` calls `logprobs_processor.update_from_output` for each sequence of a step;
+- `AsyncLLM.abort(request_id, internal)`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
@@ -16,12 +25,46 @@ from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
+from handlers.engines.protocol import EngineStartError
 from handlers.errors import InvalidParameter, InvalidRequest, Overloaded
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.parameter_limits import check_parameters
+
+
+def check_seam() -> None:
+    """Refuse to start on a vLLM whose internals have moved.
+
+    Raises:
+        EngineStartError: naming what is missing.
+    """
+    wanted: tuple[tuple[Any, tuple[str, ...]], ...] = (
+        (AsyncLLM.add_request, ("request_id", "prompt", "params")),
+        (AsyncLLM.abort, ("request_id", "internal")),
+        (RequestState.__init__, ("external_req_id", "logprobs_processor", "queue")),
+        (LogprobsProcessor.update_from_output, ("output",)),
+        (RequestOutputCollector.put, ("output",)),
+        (RequestOutputCollector.get_nowait, ()),
+    )
+    for function, parameters in wanted:
+        missing = [name for name in parameters if name not in inspect.signature(function).parameters]
+        if missing:
+            raise _moved(f"{function.__qualname__} has no parameter {', '.join(missing)}")
+    processor, state = OutputProcessor(None, log_stats=False), RequestOutputCollector(RequestOutputKind.DELTA, "check")
+    for thing, names in ((processor, ("request_states", "external_req_ids")), (state, ("output", "request_id"))):
+        missing = [name for name in names if not hasattr(thing, name)]
+        if missing:
+            raise _moved(f"{type(thing).__name__} has no attribute {', '.join(missing)}")
+
+
+def _moved(what: str) -> EngineStartError:
+    return EngineStartError(f"this vLLM is not one that Slipway knows: {what}")
 
 
 class EngineClient:
@@ -31,6 +74,8 @@ class EngineClient:
     """
 
     def __init__(self, llm: Any, meter: Meter, predict_timeout: float) -> None:
+        """Raises EngineStartError on a vLLM that it is not written for."""
+        check_seam()
         self._llm, self._meter, self._predict_timeout = llm, meter, predict_timeout
         self._tokenizer = llm.get_tokenizer()
         self._vocabulary_size: int = llm.model_config.get_vocab_size()
@@ -67,6 +112,7 @@ class EngineClient:
     async def _generate(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
+        queue: Any = None
         request: _Request | None = None
         try:
             queue = await self._added(prompt, params, request_id, options)
@@ -87,6 +133,9 @@ class EngineClient:
             if request is not None:
                 call.failed = True
                 await request.give_up()
+            elif queue is not None and not self._llm.errored:
+                call.failed = True
+                await self._llm.abort(queue.request_id, internal=True)
             raise
         finally:
             call.release(params.n)
@@ -106,6 +155,8 @@ class _Request:
         output_processor = llm.output_processor
         states = [output_processor.request_states[i] for i in output_processor.external_req_ids.get(request_id, ())]
         own = [state for state in states if state.queue is queue]  # ids are the clients', who may use one twice
+        if not own and not _ended(queue.output):
+            raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._processors = [state.logprobs_processor for state in own]
         meter.prompt_tokens += own[0].prompt_len if own else 0
         meter.started_requests += 1
@@ -156,6 +207,11 @@ class _Request:
     async def _abort(self) -> None:
         if not self._llm.errored:
             await self._llm.abort(self._queue.request_id, internal=True)
+
+
+def _ended(output: Any) -> bool:
+    """Whether the output that waits for us says that a request has ended already."""
+    return output is not None and (isinstance(output, Exception) or output.finished)
 
 
 class _StepCounter:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from handlers.contracts.openai.family import ALIASED, error_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.engine_choice import is_vllm
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 """An ASGI application."""
+_MESSAGES = "/v1/messages"
+"""Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 """Before the HTTP request's id in those of vLLM's answers."""
 
@@ -102,20 +106,30 @@ def _belongs(known: str, request_id: str) -> bool:
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
 
 
+def _last_events(path: str, reply: Reply) -> bytes:
+    """What ends a stream with an error, as vLLM's own streams on this path do."""
+    message = msgspec.json.decode(reply.body)["error"]["message"]
+    if path == _MESSAGES:
+        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
+
+
 class _RunningCall:
     """One call in vLLM's front end; see `handlers.reply.Running`."""
 
     def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
-        self._app, self._held, self._call, self._writer = app, held, call, writer
+        self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
         self._exchange = AsgiExchange(call.body, writer)
         self._meter = held.meter
-        self._task = asyncio.create_task(self._run(path))
+        self._task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
         """See `Running.cancel`. The front end hears of it, ends its tasks, and the engine aborts."""
         self._exchange.disconnect()
 
-    async def _run(self, path: str) -> None:
+    async def _run(self) -> None:
+        path = self._path
         current_call.set(self._held)
         started = time.monotonic()
         if (refusal := hopeless(self._call.body, path, self._held.max_model_len)) is not None:
@@ -140,7 +154,9 @@ class _RunningCall:
         if exchange.complete or exchange.disconnected:
             return
         exchange.complete = True
-        if exchange.started:
+        if exchange.streams_events:
+            self._writer.end(_last_events(self._path, reply))
+        elif exchange.started:
             self._writer.end(b"")
         else:
             self._writer.reply(reply)

@@ -1,6 +1,6 @@
 """Chats whose messages say null for what they do not have.
 
-TGI's Python client sends every field of a message, and TGI takes null for absent, as all our contracts do; vLLM does not.
+TGI's Python client sends every field of a message, and TGI takes null for absent, as our contracts do; vLLM does not.
 """
 
 from __future__ import annotations

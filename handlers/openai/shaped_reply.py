@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from handlers.contracts.lmi.openai_shape import Shape, error_of, events, is_error
 from handlers.contracts.protocol import Reply
 from handlers.reply import ReplyWriter
@@ -28,6 +30,10 @@ class ShapedReply:
         """See `ReplyWriter.write`."""
         for event in events(data):
             self._event(event)
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        """See `ReplyWriter.write_latest`. An event may hold what an earlier one does not."""
+        self.write(part())
 
     def end(self, data: bytes) -> None:
         """See `ReplyWriter.end`."""

@@ -8,6 +8,7 @@ Written for vLLM 0.32 and 0.33. What it relies on is checked as the model is loa
 tests/live/test_openai_live.py:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
+- `create_error_response(error)` gives an exception its status;
 - `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here.
 """
 
@@ -23,10 +24,13 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import GracefulHTTPError
 
 from handlers.engines.protocol import EngineStartError
+from handlers.openai.error_log import lower_client_errors
 
 _ROUTERS = (
     "vllm.entrypoints.openai.models.api_router",
@@ -54,6 +58,7 @@ async def build(
     Raises:
         EngineStartError: this vLLM is not one that we know, or refuses an argument.
     """
+    lower_client_errors(_is_clients)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     args = argparse.Namespace(
         **arguments,
@@ -82,6 +87,13 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def _is_clients(error: BaseException) -> bool:
+    """Whether vLLM answers the exception as the client's fault, or as a thing that it does not do now or ever."""
+    if not isinstance(error, Exception):
+        return False
+    return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
 
 
 def _choose_tool_grammar(backend: str) -> None:

@@ -295,9 +295,9 @@ def test_another_method_is_refused_as_fastapi_does() -> None:
             b'a JSON schema needs `json_format_is_json_schema` true"}]}',
         ),
         (
-            PROMPT | {"json_format_is_json_schema": "yes"},
+            PROMPT | {"json_format_is_json_schema": "maybe"},
             b'{"detail":[{"type":"value_error","loc":["body","json_format_is_json_schema"],'
-            b'"msg":"`json_format_is_json_schema` must be true or false, got \\"yes\\""}]}',
+            b'"msg":"`json_format_is_json_schema` must be true or false, got \\"maybe\\""}]}',
         ),
     ],
 )

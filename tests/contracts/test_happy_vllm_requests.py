@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handlers.contracts.happy_vllm.generate import HappyVllmContract
+from handlers.contracts.happy_vllm.request import read_generation
 from handlers.contracts.protocol import ContractError
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
 from tests.contracts.exchange import call
@@ -161,3 +162,34 @@ def test_any_bytes_are_understood_or_refused_with_a_detail(body: bytes) -> None:
         HappyVllmContract(stream=False).parse(call(body))
     assert caught.value.reply.status == 422
     assert json.loads(caught.value.reply.body)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("lax", "strict"),
+    [
+        ({"temperature": "0.5", "max_tokens": "16"}, {"temperature": 0.5, "max_tokens": 16}),
+        ({"ignore_eos": "yes", "skip_special_tokens": "off"}, {"ignore_eos": True, "skip_special_tokens": False}),
+        ({"use_beam_search": 1, "n": " 2 "}, {"use_beam_search": True, "n": 2}),
+        (
+            {"json_format": {"type": "object"}, "json_format_is_json_schema": "TRUE"},
+            {"json_format": {"type": "object"}, "json_format_is_json_schema": True},
+        ),
+    ],
+)
+def test_types_are_taken_as_pydantic_takes_them(lax: dict[str, Any], strict: dict[str, Any]) -> None:
+    assert request_of(lax) == request_of(strict)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1, True), ("yes", True), ("t", True), (0, False), ("No", False)])
+def test_the_prompt_in_the_response_may_be_asked_for_as_pydantic_allows(value: Any, shown: bool) -> None:
+    assert read_generation({"prompt": "p", "prompt_in_response": value}).prompt_in_response is shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("prompt_in_response", 2), ("prompt_in_response", "maybe"), ("max_tokens", "many"), ("temperature", "0x1")],
+)
+def test_what_pydantic_refuses_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ContractError) as caught:
+        request_of({name: value})
+    assert json.loads(caught.value.reply.body)["detail"][0]["loc"] == ["body", name]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from handlers.contracts.family import ModelView, Tells
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM
+from handlers.contracts.happy_vllm.text import ids_inside
 from handlers.contracts.protocol import Reply
+from handlers.engines.model_texts import ModelTexts
 from handlers.engines.token_text import split_text as text_of_tokens
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.model_settings import HandlerSettings
@@ -33,6 +35,8 @@ class HuggingFace:
 
     truncation_side = "right"
     chat_template: str | None = "{{ messages }}"
+    all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -51,9 +55,10 @@ class HuggingFace:
         return [self._tokenizer.id_to_token(token_id) for token_id in ids]
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, messages: list[dict[str, str]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
     ) -> str:
         assert not tokenize
+        assert tools is None
         if any(message["role"] == "nobody" for message in messages):
             raise ValueError("nobody must not speak")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
@@ -107,10 +112,7 @@ class Model:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer: Any = HuggingFace(tokenizer)
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        ids: list[int] = self.tokenizer.encode(text)
-        return ids
+        self.texts = ModelTexts(self.tokenizer)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
@@ -131,6 +133,7 @@ VIEW = ModelView(
     engine="vllm",
     engine_version="0.99.0",
     max_requests=8,
+    model_aliases=("", "dummy", "tgi"),
     abort=lambda request_id: None,
 )
 both = pytest.mark.parametrize("model", [LIKE_GPT, LIKE_LLAMA], ids=["like_gpt", "like_llama"])
@@ -371,7 +374,7 @@ def test_truncated_text_is_what_is_dropped() -> None:
     )
     right = ask("/v1/metadata_text", document | {"truncation_side": "right"}, LIKE_LLAMA)["truncated_text"]
     assert right == "how are you ?"
-    assert ask("/v1/metadata_text", document, LIKE_LLAMA)["truncated_text"] == right  # the tokenizer's own side
+    assert ask("/v1/metadata_text", document, LIKE_LLAMA)["truncated_text"] != right  # where prompts are truncated
     assert ask("/v1/metadata_text", {"text": SENTENCE}, LIKE_LLAMA)["truncated_text"] == ""
     assert ask("/v1/metadata_text", document | {"max_length": 0}, LIKE_LLAMA)["truncated_text"] == SENTENCE
 
@@ -386,7 +389,7 @@ def test_the_count_is_that_of_the_text_inside_another() -> None:
     [
         ("/v1/tokenizer", {}, "text"),
         ("/v1/tokenizer", {"text": 5}, "text"),
-        ("/v1/tokenizer", {"text": "a", "vanilla": "no"}, "vanilla"),
+        ("/v1/tokenizer", {"text": "a", "vanilla": "maybe"}, "vanilla"),
         ("/v1/decode", {}, "token_ids"),
         ("/v1/decode", {"token_ids": "a"}, "token_ids"),
         ("/v1/decode", {"token_ids": [-1]}, "token_ids"),
@@ -419,6 +422,54 @@ def test_bytes_that_are_no_text_take_time_in_proportion() -> None:
     begun = time.monotonic()
     ask("/v1/decode", {"token_ids": [byte] * 20_000, "with_tokens_str": True, "vanilla": False})
     assert time.monotonic() - begun < 10
+
+
+LONG, MANY = "x" * ((1 << 20) + 1), [1] * ((1 << 19) + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "limit"),
+    [
+        *((f"/v1/{route}", "text", LONG, "1048576 bytes") for route in ("tokenizer", "split_text", "metadata_text")),
+        ("/v1/tokenizer", "text", "é" * (1 << 19) + "e", "1048576 bytes"),
+        ("/v1/decode", "token_ids", MANY, "524288 token ids"),
+        ("/v2/tokenizer", "prompt", LONG, "1048576 bytes"),
+        ("/v2/tokenizer", "messages", [{"role": "user", "content": LONG}], "1048576 bytes"),
+        ("/v2/decode", "tokens", MANY, "524288 token ids"),
+    ],
+)
+def test_what_would_exhaust_memory_is_refused_by_its_name_and_limit(
+    path: str, name: str, value: Any, limit: str
+) -> None:
+    status, body = refused(path, {name: value})
+    if path.startswith("/v2/"):
+        assert (status, body["error"]["param"]) == (400, name)
+        message = body["error"]["message"]
+    else:
+        assert (status, body["detail"][0]["loc"]) == (422, ["body", name])
+        message = body["detail"][0]["msg"]
+    assert f"`{name}` may have at most {limit}" in message
+
+
+@pytest.mark.parametrize("path", sorted(path for path in TELLS if path.startswith(("/v1/tok", "/v2/", "/v1/dec"))))
+def test_a_body_that_holds_no_allowed_text_is_not_even_read(path: str) -> None:
+    status, body = refused(path, b"[" * ((1 << 22) + 1))
+    assert status == (400 if path.startswith("/v2/") else 422)
+    assert "the body has 4194305 bytes; this route takes at most 4194304" in json.dumps(body)
+
+
+def test_a_text_that_no_word_goes_with_is_tokenized_in_few_passes() -> None:
+    """A beginning that depends on the end of the text, as that of a long run of a character may."""
+    passes: list[str] = []
+
+    class Contrary:
+        def encode(self, text: str, *, special: bool) -> list[int]:
+            passes.append(text)
+            return [1] * len(text) if len(text) < 1000 else [2] * len(text)
+
+    model = cast(Model, SimpleNamespace(texts=Contrary()))
+    assert ids_inside(model, "x" * 5000) == [2] * 5000
+    assert sum(len(text) > 1000 for text in passes) == 4
 
 
 JSON = st.recursive(
@@ -460,7 +511,7 @@ def test_info_names_the_application_and_the_model() -> None:
     ]
     assert info["application"] == "happy_vllm"
     assert (info["vllm_version"], info["model_name"]) == ("0.99.0", "model")
-    assert (info["truncation_side"], info["max_length"], info["extra_information"]) == ("right", 64, {})
+    assert (info["truncation_side"], info["max_length"], info["extra_information"]) == ("left", 64, {})
 
 
 def test_another_engines_version_is_not_given_as_vllms() -> None:
@@ -498,3 +549,26 @@ def test_routes_on_tokens_need_a_loaded_model() -> None:
 
 def test_every_route_is_described() -> None:
     assert all(not isinstance(route, Tells) or route.about is not None for route in HAPPY_VLLM.routes)
+
+
+@pytest.mark.parametrize("name", ["model", "tgi", "dummy", ""])
+def test_the_aliases_of_the_model_name_it_here_as_on_openais_routes(name: str) -> None:
+    tokens = ask("/v2/tokenizer", {"model": name, "prompt": SENTENCE})["tokens"]
+    assert ask("/v2/decode", {"model": name, "tokens": tokens}) == {"prompt": SENTENCE}
+
+
+@pytest.mark.parametrize("switch", ["yes", "On", "1", "true", "T", 1, 1.0])
+def test_switches_may_be_what_pydantic_takes_for_true(switch: Any) -> None:
+    document = {"text": SENTENCE}
+    assert ask("/v1/tokenizer", document | {"with_tokens_str": switch}).keys() == {
+        "tokens_ids",
+        "tokens_nb",
+        "tokens_str",
+    }
+    assert ask("/v1/tokenizer", document | {"vanilla": switch}) == ask("/v1/tokenizer", document)
+
+
+def test_numbers_may_be_text() -> None:
+    document = {"text": SENTENCE}
+    for path, name in (("/v1/split_text", "num_tokens_in_chunk"), ("/v1/metadata_text", "max_length")):
+        assert ask(path, document | {name: "4"}) == ask(path, document | {name: 4})

@@ -130,6 +130,7 @@ def view(**settings: object) -> ModelView:
         engine="python",
         engine_version="",
         max_requests=1,
+        model_aliases=("", "dummy", "tgi"),
         abort=lambda request_id: None,
     )
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from handlers.contracts.protocol import Reply
+from handlers.contracts.tgi.errors import Incomplete, refuse
 from handlers.contracts.tgi.single_precision import single
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
@@ -159,8 +161,10 @@ def test_a_delta_of_several_tokens_is_as_many_events_and_one_of_none_is_nothing(
 def test_an_answer_that_was_ended_from_outside_is_an_incomplete_one() -> None:
     ended = TokenDelta("", finish_reason=FinishReason.ABORT, token_count=1, last=True)
     begun = TokenDelta(" a", [A], token_count=1)
-    assert answer("/generate", {}, begun, ended) == (
-        b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'
+    with pytest.raises(Incomplete) as caught:
+        answer("/generate", {}, begun, ended)
+    assert refuse(caught.value) == Reply(
+        500, "application/json", b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'
     )
     assert answer("/generate_stream", {}, begun, ended).endswith(
         b'\n\ndata:{"error":"Incomplete generation stream","error_type":"incomplete_generation_stream"}\n\n'

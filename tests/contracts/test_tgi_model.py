@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from handlers.contracts.protocol import Reply
-from handlers.errors import NotReady
+from handlers.errors import InvalidRequest, NotReady
 from tests.contracts.tgi_exchange import FakeTokenizer, tell, view
 
 
@@ -51,9 +52,8 @@ def test_tokenize_keeps_the_last_tokens_where_it_is_to_truncate() -> None:
 
 def test_tokenize_shows_no_places_where_the_tokenizer_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = view()
-    tokenizer = model.text().tokenizer
-    monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens: [4, 5])
-    monkeypatch.delattr(tokenizer, "_tokenizer")
+    texts = model.text().texts
+    monkeypatch.setattr(texts, "places", lambda text, special: ([4, 5], None))
     assert tell("POST", "/tokenize", {"inputs": "Tell me"}, model).body == (
         b'[{"id":4,"text":"","start":0,"stop":0},{"id":5,"text":"","start":0,"stop":0}]'
     )
@@ -113,3 +113,35 @@ def test_a_model_without_a_template_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         b'{"error":"Template error: template not found: this model has no chat template",'
         b'"error_type":"template_error"}',
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "message"),
+    [
+        ("/tokenize", {"inputs": "me " * 200_000}, "`inputs` may have at most 524288 bytes of text, got 600000"),
+        ("/tokenize", {"inputs": "日" * 200_000}, "`inputs` may have at most 524288 bytes of text, got 600000"),
+        ("/tokenize", {"inputs": "x" * (1 << 22)}, "the body has 4194317 bytes; this route takes at most 4194304"),
+        (
+            "/chat_tokenize",
+            {"messages": [{"role": "user", "content": "x" * (1 << 19)}]},
+            "`messages` may have at most 524288 bytes of text, got 524307",
+        ),
+        (
+            "/chat_tokenize",
+            {"messages": [{"role": "user", "content": "x" * (1 << 22)}]},
+            "the body has 4194347 bytes; this route takes at most 4194304",
+        ),
+    ],
+)
+def test_a_text_that_would_exhaust_memory_is_refused(path: str, document: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        tell("POST", path, document)
+    assert refused.value.message == message
+
+
+def test_many_tokens_are_joined_as_few_are() -> None:
+    tokens = json.loads(tell("POST", "/tokenize", {"inputs": "Tell me " * 5000}).body)
+    assert len(tokens) == 10_001
+    assert tokens[-1] == {"id": 5, "text": "me", "start": 39_997, "stop": 39_999}
+    few = {"inputs": "Tell me " * 5000, "parameters": {"truncate": 4096}}
+    assert json.loads(tell("POST", "/tokenize", few).body) == tokens[-4096:]

@@ -332,10 +332,11 @@ def test_vertex_samples_unless_told_otherwise() -> None:
     assert (second.request_id, second.sampling.greedy, second.sampling.max_tokens) == ("r-1", True, 3)
 
 
-def test_a_chat_on_vertex_becomes_the_tokens_that_its_template_writes() -> None:
+def test_a_chat_on_vertex_becomes_the_text_that_its_template_writes_special_tokens_included() -> None:
     chat = {"messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 7, "temperature": 0.5}
     request = parse("/vertex", {"instances": [chat]}).requests[0]
-    assert request.prompt == (7, 8, 4, 5, 0, 8)
+    assert (request.prompt, request.add_special_tokens) == ("user : Tell me assistant :", False)
+    assert parse("/vertex", {"instances": [{"inputs": "Tell me"}]}).requests[0].add_special_tokens
     assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.5)
 
 

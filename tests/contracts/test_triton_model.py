@@ -112,6 +112,18 @@ def test_statistics_count_calls_and_their_times() -> None:
         )
 
 
+def test_a_call_of_many_sequences_waits_once_and_no_longer_than_it_takes() -> None:
+    loaded = LoadedText()
+    loaded.meter.calls.count(0.5, failed=False)
+    for _ in range(8):
+        loaded.meter.queue_time.observe(0.125)
+    (statistics,) = document(told("/v2/models/stats", of=view(loaded=loaded)))["model_stats"]
+    stages = statistics["inference_stats"]
+    parts = [stages[stage] for stage in ("queue", "compute_input", "compute_infer", "compute_output")]
+    assert [part["count"] for part in parts] == [1, 1, 1, 1]
+    assert sum(part["ns"] for part in parts) == stages["success"]["ns"] == 500_000_000
+
+
 UNKNOWN = b'{"error":"Request for unknown model: \'nope\' is not found"}'
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.tgi.family import TGI
+from handlers.engines.model_texts import ModelTexts
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token
 from tests.contracts.exchange import MODEL
@@ -67,12 +68,8 @@ class FakeModel:
         self.meter = Meter()
 
     @cached_property
-    def tokenizer(self) -> Any:
-        return FakeTokenizer()
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        ids: list[int] = self.tokenizer.encode(text)
-        return ids
+    def texts(self) -> ModelTexts:
+        return ModelTexts(FakeTokenizer())
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
@@ -91,9 +88,7 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 def contract(path: str, **settings: Any) -> Contract:
     route = next(route for route in TGI.routes if isinstance(route, Generates) and route.path == path)
     return route.contract(
-        ContractSetting(
-            settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(), overload_status=503
-        )
+        ContractSetting(settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel())
     )
 
 
@@ -130,6 +125,7 @@ def view(state: State = "ready", loaded: bool = True) -> ModelView:
         engine="vllm",
         engine_version="0",
         max_requests=256,
+        model_aliases=("", "dummy", "tgi"),
         abort=lambda _: None,
     )
 

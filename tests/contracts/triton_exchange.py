@@ -50,9 +50,7 @@ def parse(
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
     found = next(one for one in TRITON.routes if isinstance(one, Generates) and one.path == path)
-    contract = found.contract(
-        ContractSetting(settings=replace(MODEL, **settings), model=LoadedText())
-    )
+    contract = found.contract(ContractSetting(settings=replace(MODEL, **settings), model=LoadedText()))
     call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
     return contract.parse(call)
 
@@ -89,6 +87,7 @@ def view(state: State = "ready", reason: str = "", loaded: Any = None, **setting
         engine="vllm",
         engine_version="1",
         max_requests=8,
+        model_aliases=("", "dummy", "tgi"),
         abort=lambda request_id: None,
     )
 

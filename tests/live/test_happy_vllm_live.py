@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -144,6 +146,26 @@ def test_an_aborted_request_ends_with_abort(server: Server) -> None:
     last = json.loads(ended[-1])
     assert last["finish_reasons"] == ["abort"]
     assert 0 < last["usages"][0]["completion_tokens"] < 900
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "temperature": 1.0}, {"use_beam_search": True, "n": 2, "best_of": 2}])
+def test_an_aborted_whole_answer_has_what_there_is_of_it(server: Server, fields: dict[str, Any]) -> None:
+    document = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True} | fields
+    generate(server, **document | {"max_tokens": 2})  # the first of its kind may take long
+    with ThreadPoolExecutor() as pool:
+        headers = {"x-request-id": "whole-to-abort"}
+        answer = pool.submit(server.client.post, "/v1/generate", json=document, headers=headers, timeout=60)
+        while not answer.done():
+            time.sleep(0.5)
+            server.client.post("/v1/abort_request", json={"request_id": "whole-to-abort"})
+        given = answer.result()
+    assert given.status_code == 200
+    body = given.json()
+    assert set(body["finish_reasons"]) == {"abort"}
+    assert all(body["responses"])
+    for usage in body["usages"]:
+        assert 0 < usage["completion_tokens"] < 900
+        assert usage["prompt_tokens"] > 0
 
 
 def test_an_answer_of_a_pool_is_one_of_it(constraining: Server) -> None:

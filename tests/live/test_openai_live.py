@@ -153,7 +153,8 @@ def test_a_json_schema_is_kept_to(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         messages=MESSAGES,
         model="model",
-        max_tokens=60,
+        temperature=0,
+        max_tokens=200,
         response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
     )
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)

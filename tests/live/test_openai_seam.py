@@ -6,7 +6,8 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -128,3 +129,70 @@ def test_what_does_no_harm_passes() -> None:
     check_parameters(
         params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5), 100, None
     )
+
+
+def test_what_a_client_causes_is_told_from_what_the_server_does() -> None:
+    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from handlers.openai.vllm_app import _is_clients
+
+    clients = (VLLMValidationError("x", parameter="n"), GracefulHTTPError("full", 503), ValueError("x"))
+    assert all(_is_clients(error) for error in clients)
+    assert not any(_is_clients(error) for error in (EngineDeadError(), RuntimeError("x"), KeyError("x")))
+
+
+def test_a_vllm_whose_engine_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    from handlers.openai import engine_client
+
+    engine_client.check_seam()
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestState, "__init__", lambda self, request_id: None)
+        with pytest.raises(EngineStartError, match="has no parameter external_req_id"):
+            engine_client.check_seam()
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputProcessor, "__init__", lambda self, tokenizer, log_stats: None)
+        with pytest.raises(EngineStartError, match="OutputProcessor has no attribute request_states"):
+            engine_client.check_seam()
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_aborted() -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+    from handlers.engine_handler import EngineHandler
+    from handlers.meter import Meter
+    from handlers.openai.current_call import OpenAICall
+    from handlers.openai.engine_client import EngineClient
+
+    class Llm:
+        """vLLM's engine, which keeps its requests elsewhere than it used to."""
+
+        output_processor = OutputProcessor(None, log_stats=False)
+        model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+        errored = False
+        aborted: ClassVar[list[str]] = []
+
+        def get_tokenizer(self) -> None: ...
+
+        async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+            return RequestOutputCollector(RequestOutputKind.DELTA, f"{request_id}-internal")
+
+        async def abort(self, request_id: str, internal: bool = False) -> None:
+            assert internal
+            self.aborted.append(request_id)
+
+    llm: Any = Llm()
+    handler = EngineHandler(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
+    call = OpenAICall(handler)
+    call.take(1)
+    stream = EngineClient(llm, Meter(), 10)._generate(call, "x", SamplingParams(), "a", {})
+    with pytest.raises(RuntimeError, match="does not know a request"):
+        await anext(stream)
+    assert llm.aborted == ["a-internal"]
+    assert call.failed
+    assert handler.open_sequences == 0

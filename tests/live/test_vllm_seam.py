@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import EngineDead
+from handlers.errors import EngineDead, InvalidParameter
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.recorder import Recorder
@@ -289,3 +290,55 @@ def test_typical_sampling_keeps_the_same_tokens_as_transformers() -> None:
         expected = TypicalLogitsWarper(mass=mass)(None, logits)
         for row in range(4):
             assert torch.equal(torch.isinf(_keep_typical(logits[row], mass)), torch.isinf(expected[row]))
+
+
+def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> None:
+    """A pool that is empty copies the tokenizer, for tenths of a second, on the event loop."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool
+    from vllm.v1.engine.detokenizer import uses_fast_detokenizer
+
+    from handlers.engines.model_texts import ModelTexts
+    from handlers.engines.vllm import own_tokenizer
+
+    config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
+    pool = maybe_make_thread_pool(copy(cached_tokenizer_from_config(config)))  # as vLLM's renderer does
+    own = own_tokenizer(config)
+    assert isinstance(pool, ThreadSafeHFTokenizerMixin)
+    assert not isinstance(own, ThreadSafeHFTokenizerMixin)
+    assert uses_fast_detokenizer(own)
+    pool._tokenizer.enable_truncation(1)
+    cached_tokenizer_from_config(config)._tokenizer.enable_truncation(1)
+    assert len(ModelTexts(own).encode("one two three")) > 1
+
+
+def test_typical_p_names_both_engines_that_have_it() -> None:
+    from handlers.engines.vllm_sampling import SamplingTranslator
+
+    translator = SamplingTranslator(max_model_len=16, max_top_tokens=1, vocabulary_size=9, typical=False)
+    request = GenerationRequest(request_id="r", prompt="x", sampling=SamplingParameters(typical_p=0.5))
+    with pytest.raises(InvalidParameter, match=r"needs option.rolling_batch=lmi-dist or scheduler$"):
+        translator.sampling_params(request, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_sequence_ends_with_what_there_is_and_true_counts(
+    processor: Processor, tokenizer: Any, stream: bool
+) -> None:
+    sink = Recorder()
+    processor.add("a", sink, stream=stream, sampling=SamplingParameters(stop=("never",)))
+    ids = tokenizer.encode(" one two three")
+    for token_id in ids:
+        processor.step(output("a", [token_id], logprobs=[[-0.5]]))
+    processor.processor.request_states["a"].abort()
+    assert "".join(delta.text for delta in sink.deltas) == " one two three"
+    assert [token.id for delta in sink.deltas for token in delta.tokens] == ids
+    last = sink.deltas[-1]
+    assert (last.finish_reason, last.last, last.token_count) == (FinishReason.ABORT, True, 3)
+    assert last.prompt_token_count == len(tokenizer.encode("Prompt:"))
+    assert last.cumulative_logprob == -1.5
+    told = len(sink.deltas)
+    assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
+    assert len(sink.deltas) == told
+    assert (processor.meter.aborted_requests, processor.meter.finished_requests) == (1, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from handlers.contracts.protocol import Reply
 
 
@@ -28,6 +30,9 @@ class CollectedReply:
         assert self.status
         assert not self.ended
         self.parts.append(data)
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        self.write(part())
 
     def end(self, data: bytes) -> None:
         self.write(data)

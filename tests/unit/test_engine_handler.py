@@ -6,12 +6,13 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from handlers.contracts.family import ContractSetting
+from handlers.contracts.happy_vllm.generate import HappyVllmContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.generate import TritonContract
@@ -34,11 +35,20 @@ class Commenting(LmiContract):
 
 
 class Running:
-    def __init__(self) -> None:
-        self.cancelled = False
+    """Aborts as an engine does that has made one token and handed over nothing of it."""
+
+    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
+        self.cancelled = self.aborted = False
+        self._request, self._sink = request, sink
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def abort(self) -> None:
+        self.aborted = True
+        for sequence in range(self._request.sequences):
+            last = sequence == self._request.sequences - 1
+            self._sink.on_delta(TokenDelta("!", [], sequence, FinishReason.ABORT, 3, 1, last=last))
 
 
 class ScriptedEngine:
@@ -63,7 +73,7 @@ class ScriptedEngine:
                 self.sinks[0].on_error(failure)
             raise failure
         self.sinks.append(sink)
-        self.running.append(Running())
+        self.running.append(Running(request, sink))
         return self.running[-1]
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
@@ -101,6 +111,9 @@ class Writer:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        self.written.append(part())
 
     def end(self, data: bytes) -> None:
         self.ended.append(data)
@@ -178,9 +191,9 @@ async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(
     await handler.handle(CONTRACT, call(body), writer)
     engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], token_count=1))
     handler.abort("r")
-    assert engine.running[0].cancelled
+    assert engine.running[0].aborted
     assert handler.open_sequences == 0
-    assert b'"generated_text": "y"' in writer.body
+    assert b'"generated_text": "y!"' in writer.body
     assert b'"finish_reason": "abort", "generated_tokens": 1' in writer.body
     handler.abort("r")
     assert len(writer.ended) == 1
@@ -213,8 +226,9 @@ async def test_an_aborted_batch_ends_every_sequence_that_is_open(
     assert not writer.finished
     handler.abort("r")
     answers = json.loads(writer.body)
-    assert [answer["generated_text"] for answer in answers] == ["", "done"]
+    assert [answer["generated_text"] for answer in answers] == ["!", "done"]
     assert [answer["details"]["finish_reason"] for answer in answers] == ["abort", "length"]
+    assert [answer["details"]["generated_tokens"] for answer in answers] == [1, 1]
 
 
 async def test_calls_are_counted_as_succeeded_or_failed_and_not_when_the_client_leaves(
@@ -395,3 +409,45 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
     assert (handler.open_sequences, engine.meter.calls.failed) == (0, 1)
     engine.sinks[0].on_delta(last("!"))
     assert len(writer.replies) == 1
+
+
+async def cumulative(handler: EngineHandler, sequences: int) -> Writer:
+    writer = Writer()
+    body = {"prompt": "x", "n": sequences, "temperature": 1.0}
+    await handler.handle(HappyVllmContract(stream=True), call(body), writer)
+    return writer
+
+
+async def test_a_cumulative_answer_has_a_line_for_an_engine_step_and_not_for_each_sequence(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    writer = await cumulative(handler, 3)
+    for step in range(2):
+        for sequence in range(3):
+            engine.sinks[0].on_delta(TokenDelta("y", sequence=sequence, token_count=step + 1))
+        await asyncio.sleep(0)
+    assert [json.loads(line)["responses"] for line in writer.written] == [["y"] * 3, ["yy"] * 3]
+    for sequence in range(3):
+        end = TokenDelta("!", [], sequence, FinishReason.EOS, token_count=3, last=sequence == 2)
+        engine.sinks[0].on_delta(end)
+    await asyncio.sleep(0)
+    assert len(writer.written) == 2
+    assert [json.loads(line)["responses"] for line in writer.ended] == [["yy!"] * 3]
+    assert handler.open_sequences == 0
+
+
+async def test_a_single_cumulative_sequence_is_told_at_once_and_long_ones_less_often(
+    handler: EngineHandler, engine: ScriptedEngine
+) -> None:
+    writer = await cumulative(handler, 1)
+    engine.sinks[0].on_delta(TokenDelta("y" * 400_000, token_count=1))
+    assert len(writer.written) == 1
+    for count in range(100):
+        engine.sinks[0].on_delta(TokenDelta("z", token_count=count))
+        await asyncio.sleep(0)
+    assert len(writer.written) < 50
+    engine.sinks[0].on_delta(last("!"))
+    assert json.loads(writer.ended[0])["responses"] == ["y" * 400_000 + "z" * 100 + "!"]
+    sent = len(writer.written)
+    await asyncio.sleep(0.05)
+    assert len(writer.written) == sent

@@ -154,6 +154,33 @@ async def test_a_fault_in_a_stream_ends_it() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (
+            "/v1/chat/completions",
+            b'data: {"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
+            b"\n\ndata: [DONE]\n\n",
+        ),
+        (
+            "/openai/v1/messages",
+            b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"Internal server error"}}'
+            b"\n\n",
+        ),
+    ],
+)
+async def test_a_fault_in_a_stream_of_events_is_an_event(path: str, event: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(part(b"data: a\n\n", more=True))
+        raise RuntimeError
+
+    writer, _ = await served(app, replace(CALL, path=path))
+    assert (writer.parts, writer.ended) == ([b"data: a\n\n", event], True)
+
+
+@pytest.mark.asyncio
 async def test_an_application_that_says_nothing_is_a_fault() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from handlers.engines.model_texts import ModelTexts
 from handlers.engines.prompt import PromptTokenizer
 from handlers.errors import ContextExceeded
 from handlers.request import GenerationRequest
@@ -22,7 +23,7 @@ class _Tokenizer:
 
 def token_ids(prompt: str, **fields: int) -> list[int]:
     request = GenerationRequest(request_id="r", prompt=prompt, **fields)  # type: ignore[arg-type]
-    return asyncio.run(PromptTokenizer(_Tokenizer(), 10).token_ids(request))
+    return asyncio.run(PromptTokenizer(ModelTexts(_Tokenizer()), 10).token_ids(request))
 
 
 def test_the_context_must_have_room_for_one_new_token_unless_the_request_wants_more() -> None:

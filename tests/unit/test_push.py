@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from container import push
 from container.push import Pacer, PushedReply
 from handlers.contracts.protocol import Reply
 
@@ -137,3 +139,55 @@ async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinn
     stream.write(b"3")
     stream.end(b"4")
     assert server.body == b"1234"
+
+
+async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_latest_alone() -> None:
+    made: list[int] = []
+
+    def part(number: int) -> Callable[[], bytes]:
+        def make() -> bytes:
+            made.append(number)
+            return b"%d," % number
+
+        return make
+
+    server = Server()
+    reply = PushedReply(server.send, [], Pacer(0))
+    reply.start(200, "text/plain")
+    reply.write_latest(part(0))
+    server.writable.clear()
+    for number in range(1, 1000):
+        reply.write_latest(part(number))
+    server.writable.set()
+    await settle()
+    assert server.body == b"0,1,999,"
+    server.writable.clear()
+    for number in (1000, 1001, 1002):
+        reply.write_latest(part(number))
+    reply.end(b"end")
+    server.writable.set()
+    await settle()
+    assert server.body == b"0,1,999,1000,end"
+    assert made == [0, 1, 999, 1000]
+    assert reply.bytes_sent == len(server.body)
+
+
+async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(push, "MAX_UNSENT", 1000)
+    server, broken = Server(), []
+    reply = PushedReply(server.send, [], Pacer(0), lambda: broken.append(True))
+    reply.start(200, "text/plain")
+    server.writable.clear()
+    for _ in range(1000):
+        reply.write(b"x" * 100)
+    reply.end(b"end")
+    assert broken == [True]
+    assert sum(map(len, reply._backlog)) == 0
+    assert not reply.finished
+    whole = PushedReply(server.send, [], Pacer(0), lambda: broken.append(True))
+    whole.reply(Reply(200, "text/plain", b"x" * 5000))
+    assert broken == [True]
+    server.writable.set()
+    await settle()

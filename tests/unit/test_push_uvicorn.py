@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import uvicorn
 
-from container.cork import CorkedHttpProtocol
+from container.cork import BREAK_OFF, CorkedHttpProtocol
 from container.push import Pacer, PushedReply
 
 pytestmark = pytest.mark.asyncio
 
 PIECE = b"x" * 65536
-PIECES = 400
+PIECES = 200
 
 
 class Application:
-    """Pushes 25 MB at once, as an engine that does not wait for the client would."""
+    """Pushes 13 MB at once, as an engine that does not wait for the client would."""
 
     def __init__(self) -> None:
         self.paused = False
@@ -117,3 +117,22 @@ async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
     transport.close()
     await asyncio.sleep(0)
     assert (inner.writes, inner.closed) == ([b"headbody", b"last"], True)
+
+
+async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears_of_it() -> None:
+    left = asyncio.Event()
+
+    async def flooding(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        reply = PushedReply(send, [], Pacer(0), scope["extensions"][BREAK_OFF])
+        reply.start(200, "application/octet-stream")
+        for _ in range(1000):
+            reply.write(PIECE)
+            await asyncio.sleep(0)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with connected(flooding) as (_, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(left.wait(), 20)

@@ -123,6 +123,15 @@ async def test_a_model_that_is_loading_is_said_in_the_words_of_each_family(
     assert "not loaded yet" in response.text
 
 
+@pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])
+async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_is_loading(
+    starting: httpx.AsyncClient, path: str
+) -> None:
+    response = await starting.post(path, json={"text_input": "x"})
+    assert response.status_code == 404
+    assert "Request for unknown model" in response.json()["error"]
+
+
 @pytest.mark.parametrize("path", POSTS)
 async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path: str) -> None:
     lifecycle, client = make(max_request_size=100)

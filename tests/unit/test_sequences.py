@@ -54,3 +54,12 @@ def test_one_failed_sequence_fails_the_request_once() -> None:
     group.on_delta(finished(0, "late", -1.0))
     assert [error.message for error in sink.errors] == ["x"]
     assert sink.deltas == []
+
+
+def test_aborted_candidates_end_the_request_with_what_they_have() -> None:
+    sink = Recorder()
+    group = SequenceGroup(sink, sequences=1, candidates=2, stream=True)
+    group.on_delta(TokenDelta("one", sequence=0, token_count=1))
+    for sequence in range(2):
+        group.on_delta(TokenDelta("", sequence=sequence, finish_reason=FinishReason.ABORT, token_count=1, last=True))
+    assert [(d.text, d.finish_reason, d.last) for d in sink.deltas] == [("one", FinishReason.ABORT, True)]

@@ -115,7 +115,7 @@ async def test_a_stream_gives_each_character_when_it_is_whole_and_its_texts_join
     settings: ModelSettings,
 ) -> None:
     async with running(settings) as (engine, llm):
-        ids = list(engine.tokenize(TEXT))
+        ids = list(engine.texts.encode(TEXT))
         llm.answer = one_by_one([*ids, EOS])
         sink = await answer(engine, request(want_tokens=True))
     assert text_of(sink.deltas) == TEXT
@@ -133,9 +133,9 @@ async def test_a_prompt_that_ends_within_a_character_is_not_shown_in_the_answer(
     settings: ModelSettings, end: str
 ) -> None:
     async with running(settings) as (engine, llm):
-        prompt = (*engine.tokenize("secret "), *engine.tokenize(end))
+        prompt = (*engine.texts.encode("secret "), *engine.texts.encode(end))
         prompt = prompt if end == "\ufffd" else prompt[:-1]
-        llm.answer = one_by_one([*engine.tokenize("open"), EOS])
+        llm.answer = one_by_one([*engine.texts.encode("open"), EOS])
         sink = await answer(engine, request(prompt=prompt))
     assert text_of(sink.deltas) == "open"
 
@@ -143,7 +143,7 @@ async def test_a_prompt_that_ends_within_a_character_is_not_shown_in_the_answer(
 @pytest.mark.asyncio
 async def test_a_long_prompt_does_not_change_the_answers_text(settings: ModelSettings) -> None:
     async with running(settings) as (engine, llm):
-        llm.answer = one_by_one([*engine.tokenize(TEXT), EOS])
+        llm.answer = one_by_one([*engine.texts.encode(TEXT), EOS])
         sink = await answer(engine, request(prompt="a 😀 " * 4))
     assert text_of(sink.deltas) == TEXT
 
@@ -151,17 +151,17 @@ async def test_a_long_prompt_does_not_change_the_answers_text(settings: ModelSet
 @pytest.mark.asyncio
 async def test_what_is_not_streamed_comes_as_one_delta(settings: ModelSettings) -> None:
     async with running(settings) as (engine, llm):
-        llm.answer = one_by_one([*engine.tokenize(TEXT), EOS])
+        llm.answer = one_by_one([*engine.texts.encode(TEXT), EOS])
         sink = await answer(engine, request(stream=False))
         assert engine.meter.finished_requests == engine.meter.started_requests == 1
-        assert engine.meter.tokens == len(engine.tokenize(TEXT)) + 1
+        assert engine.meter.tokens == len(engine.texts.encode(TEXT)) + 1
     assert [(delta.text, delta.last) for delta in sink.deltas] == [(TEXT, True)]
 
 
 @pytest.mark.asyncio
 async def test_several_tokens_of_one_response_come_in_one_delta(settings: ModelSettings) -> None:
     async with running(settings) as (engine, llm):
-        ids = list(engine.tokenize("abcd"))
+        ids = list(engine.texts.encode("abcd"))
         llm.answer = lambda *_: [ids[:3], ids[3:], [EOS]]
         sink = await answer(engine, request(want_tokens=True))
     assert [(delta.text, len(delta.tokens)) for delta in sink.deltas] == [("abc", 3), ("d", 1), ("", 1)]
@@ -173,7 +173,7 @@ async def test_no_part_of_a_stop_string_is_streamed_and_the_engine_is_told_to_st
     settings: ModelSettings, include: bool
 ) -> None:
     async with running(settings) as (engine, llm):
-        llm.answer = one_by_one(engine.tokenize("one ENTER two END three"))
+        llm.answer = one_by_one(engine.texts.encode("one ENTER two END three"))
         sampling = SamplingParameters(max_tokens=50, stop=("END",), include_stop_str_in_output=include)
         sink = await answer(engine, request(sampling=sampling, want_tokens=True))
         await until(lambda: llm.results[0].aborted)
@@ -187,7 +187,7 @@ async def test_no_part_of_a_stop_string_is_streamed_and_the_engine_is_told_to_st
 @pytest.mark.asyncio
 async def test_a_stop_string_does_not_count_before_the_least_number_of_tokens(settings: ModelSettings) -> None:
     async with running(settings) as (engine, llm):
-        llm.answer = one_by_one(engine.tokenize("abcab!"))
+        llm.answer = one_by_one(engine.texts.encode("abcab!"))
         sampling = SamplingParameters(max_tokens=50, stop=("ab",), min_tokens=2)
         sink = await answer(engine, request(sampling=sampling))
     assert text_of(sink.deltas) == "abc"
@@ -285,7 +285,7 @@ async def test_a_beam_search_runs_over_log_probabilities(settings: ModelSettings
         asked = request(stream=False, sampling=SamplingParameters(max_tokens=3), beam_search=BeamSearch(width=2))
         sink = await answer(engine, asked)
         assert {result.sampling_params.logprobs for result in llm.results} == {4}
-        first = engine.tokenize("ab")[-1]
+        first = engine.texts.encode("ab")[-1]
     assert [delta.sequence for delta in sink.deltas] == [0, 1]
     expected = engine.detokenize([first + 1, first + 2, first + 3], True)
     assert sink.deltas[0].text == "".join(token.text for token in expected)
@@ -443,3 +443,23 @@ async def test_a_version_that_is_not_known_is_refused(
 async def test_what_the_package_refuses_stops_the_start(settings: ModelSettings) -> None:
     with pytest.raises(EngineStartError, match="TensorRT-LLM cannot load"):
         await TensorRtLlmEngine(changed(settings, engine_arguments={"stream_interval": "0"})).start()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_request_ends_with_what_there_is(settings: ModelSettings, stream: bool) -> None:
+    async with running(settings) as (engine, llm):
+        llm.answer = lambda *_: [[5], [6]]
+        sink = Recorder()
+        generation = await engine.submit(request(stream=stream), sink)
+        await until(lambda: bool(llm.results) and len(llm.results[0].outputs[0].token_ids) == 2)
+        await asyncio.sleep(0.01)
+        generation.abort()
+        generation.abort()
+        expected = "".join(token.text for token in engine.detokenize([5, 6], True))
+        assert llm.results[0].aborted
+        assert engine.meter.aborted_requests == 1
+    assert "".join(delta.text for delta in sink.deltas).strip() == expected.strip()
+    last = sink.deltas[-1]
+    assert (last.finish_reason, last.token_count, last.last) == (FinishReason.ABORT, 2, True)
+    assert last.prompt_token_count > 0

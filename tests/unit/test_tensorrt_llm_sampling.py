@@ -111,7 +111,7 @@ def test_a_seed_without_sampling_is_harmless_anywhere() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"typical_p": 0.5}, "`typical_p` needs option.rolling_batch=lmi-dist"),
+        ({"typical_p": 0.5}, "`typical_p` needs option.rolling_batch=lmi-dist or scheduler"),
         ({"adapter": "a"}, "adapters are not served"),
         ({"priority": 1}, "`priority` must be 0"),
         ({"top_tokens": 21}, "`top_n_tokens` must be at most 20"),

@@ -792,3 +792,30 @@ def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
             assert await texts(engine, *requests) == alone
 
     asyncio.run(run())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [{}, {"beam_search": BeamSearch(width=2), "sequences": 2}])
+async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_runs(
+    directory: Path, gate: Gate, fields: dict[str, Any]
+) -> None:
+    long = SamplingParameters(max_tokens=40, ignore_eos=True)
+    sequences = fields.get("sequences", 1)
+    async with engine_with(directory, batch_size=1) as engine:
+        first, waiting = Recorder(), Recorder()
+        running = await engine.submit(request_for("first", long, **fields), first)
+        await until(gate.entered.is_set)
+        queued = await engine.submit(request_for("waiting", long, **fields), waiting)
+        queued.abort()
+        assert [(d.text, d.token_count, d.finish_reason) for d in waiting.deltas] == [
+            ("", 0, FinishReason.ABORT)
+        ] * sequences
+        assert waiting.deltas[-1].last
+        assert waiting.deltas[-1].prompt_token_count > 0
+        running.abort()
+        gate.open()
+        await until(lambda: bool(first.deltas) and first.deltas[-1].last)
+        assert len(first.deltas) == sequences
+        assert {d.finish_reason for d in first.deltas} <= {FinishReason.ABORT, FinishReason.EOS}
+        assert all(d.token_count < 40 for d in first.deltas)
+        assert engine.meter.aborted_requests >= sequences + 1

@@ -123,7 +123,10 @@ class WholeAnswer:
 
 
 class StreamAnswer:
-    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none."""
+    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
+
+    A `CumulativeAnswer`: how many lines there are is for who sends them to decide.
+    """
 
     content_type = ""
     headers: tuple[tuple[str, str], ...] = ()
@@ -132,8 +135,16 @@ class StreamAnswer:
         self._state = _State(generation, _SPACED)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. The hot path: called for each token of each stream."""
-        return (self._state.document() + "\n").encode() if self._state.add(delta) else b""
+        """See `Answer.feed`."""
+        return self.latest() if self._state.add(delta) else b""
+
+    def add(self, prompt: int, delta: TokenDelta) -> bool:
+        """See `CumulativeAnswer.add`. The hot path: called for each token of each stream."""
+        return self._state.add(delta)
+
+    def latest(self) -> bytes:
+        """See `CumulativeAnswer.latest`."""
+        return (self._state.document() + "\n").encode()
 
     def fail(self, error: RequestError) -> Reply:
         """See `Answer.fail`."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.happy_vllm.errors import missing, no_body, not_an_object, not_json, refused
+from handlers.contracts.json_fault import json_fault
 from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.parameter_reader import ParameterReader
 from handlers.contracts.protocol import Call
@@ -31,7 +32,7 @@ def document(call: Call) -> dict[str, Any]:
     try:
         value = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise refused(not_json(str(error)), "the body is not JSON") from None
+        raise refused(not_json(json_fault(body, error)), "the body is not JSON") from None
     if not isinstance(value, dict):
         raise refused(not_an_object(), f"the body is {json_kind(value)}, not an object")
     return value

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
-
+from handlers.contracts.chat_template import NoChatTemplate, TemplateRefusal, render
+from handlers.contracts.family import Texts
 from handlers.contracts.json_kinds import json_kind
 from handlers.errors import InvalidParameter, InvalidRequest
 
 
-def chat_prompt(tokenizer: Any, messages: Any, add_generation_prompt: bool) -> str:
+def chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:
     """The prompt that the template makes of the messages.
 
     Raises:
         InvalidRequest: there is no template, or the messages do not suit it.
     """
     conversation = _conversation(messages)
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`")
     try:
-        prompt: str = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        # Templates check roles and their order by raising; what they do with a field of another kind is up to Python.
+        return render(texts, conversation, add_generation_prompt=add_generation_prompt)
+    except NoChatTemplate:
+        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`") from None
+    except TemplateRefusal as error:
         raise InvalidRequest(f"the model's chat template does not take these messages: {error}") from None
-    return prompt
 
 
 def _conversation(messages: Any) -> list[dict[str, Any]]:

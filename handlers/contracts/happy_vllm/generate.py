@@ -26,8 +26,11 @@ class HappyVllmContract:
             generation = read_generation(values)
         except InvalidParameter as error:
             raise refused(refuse(error), error.message) from None
-        answer = StreamAnswer(generation) if self._stream else WholeAnswer(generation)
-        return Exchange((generation.request(call.request_id, self._stream),), answer)
+        requests = (generation.request(call.request_id, self._stream),)
+        if not self._stream:
+            return Exchange(requests, WholeAnswer(generation))
+        answer = StreamAnswer(generation)
+        return Exchange(requests, answer, cumulative=answer)
 
     def refusal(self, error: RequestError) -> Reply:
         """See `Contract.refusal`."""

@@ -158,7 +158,7 @@ METADATA_TEXT = _operation(
     _object(
         ("text",),
         text=_field("string", "The text."),
-        truncation_side=_field("string", "The tokenizer's by default.", enum=["left", "right"]),
+        truncation_side=_field("string", "Where to truncate.", enum=["left", "right"], default="left"),
         max_length=_field("integer", "Tokens that are kept; the model's context by default.", minimum=0),
     ),
 )
@@ -176,7 +176,7 @@ INFO = _operation(
         version=_field("string", "The server's."),
         vllm_version=_field("string", "vLLM's; another engine's with its name."),
         model_name=_field("string", "The served model."),
-        truncation_side=_field("string", "The tokenizer's."),
+        truncation_side=_field("string", "left"),
         max_length=_field("integer", "The model's context, in tokens."),
         extra_information=_field("object", "Empty."),
     ),

@@ -13,6 +13,7 @@ import msgspec
 from handlers.contracts.happy_vllm.body import required_string
 from handlers.contracts.happy_vllm.errors import conflict, refused
 from handlers.contracts.happy_vllm.json_format import schema_of
+from handlers.contracts.happy_vllm.lax import lax
 from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.parameter_reader import ParameterReader
 from handlers.contracts.vllm_constraint import MAX_CHOICE_LENGTH, MAX_CHOICES
@@ -57,11 +58,13 @@ def read_generation(values: dict[str, Any]) -> Generation:
         InvalidParameter: a keyword has the wrong type or value, or is unknown.
     """
     prompt = required_string(values, "prompt")
+    values = lax(values)
     read = ParameterReader({name: values.get(name) for name in _OWN})
     prompt_in_response = read.boolean("prompt_in_response", False)
     pool = _pool(values.get("response_pool"))
     json_schema = _json_schema(read)
-    parameters = read_vllm_parameters({name: value for name, value in values.items() if name not in _OWN})
+    others = {name: value for name, value in values.items() if name not in _OWN}
+    parameters = read_vllm_parameters(others, text_values=True)
     sampling = parameters.sampling
     _check_together(pool, json_schema, sampling)
     constraint = sampling.constraint

@@ -10,7 +10,6 @@ import msgspec
 from handlers.contracts.family import ModelView
 from handlers.contracts.happy_vllm.body import document, required_string
 from handlers.contracts.happy_vllm.errors import JSON
-from handlers.contracts.happy_vllm.tokens import truncation_side
 from handlers.contracts.protocol import Call, Reply
 
 APPLICATION = "happy_vllm"
@@ -35,7 +34,7 @@ def info(call: Call, view: ModelView) -> Reply:
             "version": version("slipway"),
             "vllm_version": view.engine_version if view.engine == "vllm" else f"{view.engine} {view.engine_version}",
             "model_name": view.settings.name,
-            "truncation_side": truncation_side(model),
+            "truncation_side": model.texts.truncation_side,
             "max_length": model.max_model_len,
             "extra_information": {},
         }

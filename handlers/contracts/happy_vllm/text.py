@@ -2,7 +2,7 @@
 
 A tokenizer may treat the beginning of a text differently: Llama's puts a space in front of it, and takes one away when
 it decodes. happy_vllm's "non-vanilla" tokenization is that of the text behind another word, without that word.
-All work is linear in the text.
+All work is in proportion to the text: a few passes of the tokenizer over it, and one for the text of each token.
 Source: contracts/happy_vllm.md sections 6 and 7; documented examples of happy_vllm.
 """
 
@@ -17,7 +17,9 @@ _WORD = "thisisareallybigwordisntit"
 """happy_vllm's. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
 _HEAD = 256
 """Characters of a text on which a word is tried first; what follows them hardly ever matters."""
-_BLOCK = 256
+_TRIES = 3
+"""Words that are tried on a whole text; the first fits, unless the text was made so that it does not."""
+_BLOCK = 32
 """Tokens decoded in one go: a decoder may take quadratic time over bytes that are no text."""
 _CONTEXT = 16
 _LONGEST_CHARACTER = 8
@@ -26,21 +28,25 @@ _LONGEST_CHARACTER = 8
 
 def ids_inside(model: LoadedModel, text: str) -> list[int]:
     """Token ids of the text as it would be tokenized inside a longer one, without special tokens."""
-    word, ids = _behind(model, _WORD, text[:_HEAD])
-    return ids if len(text) <= _HEAD else _behind(model, word, text)[1]
+    word, ids = _behind(model, _WORD, text[:_HEAD], len(_WORD))
+    return ids if len(text) <= _HEAD else _behind(model, word, text, _TRIES)[1]
 
 
-def _behind(model: LoadedModel, word: str, text: str) -> tuple[str, list[int]]:
-    """The longest beginning of the word whose tokens stay as they are when the text follows, and the text's ids."""
-    while True:
+def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
+    """The longest beginning of the word whose tokens stay as they are when the text follows, and the text's ids.
+
+    After so many `tries` the text by itself.
+    """
+    while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
         if together[: len(before)] == before:
             return word, together[len(before) :]
-        word = word[:-1]
+        word, tries = word[:-1], tries - 1
+    return "", _encode(model, text)
 
 
 def _encode(model: LoadedModel, text: str) -> list[int]:
-    return list(model.tokenizer.encode(text, add_special_tokens=False)) if text else []
+    return model.texts.encode(text, special=False) if text else []
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
@@ -60,7 +66,7 @@ def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
         if pending and not at_end:
             del part[-pending:]
         elif pending:  # a character that never gets complete
-            part[-1] = model.tokenizer.decode(list(block[-pending:]))
+            part[-1] = model.texts.decode(block[-pending:])
         texts += part
     return texts
 
@@ -107,4 +113,4 @@ def dropped_by_truncation(model: LoadedModel, text: str, max_length: int, side: 
     ids = _encode(model, text)
     excess = max(len(ids) - max_length, 0)
     dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]
-    return str(model.tokenizer.decode(dropped)) if dropped else ""
+    return model.texts.decode(dropped) if dropped else ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.contracts.json_fault import json_fault
 from handlers.contracts.lmi.form_fields import FormError, form_fields, is_form
 
 _decode = msgspec.json.Decoder().decode
@@ -63,7 +64,7 @@ def _json(body: bytes) -> Any:
     try:
         return _decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BodyError(f"the body is not valid JSON: {error}") from None
+        raise BodyError(f"the body is not valid JSON: {json_fault(body, error)}") from None
 
 
 def _json_lines(body: bytes) -> Any:
@@ -88,7 +89,7 @@ def _line(line: bytes, number: int) -> dict[str, Any]:
     try:
         document = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BodyError(f"line {number} is not valid JSON: {error}") from None
+        raise BodyError(f"line {number} is not valid JSON: {json_fault(line, error)}") from None
     if not isinstance(document, dict):
         raise BodyError(f"line {number} must be a JSON object with `inputs`")
     return document

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 from http import HTTPStatus
 
 import msgspec
@@ -124,7 +125,7 @@ _VERSIONED = (
 def _routes() -> tuple[Route, ...]:
     return (
         *_VERSIONED,
-        *(Forwards(path=ALIASED + route.path, methods=route.methods) for route in _VERSIONED),
+        *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
         *(Tells(path=prefix + "/v1/models", tell=models, about=_MODELS) for prefix in ("", ALIASED)),
         Forwards(path="/tokenize"),
         Forwards(path="/detokenize"),

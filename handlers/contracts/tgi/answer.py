@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 
 from handlers.contracts.protocol import Reply
-from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE, INCOMPLETE_STREAM, JSON, event, refuse, refuse_stream
+from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incomplete, event, refuse, refuse_stream
 from handlers.contracts.tgi.single_precision import single
 from handlers.errors import RequestError
 from handlers.request import FinishReason, Token, TokenDelta
@@ -113,8 +113,7 @@ class GenerationAnswer:
         return b""
 
     def _body(self) -> str:
-        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
-            return INCOMPLETE
+        _check_complete(self._sequences)
         ranks = range(len(self._sequences))
         self._best = max(ranks, key=lambda place: self._sequences[place].mean_logprob)
         text = f'{{"generated_text":{self._text(self._best)}'
@@ -212,8 +211,7 @@ class PredictionsAnswer:
         self._open -= delta.last
         if self._open:
             return b""
-        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
-            return INCOMPLETE.encode()
+        _check_complete(self._sequences)
         texts = ",".join(quote("".join(sequence.text)) for sequence in self._sequences)
         return f'{{"predictions":[{texts}]}}'.encode()
 
@@ -224,6 +222,12 @@ class PredictionsAnswer:
     def fail_midway(self, error: RequestError) -> bytes:
         """Never comes to it: the body is sent whole."""
         return b""
+
+
+def _check_complete(sequences: Sequence[_Sequence]) -> None:
+    """Raise `Incomplete` if one of them was ended from outside."""
+    if any(sequence.finish_reason not in FINISH_REASONS for sequence in sequences):
+        raise Incomplete
 
 
 def _counts(ended: _Sequence | TokenDelta, seed: int | None) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from handlers.contracts.json_fault import json_fault
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import DOES_NOT_FIT, NO_JSON_TYPE, NOT_JSON, unreadable
 
@@ -71,7 +72,9 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
     try:
         document = _decode(call.body)
     except (ValueError, RecursionError) as error:  # ValueError: also what msgspec raises, and numbers too long to read
-        raise unreadable(NOT_JSON, f"Failed to parse the request body as JSON: {error}") from None
+        raise unreadable(
+            NOT_JSON, f"Failed to parse the request body as JSON: {json_fault(call.body, error)}"
+        ) from None
     try:
         return msgspec.convert(document, shape), document
     except msgspec.ValidationError as error:

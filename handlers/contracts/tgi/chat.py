@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.family import LoadedModel
+from handlers.contracts.chat_template import NoChatTemplate, TemplateRefusal, render
+from handlers.contracts.family import Texts
 from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.protocol import ContractError, Reply
 from handlers.contracts.tgi.errors import DOES_NOT_FIT, JSON, error_document, unreadable
@@ -32,21 +33,19 @@ class Chat(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
 
-def templated(chat: Chat, model: LoadedModel) -> str:
+def templated(chat: Chat, texts: Texts) -> str:
     """The prompt; it ends where the model's turn begins, or goes on with the model's own last turn.
 
     Raises:
         ContractError: the model has no template, or the template does not take these messages.
     """
     messages = [msgspec.to_builtins(message) | {"content": _text(message.content)} for message in chat.messages]
-    if getattr(model.tokenizer, "chat_template", None) is None:
-        raise _template_error("template not found: this model has no chat template")
     try:
-        text: str = model.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # a template is the model's own code, and says in any way that it cannot take them
-        raise _template_error(str(error) or type(error).__name__) from error
+        text = render(texts, messages, chat.tools)
+    except NoChatTemplate:
+        raise _template_error("template not found: this model has no chat template") from None
+    except TemplateRefusal as error:
+        raise _template_error(str(error)) from error
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (place := text.rfind(last["content"])) < 0:
         return text

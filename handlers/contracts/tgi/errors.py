@@ -8,6 +8,7 @@ from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.errors import (
     BodyTooLarge,
     ContextExceeded,
+    GenerationFailed,
     InvalidRequest,
     NotReady,
     NotServed,
@@ -67,8 +68,13 @@ def wrong_method(_: Call) -> Reply:
     return Reply(405, "", b"")
 
 
-INCOMPLETE = '{"error":"Incomplete generation","error_type":"incomplete_generation"}'
-"""In the place of an answer that was ended from outside."""
+class Incomplete(GenerationFailed):
+    """An answer that is not streamed was ended from outside."""
+
+    def __init__(self) -> None:
+        super().__init__("Incomplete generation")
+
+
 INCOMPLETE_STREAM = b'data:{"error":"Incomplete generation stream","error_type":"incomplete_generation_stream"}\n\n'
 
 
@@ -82,6 +88,8 @@ def _meaning(error: RequestError) -> tuple[int, str, str]:
         return 503, "healthcheck", f"unhealthy: {error.message}"
     if isinstance(error, UnknownModel | NotServed):
         return 404, "not_found", error.message
+    if isinstance(error, Incomplete):
+        return 500, "incomplete_generation", error.message
     return 424, "generation", f"Request failed during generation: {error.message}"
 
 

@@ -18,7 +18,7 @@ from handlers.contracts.tgi.model import tell_chat_tokens, tell_health, tell_inf
 from handlers.contracts.tgi.operations import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
 from handlers.contracts.tgi.operations import VERTEX as ABOUT_VERTEX
 from handlers.contracts.tgi.parameters import TgiParameters, parameter_rules, shown_seed, validate
-from handlers.contracts.tgi.vertex import VertexContract
+from handlers.contracts.tgi.vertex import LONG_CHATS, VertexContract
 from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 
@@ -126,7 +126,7 @@ TGI = Family(
         Generates(
             path="/generate_stream", contract=partial(TgiContract, style=Style(streams=True)), about=GENERATE_STREAM
         ),
-        Generates(path="/vertex", contract=VertexContract, about=ABOUT_VERTEX),
+        Generates(path="/vertex", contract=VertexContract, long_body=LONG_CHATS, about=ABOUT_VERTEX),
         Tells(path="/", tell=tell_health, methods=("GET", "HEAD"), about=HEALTH),
         Tells(path="/health", tell=tell_health, methods=("GET", "HEAD"), about=HEALTH),
         Tells(path="/info", tell=tell_info, about=INFO),

@@ -5,15 +5,17 @@ Source: contracts/tgi.md sections 1, 7 and 8; TGI's router, `server.rs`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from json.encoder import encode_basestring as quote
 from typing import Any
 
 import msgspec
 
-from handlers.contracts.family import LoadedModel, ModelView
+from handlers.contracts.family import ModelView, Texts
 from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.text_limits import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.body import Body, read
 from handlers.contracts.tgi.chat import Chat, templated
 from handlers.contracts.tgi.errors import JSON, error_document
@@ -26,6 +28,8 @@ MAX_CLIENT_BATCH_SIZE, VALIDATION_WORKERS = 4, 2
 ROUTER = "slipway"
 TGI_VERSION = "3.3.6"
 """Of the router whose contract this is: clients look here for what they may ask for."""
+_BLOCK = 4096
+"""Tokens written in one go."""
 _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
 
 
@@ -69,16 +73,15 @@ def tell_tokens(call: Call, view: ModelView) -> Reply:
         NotServed: a custom handler generates.
         InvalidRequest: the tokenizer cannot take the text.
     """
-    model = view.text()
+    texts = view.text().texts
+    check_body(call)
     try:
         body, _ = read(call, Body)
     except ContractError as error:
         return error.reply
-    tokens = _tokens(body.inputs, model, special=True)
     truncate = body.parameters.truncate if body.parameters is not None else None
-    if truncate is not None:
-        tokens = tokens[max(len(tokens) - truncate, 0) :]
-    return Reply(200, JSON, f"[{','.join(tokens)}]".encode())
+    tokens = _tokens(check_text("inputs", body.inputs, PLACED_BYTES), texts, special=True, truncate=truncate)
+    return Reply(200, JSON, b"[%b]" % tokens)
 
 
 def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
@@ -89,35 +92,38 @@ def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
         NotServed: a custom handler generates.
         InvalidRequest: the tokenizer cannot take the text.
     """
-    model = view.text()
+    texts = view.text().texts
+    check_body(call)
     try:
         chat, _ = read(call, Chat)
-        text = templated(chat, model)
+        text = check_text("messages", templated(chat, texts), PLACED_BYTES)
     except ContractError as error:
         return error.reply
-    tokens = ",".join(_tokens(text, model, special=False))
-    return Reply(200, JSON, f'{{"tokenize_response":[{tokens}],"templated_text":{quote(text)}}}'.encode())
+    tokens = _tokens(text, texts, special=False)
+    return Reply(200, JSON, b'{"tokenize_response":[%b],"templated_text":%b}' % (tokens, quote(text).encode()))
 
 
-def _tokens(text: str, model: LoadedModel, *, special: bool) -> Sequence[str]:
-    """JSON objects. `special`: with the special tokens that the model wants in front."""
-    fast = getattr(model.tokenizer, "_tokenizer", None)
+def _tokens(text: str, texts: Texts, *, special: bool, truncate: int | None = None) -> bytes:
+    """JSON objects, of the last `truncate` tokens. `special`: with those that the model wants around a text."""
     try:
-        if fast is None:  # no tokenizer of Python's own knows places; TGI shows none then
-            ids = model.tokenizer.encode(text, add_special_tokens=special)
-            return [f'{{"id":{token_id},"text":"","start":0,"stop":0}}' for token_id in ids]
-        encoding = fast.encode(text, add_special_tokens=special)
+        ids, places = texts.places(text, special=special)
     except Exception as error:  # of the tokenizer's own, which may be anything
         raise InvalidRequest(f"tokenizer error {error}") from error
-    place = _byte_places(text)
-    return [
-        f'{{"id":{token_id},"text":{quote(text[start:stop])},"start":{place[start]},"stop":{place[stop]}}}'
-        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-    ]
+    first = 0 if truncate is None else max(len(ids) - truncate, 0)
+    if places is None:  # no tokenizer of Python's own knows places; TGI shows none then
+        return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids[first:])
+    byte = _byte_places(text)
+    parts = (
+        f'{{"id":{ids[i]},"text":{quote(text[places[i][0] : places[i][1]])},"start":{byte[places[i][0]]},'
+        f'"stop":{byte[places[i][1]]}}}'
+        for i in range(first, len(ids))
+    )
+    # In blocks: a string for each of a million tokens would take a hundred megabytes.
+    return b",".join(",".join(block).encode() for block in iter(lambda: list(islice(parts, _BLOCK)), []))
 
 
 def _byte_places(text: str) -> Sequence[int]:
     """Where each character begins in the text's UTF-8, and where the last one ends."""
     if text.isascii():
         return range(len(text) + 1)
-    return [0, *accumulate(len(character.encode()) for character in text)]
+    return array("L", accumulate((len(character.encode()) for character in text), initial=0))

@@ -41,11 +41,10 @@ class ParameterRules:
 
 def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
     """What decides how this model's parameters are read."""
-    tokenizer = model.tokenizer
     return ParameterRules(
         max_input_tokens=model.max_model_len - 1,
         do_sample_inferred=settings.do_sample_inferred,
-        special_ids=dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)),
+        special_ids=model.texts.special_tokens,
         eos_token_ids=model.eos_token_ids,
     )
 

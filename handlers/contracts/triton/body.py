@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from handlers.contracts.json_fault import json_fault
 from handlers.contracts.triton.errors import TritonRefusal
 
 Kind = Literal["text", "texts", "boolean", "integer"]
@@ -121,7 +122,7 @@ def _members(body: bytes) -> Members:
         if _repeats(body, document):
             document = json.loads(body, object_pairs_hook=_Object)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        reason = "The document is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = "The document is nested too deeply" if isinstance(error, RecursionError) else json_fault(body, error)
         raise TritonRefusal(f"failed to parse the request JSON buffer: {reason}") from None
     if isinstance(document, dict):
         return list(document.items())

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.family import ModelView
+from handlers.contracts.json_fault import json_fault
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.triton.body import TENSORRT_LLM_INPUTS, VLLM_INPUTS
 from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
@@ -146,7 +147,9 @@ def model_statistics(call: Call, view: ModelView) -> Reply:
 def statistics(call: Call, view: ModelView) -> Reply:
     """Calls of all clients since the start, whatever their contract; times in nanoseconds, `last_inference` in ms."""
     meter = view.loaded.meter if view.loaded is not None else Meter()
-    calls, queue = meter.calls, meter.queue_time
+    calls = meter.calls
+    # The engine times each sequence's wait, and a call may have several; a call waits no longer than it takes.
+    waited = min(meter.queue_time.total, calls.succeeded_seconds)
     model = {
         "name": view.settings.name,
         "version": VERSION,
@@ -156,9 +159,9 @@ def statistics(call: Call, view: ModelView) -> Reply:
         "inference_stats": {
             "success": _duration(calls.succeeded, calls.succeeded_seconds),
             "fail": _duration(calls.failed, calls.failed_seconds),
-            "queue": _duration(sum(queue.counts), queue.total),
+            "queue": _duration(calls.succeeded, waited),
             "compute_input": _duration(calls.succeeded, 0.0),
-            "compute_infer": _duration(calls.succeeded, max(calls.succeeded_seconds - queue.total, 0.0)),
+            "compute_infer": _duration(calls.succeeded, calls.succeeded_seconds - waited),
             "compute_output": _duration(calls.succeeded, 0.0),
             "cache_hit": _duration(0, 0.0),
             "cache_miss": _duration(0, 0.0),
@@ -177,7 +180,7 @@ def repository_index(call: Call, view: ModelView) -> Reply:
         try:
             document = msgspec.json.decode(call.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return error_reply(400, f"failed to parse the request JSON buffer: {error}")
+            return error_reply(400, f"failed to parse the request JSON buffer: {json_fault(call.body, error)}")
         if not isinstance(document, dict):
             return error_reply(400, "attempt to get members for non-object: the body must be a JSON object")
         only_ready = document.get("ready", False)

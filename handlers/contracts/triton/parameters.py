@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.contracts.json_fault import json_fault
 from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.triton.body import SAMPLING_PREFIX, TENSORRT_LLM_INPUTS, GenerateBody
 from handlers.contracts.triton.tensorrt_llm import plain_names, to_vllm
@@ -113,7 +114,9 @@ def _sampling_values(text: str | None, parameters: Mapping[str, Any]) -> Mapping
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidParameter("sampling_parameters", f"must be a JSON object in a string: {error}") from None
+        raise InvalidParameter(
+            "sampling_parameters", f"must be a JSON object in a string: {json_fault(text, error)}"
+        ) from None
     if not isinstance(document, dict):
         raise InvalidParameter("sampling_parameters", f"must hold a JSON object, got {json_kind(document)}")
     return document

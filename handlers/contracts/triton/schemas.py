@@ -131,3 +131,25 @@ INDEX = Operation(
     request={"type": "object", "properties": {"ready": _field("boolean", "Only ready ones.", default=False)}},
     answers={"200": ("The models.", "application/json", {"type": "array", "items": _OBJECT})},
 )
+LOAD = Operation(
+    summary="Load a model, which the served one needs not (Triton)",
+    answers={
+        "200": ("It is loaded.", "", None),
+        "404": ("Another model than the served one", "application/json", _ERROR),
+        "503": ("It is not ready", "application/json", _ERROR),
+    },
+)
+UNLOAD = Operation(
+    summary="Unload a model, which the served one cannot be (Triton)",
+    answers={
+        "200": ("Another model, which is not there.", "", None),
+        "501": ("The served model", "application/json", _ERROR),
+    },
+)
+INFER = Operation(
+    summary="Tensors in and out (KServe); refused, use generate",
+    answers={
+        "404": ("Unknown model or version", "application/json", _ERROR),
+        "501": ("Models of this kind do not take it", "application/json", _ERROR),
+    },
+)

@@ -1,0 +1,64 @@
+"""Routes that generate nothing: long bodies are answered beside the event loop, few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from container.endpoint import Site
+from container.family_endpoints import family_endpoints
+from handlers.contracts.family import Family, ModelView, Tells
+from handlers.contracts.protocol import Call, Reply
+
+pytestmark = pytest.mark.asyncio
+
+
+class Text:
+    """A route that takes its time, and keeps where it was answered and how many were at a time."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+
+    def tell(self, call: Call, view: ModelView) -> Reply:
+        with self._lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        self.threads.append(threading.current_thread())
+        time.sleep(0.02)
+        with self._lock:
+            self.at_once -= 1
+        return Reply(200, "", b"")
+
+    async def ask(self, *lengths: int) -> None:
+        family = Family(
+            name="f",
+            routes=(Tells(path="/t", tell=self.tell, methods=("POST",)),),
+            refuse=lambda error: Reply(500, "", b""),
+            wrong_method=lambda call: Reply(405, "", b""),
+        )
+        site = cast(Site, SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None), cors_headers=()))
+        target = family_endpoints(site, [family])["/t", "POST"]._targets[0]
+        writer: Any = SimpleNamespace(reply=lambda reply: None)
+        calls = [Call(body=b"x" * length, request_id="r") for length in lengths]
+        await asyncio.gather(*(target.answer(call, writer) for call in calls))
+
+
+async def test_however_many_long_bodies_come_two_are_answered_at_a_time() -> None:
+    text = Text()
+    await text.ask(*[5000] * 12)
+    assert len(text.threads) == 12
+    assert text.most_at_once == 2
+    assert threading.current_thread() not in text.threads
+
+
+async def test_a_short_body_is_answered_at_once() -> None:
+    text = Text()
+    await text.ask(100)
+    assert text.threads == [threading.current_thread()]
