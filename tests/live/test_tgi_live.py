@@ -145,8 +145,15 @@ def test_the_python_client_raises_overloaded_errors(server: Server, client: Clie
     instances = [{"inputs": "x", "parameters": {"max_new_tokens": 900}}] * places
     body = json.dumps({"instances": instances}).encode()
     head = f"POST /vertex HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
+        server.wait_for_metric(gauge, 0, seconds=30)
     with socket.create_connection(("127.0.0.1", server.port)) as crowd:
         crowd.sendall(head.encode() + body)
+        # A request before that would take the place that the crowd lacks then, and have it refused as a whole.
+        deadline = time.monotonic() + 30
+        while not server.metric("slipway_engine_running"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         assert _generates_within(client, 20.0) is False
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             list(client.generate_stream(PROMPT, max_new_tokens=1))
