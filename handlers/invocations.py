@@ -13,9 +13,9 @@ import msgspec
 
 from handlers.contracts.lmi.asynchronous_openai import AsyncShape
 from handlers.contracts.lmi.chat import LmiChatShape
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.lmi.errors import JSON, payload_refused
 from handlers.contracts.lmi.openai_shape import Shape
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply
+from handlers.contracts.protocol import LONG_BODY, Call
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
 from handlers.openai.shaped_reply import ShapedReply
@@ -126,11 +126,11 @@ class InvocationsHandler:
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)
         if body.kind == "session":
-            raise _refused("`requestType` asks for a session, which is not served; keep the state in the client")
+            raise payload_refused("`requestType` asks for a session, which is not served; keep the state in the client")
         if self._openai is None:
             if body.has_inputs:
                 return await self._lmi.handle(call, writer)
-            raise _refused(
+            raise payload_refused(
                 f"`{body.field}` needs vLLM as the engine (option.rolling_batch=vllm); send `inputs` instead"
             )
         shape = self._shape(body)
@@ -152,8 +152,3 @@ class InvocationsHandler:
             stop_token_ids=body.stop_token_ids,
             overload_status=self._overload_status,
         )
-
-
-def _refused(message: str) -> ContractError:
-    text = f"Input Parsing failed. {message}."
-    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)

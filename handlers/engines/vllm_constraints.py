@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
@@ -212,46 +213,35 @@ def _schema(constraint: Constraint, text: str) -> dict[str, Any]:
     raise InvalidParameter(constraint.parameter, "must be a JSON schema, which is a JSON object")
 
 
-def _name_objects(schema: Any) -> None:
+def _below(schema: dict[str, Any], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The schemas right below one: those of its maps, and those under `names`, alone or in lists."""
+    maps = [schema.get(name) for name in _MAPS_OF_SCHEMAS]
+    values = [value for members in maps if isinstance(members, dict) for value in members.values()]
+    values += [schema.get(name) for name in names]
+    for value in values:
+        yield from (part for part in (value if isinstance(value, list) else [value]) if isinstance(part, dict))
+
+
+def _name_objects(schema: dict[str, Any]) -> None:
     """Let what names members be an object.
 
     By the standard `{"properties": ...}` allows any number or text as well, and people who write it never mean that.
     """
-    if isinstance(schema, list):
-        for item in schema:
-            _name_objects(item)
-    if not isinstance(schema, dict):
-        return
-    for name in _MAPS_OF_SCHEMAS:
-        if isinstance(members := schema.get(name), dict):
-            for value in members.values():
-                _name_objects(value)
-    for name in (*_SCHEMAS, "allOf"):
-        _name_objects(schema.get(name))
+    for part in _below(schema, (*_SCHEMAS, "allOf")):
+        _name_objects(part)
     if "type" not in schema and isinstance(schema.get("properties"), dict):
         schema["type"] = "object"
 
 
-def _close(schema: Any) -> None:
+def _close(schema: dict[str, Any]) -> None:
     """Let objects have no members beyond those that the schema names.
 
     By the standard they may have any; a model that may add members seldom stops, and vLLM's usual back end does not
     allow them either. Schemas that are combined with others stay as they are.
     """
-    if isinstance(schema, list):
-        for item in schema:
-            _close(item)
-        return
-    if not isinstance(schema, dict):
-        return
-    for name in _MAPS_OF_SCHEMAS:
-        if isinstance(members := schema.get(name), dict):
-            for value in members.values():
-                _close(value)
     named = isinstance(schema.get("properties"), dict)
-    for name in _SCHEMAS:
-        if not (named and name in ("anyOf", "oneOf")):
-            _close(schema.get(name))
+    for part in _below(schema, [name for name in _SCHEMAS if not (named and name in ("anyOf", "oneOf"))]):
+        _close(part)
     if named and not any(name in schema for name in _COMBINED):
         schema["additionalProperties"] = False
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.vllm_error import error_body
 from handlers.errors import (
     BodyTooLarge,
     InvalidParameter,
@@ -97,8 +98,7 @@ def vllm_error(error: RequestError | ContractError) -> Reply:
         parameter = error.parameter if isinstance(error, InvalidParameter) else None
         status = 400 if status == UNPROCESSABLE else status
     kind = "model" if isinstance(error, UnknownModel) else parameter
-    body = {"message": message, "type": _VLLM_TYPES.get(status, "InternalServerError"), "param": kind, "code": status}
-    return _reply(status, {"error": body})
+    return Reply(status, JSON, error_body(message, _VLLM_TYPES.get(status, "InternalServerError"), status, kind))
 
 
 def wrong_method(call: Call) -> Reply:

@@ -13,10 +13,10 @@ from typing import Any
 
 from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.lmi.asynchronous_parameters import AsyncParameters, read_async_parameters
-from handlers.contracts.lmi.body import BodyError, decode
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error
+from handlers.contracts.lmi.body import BodyError, decode_object
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error, payload_refused
 from handlers.contracts.lmi.rolling_batch_answer import FINISH_REASONS
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.vllm_error import error_body
 from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
 from handlers.model_settings import ModelSettings
@@ -48,14 +48,14 @@ class LmiAsyncContract:
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise _payload_error(f"`parameters` must be an object, got {json_kind(values)}")
+            raise payload_refused(f"`parameters` must be an object, got {json_kind(values)}")
         stream = document.get("stream", values.get("stream"))
         if stream is not None and not isinstance(stream, bool):
-            raise _payload_error(f"`stream` must be true or false, got {json_kind(stream)}")
+            raise payload_refused(f"`stream` must be true or false, got {json_kind(stream)}")
         try:
             parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
         except InvalidParameter as error:
-            raise _payload_error(error.message) from None
+            raise payload_refused(error.message) from None
         answer = StreamAnswer if stream else WholeAnswer
         return Exchange(
             (self._request(call, prompt, parameters, bool(stream)),),
@@ -160,14 +160,9 @@ class StreamAnswer(_Answer):
 
 def _document(call: Call) -> dict[str, Any]:
     try:
-        document = decode(call.body, call.content_type)
+        return decode_object(call.body, call.content_type, "`inputs`, `messages` or `prompt`")
     except BodyError as error:
-        raise _payload_error(str(error)) from None
-    if not isinstance(document, dict):
-        raise _payload_error(
-            f"the body must be a JSON object with `inputs`, `messages` or `prompt`, got {json_kind(document)}"
-        )
-    return document
+        raise payload_refused(str(error)) from None
 
 
 def _prompt(inputs: Any) -> str:
@@ -175,13 +170,13 @@ def _prompt(inputs: Any) -> str:
     if isinstance(inputs, list) and len(inputs) == 1:
         inputs = inputs[0]
     elif isinstance(inputs, list):
-        raise _payload_error("`inputs` must be one prompt: a string, or an array of one")
+        raise payload_refused("`inputs` must be one prompt: a string, or an array of one")
     if inputs is None:
-        raise _payload_error("the body has none of `inputs`, `messages` and `prompt`")
+        raise payload_refused("the body has none of `inputs`, `messages` and `prompt`")
     if not isinstance(inputs, str):
-        raise _payload_error(f"`inputs` must be a string, got {json_kind(inputs)}")
+        raise payload_refused(f"`inputs` must be a string, got {json_kind(inputs)}")
     if not inputs:
-        raise _payload_error("`inputs` must not be empty")
+        raise payload_refused("`inputs` must not be empty")
     return inputs
 
 
@@ -214,8 +209,3 @@ def _tokens(tokens: Sequence[Token]) -> str:
 def _token(token: Token) -> str:
     known = token.logprob is not None and isfinite(token.logprob)
     return f'{{"id": {token.id}, "text": {quote(token.text)}, "logprob": {token.logprob if known else "null"}}}'
-
-
-def _payload_error(message: str) -> ContractError:
-    text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
-    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_fault import json_fault
+from handlers.contracts.json_kinds import json_kind
 from handlers.contracts.lmi.form_fields import FormError, form_fields, is_form
 
 _decode = msgspec.json.Decoder().decode
@@ -56,6 +57,18 @@ def decode(body: bytes, content_type: str) -> Any:
         f"Content-Type {kind} is not supported here; send application/json, application/jsonlines, text/plain, "
         "text/csv, application/msgpack or a form"
     )
+
+
+def decode_object(body: bytes, content_type: str, fields: str = "`inputs`") -> dict[str, Any]:
+    """The same, where only an object will do. `fields`: what it should have, for the message.
+
+    Raises:
+        BodyError: with a message for the client.
+    """
+    document = decode(body, content_type)
+    if not isinstance(document, dict):
+        raise BodyError(f"the body must be a JSON object with {fields}, got {json_kind(document)}")
+    return document
 
 
 def _json(body: bytes) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_kinds import json_kind
-from handlers.contracts.lmi.body import BodyError, decode
+from handlers.contracts.lmi.body import BodyError, decode_object
 from handlers.contracts.lmi.dynamic_batch_answer import ListAnswer, RecordListAnswer, failure
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
@@ -100,12 +100,9 @@ class LmiDynamicContract:
 
 def _document(call: Call) -> dict[str, Any]:
     try:
-        document = decode(call.body, call.content_type)
+        return decode_object(call.body, call.content_type)
     except BodyError as error:
         raise InvalidRequest(str(error)) from None
-    if not isinstance(document, dict):
-        raise InvalidRequest(f"the body must be a JSON object with `inputs`, got {json_kind(document)}")
-    return document
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import ContractError, Reply
 from handlers.errors import EngineDead, InvalidRequest, Overloaded, RequestError
 
 JSON = "application/json"
@@ -30,6 +30,12 @@ def front_end_error(code: int, kind: str, message: str) -> bytes:
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
     """E2: a payload that cannot be understood."""
     return f'{{"error":{_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
+
+
+def payload_refused(message: str) -> ContractError:
+    """The refusal of a payload that cannot be understood, in the words of LMI's parser."""
+    text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
+    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
 
 
 def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_kinds import json_kind
-from handlers.contracts.lmi.body import BodyError, decode
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.lmi.body import BodyError, decode_object
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.lmi.rolling_batch_answer import JsonAnswer, RecordAnswer, Show
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
@@ -49,10 +49,10 @@ class LmiContract:
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise _payload_error(f"`parameters` must be an object, got {json_kind(values)}")
+            raise payload_refused(f"`parameters` must be an object, got {json_kind(values)}")
         stream = document.get("stream")
         if stream is not None and not isinstance(stream, bool):
-            raise _payload_error(f"`stream` must be true or false, got {json_kind(stream)}")
+            raise payload_refused(f"`stream` must be true or false, got {json_kind(stream)}")
         try:
             parameters = self._parameters(values)
             return self._exchange(call, document, prompts, in_array, parameters, bool(stream))
@@ -88,7 +88,7 @@ class LmiContract:
         formatter = self._formatter(parameters.output_formatter, stream)
         records = formatter != "json"
         if records and len(prompts) > 1:
-            raise _payload_error("`inputs` must be a single string when the answer is streamed")
+            raise payload_refused("`inputs` must be a single string when the answer is streamed")
         if records and parameters.beam_search is not None:
             raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         show = Show(
@@ -129,26 +129,23 @@ class LmiContract:
 
 def _document(call: Call) -> dict[str, Any]:
     try:
-        document = decode(call.body, call.content_type)
+        return decode_object(call.body, call.content_type)
     except BodyError as error:
-        raise _payload_error(str(error)) from None
-    if not isinstance(document, dict):
-        raise _payload_error(f"the body must be a JSON object with `inputs`, got {json_kind(document)}")
-    return document
+        raise payload_refused(str(error)) from None
 
 
 def _prompts(inputs: Any) -> tuple[tuple[str, ...], bool]:
     """The prompts, and whether the client sent them as an array and so gets an array back."""
     if isinstance(inputs, str):
         if not inputs:
-            raise _payload_error("`inputs` must not be empty")
+            raise payload_refused("`inputs` must not be empty")
         return (inputs,), False
     if inputs is None:
-        raise _payload_error("`inputs` is missing; expected a string or an array of strings")
+        raise payload_refused("`inputs` is missing; expected a string or an array of strings")
     if not isinstance(inputs, list):
-        raise _payload_error(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
+        raise payload_refused(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
     if not inputs or not all(isinstance(prompt, str) and prompt for prompt in inputs):
-        raise _payload_error("`inputs` must hold strings, at least one and none empty")
+        raise payload_refused("`inputs` must hold strings, at least one and none empty")
     return tuple(inputs), True
 
 
@@ -182,8 +179,3 @@ def _notes(document: dict[str, Any], parameters: LmiParameters, formatter: str) 
     if parameters.output_formatter not in (None, formatter):
         notes.append(f"unknown output_formatter, {formatter} used instead")
     return tuple(notes)
-
-
-def _payload_error(message: str) -> ContractError:
-    text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
-    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
