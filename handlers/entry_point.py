@@ -21,7 +21,7 @@ from handlers.engines.protocol import Engine, EngineHealth
 from handlers.families import FAMILIES
 from handlers.formatter_thread import FormatterThread
 from handlers.formatters import Formatters, add_packages, load_formatters
-from handlers.invocations import invocations_handler
+from handlers.invocations import InvocationsHandler
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
@@ -113,7 +113,7 @@ def _invocations(
 ) -> Handler:
     contract = _contract(settings, limits, handler.engine)
     if formatters is None:
-        return invocations_handler(ContractHandler(handler, contract), openai, settings, limits.overload_status)
+        return InvocationsHandler(ContractHandler(handler, contract), openai, settings, limits.overload_status)
     formatted = FormatterContract(
         contract,
         settings,

@@ -97,22 +97,13 @@ def _stop_token_ids(fields: _Fields) -> frozenset[int]:
         return frozenset()  # vLLM says what is wrong with it
 
 
-def invocations_handler(
-    lmi: Handler, openai: OpenAIHandler | None, settings: ModelSettings, overload_status: int = 503
-) -> Handler:
-    """What answers `/invocations`.
-
-    `lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat.
-    """
-    return InvocationsHandler(lmi, openai, settings, overload_status)
-
-
 class InvocationsHandler:
     """Chooses by the body; see `handlers.reply.Handler`."""
 
     def __init__(
-        self, lmi: Handler, openai: OpenAIHandler | None, settings: ModelSettings, overload_status: int
+        self, lmi: Handler, openai: OpenAIHandler | None, settings: ModelSettings, overload_status: int = 503
     ) -> None:
+        """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat."""
         self._lmi, self._openai, self._settings = lmi, openai, settings
         self._overload_status = overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH

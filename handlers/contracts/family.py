@@ -177,7 +177,8 @@ class Tells:
 
     path: str
     tell: Callable[[Call, ModelView], Reply]
-    """May raise RequestError, which the family answers. Long bodies are answered in one of few threads."""
+    """May raise ContractError, which has its reply, and RequestError, which the family answers. Long bodies are
+    answered in one of few threads."""
     methods: tuple[str, ...] = ("GET",)
     where: str | None = None
     """The route is meant only where the body's object has this field; another family's takes the rest."""

@@ -134,4 +134,7 @@ def tell(method: str, path: str, document: Any = b"", model: ModelView | None = 
     """What a route that generates nothing says."""
     route = next(r for r in TGI.routes if isinstance(r, Tells) and r.path == path and method in r.methods)
     teller: Callable[[Call, ModelView], Reply] = route.tell
-    return teller(call(document), model or view())
+    try:
+        return teller(call(document), model or view())
+    except ContractError as error:  # which the server answers so, for every route
+        return error.reply

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from handlers.contracts.lmi.asynchronous_openai import AsyncShape
 from handlers.contracts.lmi.chat import LmiChatShape
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.invocations import ASYNCHRONOUS, ROLLING_BATCH, Table, invocations_handler, looks_plain, read_body
+from handlers.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, looks_plain, read_body
 from handlers.model_settings import ModelSettings
 from handlers.openai.shaped_reply import ShapedReply
 from handlers.reply import ReplyWriter, Running
@@ -55,7 +55,7 @@ class OpenAI(Lmi):
 async def handled(document: Any, openai: OpenAI | None, content_type: str = "application/json", **options: Any) -> Lmi:
     lmi = Lmi()
     settings = ModelSettings(name="m", model_dir=Path("."), model_id="m", **options)
-    handler = invocations_handler(lmi, openai, settings)  # type: ignore[arg-type]
+    handler = InvocationsHandler(lmi, openai, settings)  # type: ignore[arg-type]
     await handler.handle(call(document, content_type), CollectedReply())
     return lmi
 

@@ -236,6 +236,12 @@ async def test_a_route_that_a_model_cannot_have_says_so() -> None:
     assert "cannot be served with this model" in response.text
 
 
+async def test_a_route_that_tells_something_refuses_in_its_own_words(starting: httpx.AsyncClient) -> None:
+    response = await starting.post("/v1/abort_request", content=b"no json")
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["type"] == "json_invalid"
+
+
 async def test_tokenize_is_tgis_for_inputs_and_vllms_for_anything_else(starting: httpx.AsyncClient) -> None:
     tgi = await starting.post("/tokenize", json={"inputs": "x"})
     vllm = await starting.post("/tokenize", json={"prompt": '"inputs": is only in the text'})

@@ -6,16 +6,11 @@ Source: happy_vllm_generate; contracts/happy_vllm.md section 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Tells
+from handlers.contracts.family import ContractSetting, Family, Generates, Tells
 from handlers.contracts.happy_vllm import openapi as about
 from handlers.contracts.happy_vllm import technical, tokens
 from handlers.contracts.happy_vllm.errors import refuse, wrong_method
 from handlers.contracts.happy_vllm.generate import HappyVllmContract
-from handlers.contracts.protocol import Call, ContractError, Reply
-
-_Tell = Callable[[Call, ModelView], Reply]
 
 
 def _generate(setting: ContractSetting) -> HappyVllmContract:
@@ -26,18 +21,6 @@ def _generate_stream(setting: ContractSetting) -> HappyVllmContract:
     return HappyVllmContract(stream=True)
 
 
-def _answering(tell: _Tell) -> _Tell:
-    """A body that cannot be understood has its reply already."""
-
-    def answer(call: Call, view: ModelView) -> Reply:
-        try:
-            return tell(call, view)
-        except ContractError as error:
-            return error.reply
-
-    return answer
-
-
 _POST = ("POST",)
 
 HAPPY_VLLM = Family(
@@ -45,15 +28,15 @@ HAPPY_VLLM = Family(
     routes=(
         Generates(path="/v1/generate", contract=_generate, about=about.GENERATE),
         Generates(path="/v1/generate_stream", contract=_generate_stream, about=about.GENERATE_STREAM),
-        Tells(path="/v1/tokenizer", tell=_answering(tokens.tokenizer), methods=_POST, about=about.TOKENIZER),
-        Tells(path="/v1/decode", tell=_answering(tokens.decode), methods=_POST, about=about.DECODE),
+        Tells(path="/v1/tokenizer", tell=tokens.tokenizer, methods=_POST, about=about.TOKENIZER),
+        Tells(path="/v1/decode", tell=tokens.decode, methods=_POST, about=about.DECODE),
         Tells(path="/v2/tokenizer", tell=tokens.tokenizer_v2, methods=_POST, about=about.TOKENIZER_V2),
         Tells(path="/v2/decode", tell=tokens.decode_v2, methods=_POST, about=about.DECODE_V2),
-        Tells(path="/v1/split_text", tell=_answering(tokens.split), methods=_POST, about=about.SPLIT_TEXT),
-        Tells(path="/v1/metadata_text", tell=_answering(tokens.metadata), methods=_POST, about=about.METADATA_TEXT),
+        Tells(path="/v1/split_text", tell=tokens.split, methods=_POST, about=about.SPLIT_TEXT),
+        Tells(path="/v1/metadata_text", tell=tokens.metadata, methods=_POST, about=about.METADATA_TEXT),
         Tells(
             path="/v1/abort_request",
-            tell=_answering(technical.abort_request),
+            tell=technical.abort_request,
             methods=_POST,
             about=about.ABORT_REQUEST,
         ),

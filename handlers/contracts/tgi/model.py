@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.family import ModelView, Texts
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.text_limits import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.body import Body, read
 from handlers.contracts.tgi.chat import Chat, templated
@@ -69,16 +69,14 @@ def tell_tokens(call: Call, view: ModelView) -> Reply:
     """The tokens of `inputs` with their places in it; only the last `truncate` of them.
 
     Raises:
+        ContractError: the body does not fit.
         NotReady: the model is not loaded.
         NotServed: a custom handler generates.
         InvalidRequest: the tokenizer cannot take the text.
     """
     texts = view.text().texts
     check_body(call)
-    try:
-        body, _ = read(call, Body)
-    except ContractError as error:
-        return error.reply
+    body, _ = read(call, Body)
     truncate = body.parameters.truncate if body.parameters is not None else None
     tokens = _tokens(check_text("inputs", body.inputs, PLACED_BYTES), texts, special=True, truncate=truncate)
     return Reply(200, JSON, b"[%b]" % tokens)
@@ -88,17 +86,15 @@ def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
     """The prompt that a chat becomes, and its tokens.
 
     Raises:
+        ContractError: the body does not fit.
         NotReady: the model is not loaded.
         NotServed: a custom handler generates.
         InvalidRequest: the tokenizer cannot take the text.
     """
     texts = view.text().texts
     check_body(call)
-    try:
-        chat, _ = read(call, Chat)
-        text = check_text("messages", templated(chat, texts), PLACED_BYTES)
-    except ContractError as error:
-        return error.reply
+    chat, _ = read(call, Chat)
+    text = check_text("messages", templated(chat, texts), PLACED_BYTES)
     tokens = _tokens(text, texts, special=False)
     return Reply(200, JSON, b'{"tokenize_response":[%b],"templated_text":%b}' % (tokens, quote(text).encode()))
 
