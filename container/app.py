@@ -105,7 +105,7 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Routes:
     routes = Routes(answered_early(site, "unknown", _not_found))
     for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
         routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
-    routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings))))
+    routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings, site.error_rates))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
     routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
     _add_pages(routes, description)

@@ -16,11 +16,12 @@ from urllib.parse import parse_qsl
 
 from container.access_log import log_request
 from container.cork import BREAK_OFF
+from container.error_rates import CLIENT_GONE, ErrorRates
 from container.lifecycle import Lifecycle, State
 from container.metrics import HttpCounts
 from container.push import Continued, Headers, Message, Pacer, PushedReply, Send
 from container.request_headers import request_headers
-from container.request_id import request_id
+from container.request_id import INFERENCE_ID, request_id
 from container.response_headers import cors_headers
 from container.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
@@ -40,6 +41,9 @@ class Site:
 
     def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts) -> None:
         self.lifecycle, self.settings, self.counts = lifecycle, settings, counts
+        self.error_rates = ErrorRates(
+            settings.error_rates, frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code})
+        )
         self.id_header = settings.request_id_header.lower().encode()
         self.pacer = Pacer(settings.coalesce_above)
         self.cors_headers = cors_headers(settings)
@@ -84,7 +88,7 @@ class Endpoint:
         started = time.perf_counter()
         site = self._site
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        identity = request_id(headers.get(site.id_header))
+        identity = request_id(headers.get(site.id_header) or headers.get(INFERENCE_ID))
         reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
         writer = PushedReply(send, reply_headers, site.pacer, scope.get("extensions", _NONE).get(BREAK_OFF, _nothing))
         site.lifecycle.open_calls += 1
@@ -94,9 +98,11 @@ class Endpoint:
             writer.close()
             site.lifecycle.open_calls -= 1
         seconds = time.perf_counter() - started
-        # A client that went away before the end is counted as 499, as proxies do.
-        status = writer.status if writer.finished else 499
+        # A client that went away before the end is counted as proxies do.
+        status = writer.status if writer.finished else CLIENT_GONE
         site.counts.count(self._route, status, seconds)
+        if site.lifecycle.service is not None:  # what comes before the model is there is not its fault
+            site.error_rates.count(status)
         log_request(scope, identity, status, seconds, writer.bytes_sent)
 
     async def _serve(

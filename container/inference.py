@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from urllib.parse import parse_qs
 
 from container.endpoint import Endpoint, Scope, Site, Target
@@ -13,6 +13,7 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTooLarge, NotReady, RequestError, UnknownModel
 from handlers.reply import ReplyWriter, Running
 
+_TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 
 
@@ -21,7 +22,7 @@ def invocations(site: Site, route: str) -> Endpoint:
     model = site.lifecycle.model.name
 
     def check(scope: Scope, headers: dict[bytes, bytes]) -> Reply | None:
-        name = scope.get("path_params", {}).get("model") or _named_model(scope, headers)
+        name = scope.get("path_params", {}).get("model") or _named_model(scope, headers, frozenset({model}))
         if name is not None and name != model:
             raise UnknownModel(name, f"Model not found: {name}. This server has the model {model}.")
         if scope["method"] == "OPTIONS":
@@ -52,7 +53,7 @@ def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
             return Reply(status, JSON, front_end_error(status, "InternalServerException", error.message))
 
 
-def _named_model(scope: Scope, headers: dict[bytes, bytes]) -> str | None:
+def _named_model(scope: Scope, headers: dict[bytes, bytes], served: Collection[str]) -> str | None:
     """The model that a call to /invocations names. Source: contracts/lmi.md section 1.4."""
     query: bytes = scope["query_string"]
     if query and (names := parse_qs(query.decode("latin-1")).get("model_name")):
@@ -63,4 +64,15 @@ def _named_model(scope: Scope, headers: dict[bytes, bytes]) -> str | None:
         key, _, value = attribute.partition(b"=")
         if key.strip() == b"model_name":
             return value.strip().decode("latin-1")
-    return None
+    return _target_model(headers, served)
+
+
+def _target_model(headers: dict[bytes, bytes], served: Collection[str]) -> str | None:
+    """The model of SageMaker's Target-Model, which names an artifact, such as `small.tar.gz`.
+
+    None where no such model is served: a client may send the header to an endpoint that has but one model, whatever
+    that is called. Source: contracts/sagemaker_hosting.md section 3.
+    """
+    artifact = headers.get(_TARGET_MODEL, b"").decode("latin-1")
+    name = artifact.rpartition("/")[2].removesuffix(".tar.gz")
+    return next((known for known in (artifact, name) if known in served), None)

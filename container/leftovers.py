@@ -64,10 +64,6 @@ LEFTOVERS = (
         for key in ("minWorkers", "maxWorkers")
     ),
     *(
-        _leftover(f"option.{name}", "sessions are off")
-        for name in ("sessions_path", "sessions_expiration", "sessions_s3url")
-    ),
-    *(
         _leftover(f"option.{name}", f"{_FOR_LMI_DIST}; see `option.speculative_config`")
         for name in (
             *("speculative_draft_model", "speculative_length", "draft_model_tp_size", "draft_model_compiled_path"),

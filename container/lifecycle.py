@@ -9,6 +9,7 @@ import time
 from enum import Enum
 
 from container.settings import Settings
+from container.stall import StallWatch
 from handlers.contracts.family import ModelView
 from handlers.engine_choice import running_engine
 from handlers.engines.protocol import Engine, EngineStartError
@@ -40,6 +41,7 @@ class Lifecycle:
         self._server = settings.server
         self.service: Service | None = None
         """None until the model is loaded."""
+        self._stall: StallWatch | None = None
         self._state, self._failure = State.STARTING, ""
         self._started_at = time.time()
         self.open_calls = 0
@@ -59,6 +61,11 @@ class Lifecycle:
         if self._state is State.READY and self.service is not None:
             return self.service.runtime.health().reason
         return self._failure
+
+    @property
+    def stalled(self) -> str:
+        """Why the engine counts as stalled, though it lives; empty if it does not."""
+        return self._stall.reason if self._stall is not None and self.state is State.READY else ""
 
     @property
     def short_of_workers(self) -> bool:
@@ -86,6 +93,7 @@ class Lifecycle:
             self.service = await load_service(self.model, limits)
             if self.service.engine is not None:
                 await _warm_up(self.service.engine)
+            self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
         except BaseException as error:
             self._state, self._failure = State.FAILED, str(error)
             raise
@@ -102,10 +110,11 @@ class Lifecycle:
         service = self.service if self._state is not State.STARTING else None
         engine_handler = service.engine_handler if service is not None else None
         engine, version = running_engine(service.settings if service is not None else self.model)
+        stalled = self.stalled
         return ModelView(
             settings=self.model,
-            state=self.state.value,
-            reason=self.reason,
+            state="stalled" if stalled else self.state.value,
+            reason=stalled or self.reason,
             started_at=self._started_at,
             loaded=service.engine if service is not None else None,
             engine=engine,

@@ -58,6 +58,11 @@ class Metrics(Collector):
         service = self._lifecycle.service
         if service is not None and service.engine is not None:
             yield from self._generation(service.engine.meter)
+            yield _gauge(
+                "slipway_engine_stalled",
+                "1 while requests run and the engine makes nothing of them.",
+                float(bool(self._lifecycle.stalled)),
+            )
             status = service.engine.status()
             yield from self._engine(status)
             yield from known_metrics(service.settings.name, service.engine.meter, status)
@@ -74,7 +79,7 @@ class Metrics(Collector):
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        ready = float(self._lifecycle.state is State.READY)
+        ready = float(self._lifecycle.state is State.READY and not self._lifecycle.stalled)
         yield _gauge("slipway_ready", "1 when the model can serve.", ready)
         yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._lifecycle.open_calls)
 

@@ -8,10 +8,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from container.error_rates import error_rate
+
 Scalar = str | int | float | bool
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_ZERO = re.compile(r"0+(\.0*)?")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 TRUE = frozenset({"true", "1", "yes", "on"})
@@ -71,6 +74,15 @@ def _positive(text: str) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(text)
     return value
+
+
+def _positive_or_0(text: str) -> float:
+    return 0.0 if _ZERO.fullmatch(text) else _positive(text)
+
+
+def _error_rate(text: str) -> str:
+    error_rate(text)
+    return text
 
 
 def choice(values: Mapping[str, Scalar] | tuple[str, ...]) -> Parser:
@@ -154,6 +166,8 @@ BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")
 MILLISECONDS = Parser(_milliseconds, "milliseconds, an integer of at least 0")
 SECONDS = Parser(_positive, "seconds, a number above 0")
+SECONDS_OR_NEVER = Parser(_positive_or_0, "seconds, a number of at least 0")
+ERROR_RATE = Parser(_error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
 HTTP_ERROR = integer(400, 599)
 HEADER_NAME = matching(_HEADER_NAME, "the name of an HTTP header")
 HEADER_VALUE = matching(re.compile(r"[\x20-\x7e]+"), "the value of an HTTP header, in ASCII")

@@ -188,6 +188,32 @@ SERVED = (
         meaning="Seconds that loading may take",
     ),
     Option(
+        key="option.enable_stateful_sessions",
+        parser=BOOLEAN,
+        default="true",
+        field="enable_stateful_sessions",
+        meaning="Serve stateful sessions on `/invocations`",
+    ),
+    Option(
+        key="option.sessions_expiration",
+        parser=integer(1, 10**9),
+        default="1200",
+        field="sessions_expiration",
+        meaning="Seconds that a session lives",
+    ),
+    Option(
+        key="option.sessions_path",
+        parser=TEXT,
+        field="sessions_path",
+        meaning="Directory for sessions; without it, `/dev/shm/djl_sessions`",
+    ),
+    Option(
+        key="option.sessions_s3url",
+        parser=TEXT,
+        field="sessions_s3url",
+        meaning="Where in S3 sessions are kept, so that another container can go on with them",
+    ),
+    Option(
         key="option.quantize",
         parser=TEXT,
         argument="quantization",
@@ -217,7 +243,6 @@ NOT_SERVED = (
     _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
     _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
     _refused("option.enable_lora", BOOLEAN, (False,), "Adapters", "merge the adapter into the model"),
-    _refused("option.enable_stateful_sessions", BOOLEAN, (False,), "Sessions", "keep the state in the client"),
     _refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
     Option(
         key="option.task",

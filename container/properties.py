@@ -30,13 +30,16 @@ TRANSLATIONS = (
     ("CUDA_MEMORY_FRACTION", "OPTION_GPU_MEMORY_UTILIZATION"),
 )
 
-# SageMaker's variables that overwrite a key of the model (lmi.md 2.5).
+# SageMaker's variables that overwrite a key of the model (lmi.md 2.5, sagemaker_hosting.md 7).
 SAGEMAKER_MODEL_KEYS = (
     ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
     ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
     ("SAGEMAKER_NUM_MODEL_WORKERS", "minWorkers"),
     ("SAGEMAKER_NUM_MODEL_WORKERS", "maxWorkers"),
     ("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "option.default_accept"),
+    ("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "option.enable_stateful_sessions"),
+    ("SAGEMAKER_SESSIONS_EXPIRATION", "option.sessions_expiration"),
+    ("SAGEMAKER_SESSIONS_PATH", "option.sessions_path"),
 )
 
 # Server keys that are the default of a model's key (lmi.md 2.1, 2.3 and 2.10).

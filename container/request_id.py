@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import uuid
 
+INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
+"""SageMaker's header for the client's own id; it counts where the configured one is absent."""
 _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 

@@ -104,10 +104,14 @@ class Process:
         self._server.should_exit = True
 
     async def _watch_engine(self) -> None:
+        server = self._settings.server
+        exit_when_stalled = server.fail_fast and server.fail_fast_when_stalled
         while self._lifecycle.state is not State.FAILED:
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
-        logger.critical("%s; /ping now answers 500", self._lifecycle.reason)
-        if self._settings.server.fail_fast:
+            if self._lifecycle.stalled and exit_when_stalled:  # looked at in any case, for the log
+                break
+        logger.critical("%s; /ping now answers 500", self._lifecycle.reason or self._lifecycle.stalled)
+        if server.fail_fast:
             await self._lifecycle.drain(1.0)  # its clients get their errors first
             self._exit(EXIT_ENGINE_DIED)
 

@@ -11,11 +11,13 @@ from container.option import Option
 from container.option_parsers import (
     ANYTHING,
     BOOLEAN,
+    ERROR_RATE,
     HEADER_NAME,
     HEADER_VALUE,
     HTTP_ERROR,
     MODEL_NAME,
     SECONDS,
+    SECONDS_OR_NEVER,
     TEXT,
     Parser,
     choice,
@@ -27,6 +29,13 @@ _HOST = matching(re.compile(r"[A-Za-z0-9_.:%-]+"), "a host name or an address")
 _LEVELS = {
     **{level: level for level in ("debug", "info", "warning", "error", "critical")},
     "warn": "warning",
+}
+_ERROR_RATES = {
+    "wlm": "Refusals for want of room or of a worker, in a minute or in the time after `/`; more of them, and /ping "
+    "answers 503 for good",
+    "server": "The same of answers with 424 or 5xx",
+    "model": "The same of answers with 424 or 5xx that are no such refusals",
+    "any": "The same of answers with 4xx or 5xx",
 }
 _TLS = "let a proxy in front of the container do TLS"
 
@@ -68,6 +77,21 @@ SERVED = (
         default="false",
         field="fail_fast",
         meaning="Exit when the engine dies instead of answering that it is gone",
+    ),
+    Option(
+        key="stall_timeout",
+        parser=SECONDS_OR_NEVER,
+        default="60",
+        field="stall_timeout",
+        meaning="Seconds in which requests run and the engine makes nothing of them, after which /ping answers 500; "
+        "0: never",
+    ),
+    Option(
+        key="fail_fast_when_stalled",
+        parser=BOOLEAN,
+        default="false",
+        field="fail_fast_when_stalled",
+        meaning="Under `fail_fast`, exit when the engine is stalled, too",
     ),
     Option(
         key="log_format", parser=choice(("plain", "json")), default="plain", field="log_format", meaning="Form of logs"
@@ -122,6 +146,10 @@ SERVED = (
         default='"",dummy,tgi',
         field="model_aliases",
         meaning="Further values of `model` on OpenAI's routes that stand for the model, with commas between",
+    ),
+    *(
+        Option(key=f"error_rate_{kind}", parser=ERROR_RATE, field=f"error_rate_{kind}", meaning=meaning)
+        for kind, meaning in _ERROR_RATES.items()
     ),
     Option(key="cors_allowed_origin", parser=HEADER_VALUE, field="cors_allowed_origin", meaning="CORS origin"),
     Option(key="cors_allowed_methods", parser=HEADER_VALUE, field="cors_allowed_methods", meaning="CORS methods"),
@@ -194,10 +222,6 @@ LEFTOVERS = (
     _leftover("bad_request_http_code", "bad requests have the status that their contract says"),
     _leftover("prometheus", "metrics are at /metrics"),
     _leftover("timeout_http_code", "LMI does not use it either"),
-    *(
-        _leftover(f"error_rate_{kind}", "errors of requests do not make /ping fail")
-        for kind in ("wlm", "server", "model", "any")
-    ),
 )
 
 SERVER_OPTIONS = (*SERVED, *NOT_SERVED, *LEFTOVERS)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from container import server_options
 from container.addresses import Address, AddressError
+from container.error_rates import KINDS, ErrorRate, Kind, error_rate
 from container.masking import quoted
 from container.model_fields import model_fields
 from container.option_parsers import names
@@ -41,6 +42,9 @@ class ServerSettings:
     drain_timeout: float = 20.0
     """Seconds."""
     fail_fast: bool = False
+    stall_timeout: float = 60.0
+    """Seconds; 0: a stalled engine is not looked for."""
+    fail_fast_when_stalled: bool = False
     log_format: Literal["plain", "json"] = "plain"
     log_level: str = "info"
     log_prompts: bool = False
@@ -49,6 +53,8 @@ class ServerSettings:
     health_check_override: bool = False
     workers_health_check: bool = False
     coalesce_above: int = 32
+    error_rates: Mapping[Kind, ErrorRate] = field(default_factory=dict)
+    """Errors by kind, after which /ping fails for good."""
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None
@@ -116,6 +122,7 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
         option.field: found.take(option, layer) for option in server_options.SERVED if option.field
     }
     fields["model_aliases"] = names(str(fields["model_aliases"]))
+    fields["error_rates"] = _error_rates(fields)
     for option in (*server_options.NOT_SERVED, *server_options.LEFTOVERS):
         found.take(option, layer)
     _check_management(layer, fields, found)
@@ -127,6 +134,11 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
         else:
             found.ignore(key, layer[key], "the server has no such setting")
     return fields
+
+
+def _error_rates(fields: dict[str, Any]) -> dict[Kind, ErrorRate]:
+    texts = {kind: fields.pop(f"error_rate_{kind}") for kind in KINDS}
+    return {kind: error_rate(str(text)) for kind, text in texts.items() if text is not None}
 
 
 def _check_management(layer: Mapping[str, Value], fields: Mapping[str, Any], found: Resolution) -> None:

@@ -51,7 +51,7 @@ class SessionManager:
 
     def create_session(self) -> Session:
         """A new session; those that have expired are removed."""
-        self._remove_expired()
+        self.remove_expired()
         session_id, ends = str(uuid.uuid4()), time.time() + self.expiration
         # Renamed once complete, so that no other process takes it for one without an end.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
@@ -80,6 +80,13 @@ class SessionManager:
         if self._saver:
             self._saver.delete(session_id)
         session.remove()
+
+    def remove_expired(self) -> None:
+        """Removes the sessions that have ended, and what processes that were killed have left behind."""
+        self._remove_abandoned()
+        for session in self._sessions():
+            if session.expiration_ts is None or time.time() > session.expiration_ts:
+                _try_to_remove(session)
 
     def _find(self, session_id: str) -> Session:
         if not _SESSION_ID.fullmatch(session_id):
@@ -113,12 +120,6 @@ class SessionManager:
         for name in os.listdir(self.sessions_path):
             if _SESSION_ID.fullmatch(name):
                 yield Session(name, self.sessions_path)
-
-    def _remove_expired(self) -> None:
-        self._remove_abandoned()
-        for session in self._sessions():
-            if session.expiration_ts is None or time.time() > session.expiration_ts:
-                _try_to_remove(session)
 
     def _remove_abandoned(self) -> None:
         for name in os.listdir(self.sessions_path):

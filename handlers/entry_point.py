@@ -25,6 +25,7 @@ from handlers.invocations import InvocationsHandler
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
+from handlers.sessions import Sessions, load_sessions
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     if settings.handler is not None:
         return await _load_custom(settings, limits)
     formatters = await _formatters(settings)
+    sessions = await load_sessions(settings, limits.overload_status)
     settings = await asyncio.to_thread(chosen, settings)
     make_engine = await asyncio.to_thread(engine_factory, settings)
     engine = make_engine(settings)
@@ -95,7 +97,7 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     openai = await openai_handler(engine, handler, settings, limits.model_aliases)
     return Service(
         settings,
-        _invocations(settings, limits, handler, formatters, openai),
+        _invocations(settings, limits, handler, formatters, openai, sessions),
         engine,
         generation=_generation(settings, handler),
         openai=openai,
@@ -110,10 +112,13 @@ def _invocations(
     handler: EngineHandler,
     formatters: Formatters | None,
     openai: OpenAIHandler | None,
+    sessions: Sessions,
 ) -> Handler:
     contract = _contract(settings, limits, handler.engine)
     if formatters is None:
-        return InvocationsHandler(ContractHandler(handler, contract), openai, settings, limits.overload_status)
+        return InvocationsHandler(
+            ContractHandler(handler, contract), openai, settings, sessions, limits.overload_status
+        )
     formatted = FormatterContract(
         contract,
         settings,

@@ -19,7 +19,8 @@ from handlers.contracts.protocol import LONG_BODY, Call
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
 from handlers.openai.shaped_reply import ShapedReply
-from handlers.reply import Handler, ReplyWriter, Running
+from handlers.reply import FINISHED, Handler, ReplyWriter, Running
+from handlers.sessions import Sessions
 
 Kind = Literal["chat", "completion", "lmi", "session"]
 Table = tuple[tuple[str, Kind], ...]
@@ -101,23 +102,27 @@ class InvocationsHandler:
     """Chooses by the body; see `handlers.reply.Handler`."""
 
     def __init__(
-        self, lmi: Handler, openai: OpenAIHandler | None, settings: ModelSettings, overload_status: int = 503
+        self,
+        lmi: Handler,
+        openai: OpenAIHandler | None,
+        settings: ModelSettings,
+        sessions: Sessions,
+        overload_status: int = 503,
     ) -> None:
         """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat."""
         self._lmi, self._openai, self._settings = lmi, openai, settings
-        self._overload_status = overload_status
+        self._sessions, self._overload_status = sessions, overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
         """See `Handler.handle`."""
-        if looks_plain(call):
-            return await self._lmi.handle(call, writer)
-        long = len(call.body) >= LONG_BODY
-        body = await asyncio.to_thread(read_body, call.body, self._table) if long else read_body(call.body, self._table)
+        body = _LMI if looks_plain(call) else await self._read(call)
+        if body.kind == "session":
+            writer.reply(await self._sessions.answer(call))
+            return FINISHED
+        await self._sessions.check(call)
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)
-        if body.kind == "session":
-            raise payload_refused("`requestType` asks for a session, which is not served; keep the state in the client")
         if self._openai is None:
             if body.has_inputs:
                 return await self._lmi.handle(call, writer)
@@ -131,6 +136,10 @@ class InvocationsHandler:
             _PATHS[body.kind],
             any_model=True,
         )
+
+    async def _read(self, call: Call) -> Body:
+        long = len(call.body) >= LONG_BODY
+        return await asyncio.to_thread(read_body, call.body, self._table) if long else read_body(call.body, self._table)
 
     def _shape(self, body: Body) -> Shape | None:
         """None: vLLM's bytes as they are."""

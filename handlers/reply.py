@@ -53,3 +53,15 @@ class Running(Protocol):
 
     def cancel(self) -> None:
         """The client has gone. Harmless when the reply is complete."""
+
+
+class _Finished:
+    """A call whose reply is complete."""
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        """See `Running.cancel`."""
+
+
+FINISHED: Running = _Finished()

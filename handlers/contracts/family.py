@@ -17,7 +17,8 @@ from handlers.request import Token
 
 OWN_HANDLER = "this model has a handler of its own; only /invocations and /predictions reach it"
 """What routes of all families say of a model that no engine of ours runs."""
-State = Literal["starting", "ready", "failed", "draining", "stopped"]
+State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
+"""Stalled: the engine lives, has requests and makes nothing of them; it may go on."""
 
 
 class SchedulerStatus(Protocol):
@@ -108,7 +109,7 @@ class ModelView:
     settings: ModelSettings
     state: State
     reason: str
-    """Why it has failed; empty if it has not."""
+    """Why it has failed or is stalled; empty if neither."""
     started_at: float
     """When the server was started, in seconds since the epoch."""
     loaded: LoadedModel | None

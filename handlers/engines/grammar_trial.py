@@ -7,6 +7,7 @@ starts at once and stays small. Speaks over its standard input and output; see `
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -29,6 +30,7 @@ STEPS = 64
 _MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 4 << 20
 """Half of what the engine's threads have."""
+_PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct(">I")
 
 
@@ -102,7 +104,8 @@ def _send(target: BinaryIO, message: Any) -> None:
 
 
 def main() -> None:
-    """Answer until the standard input ends."""
+    """Answer until the standard input ends, or the server does, be it in the middle of a constraint."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not come between the answers
     first = _receive(source)

@@ -47,6 +47,10 @@ class EngineHealth:
 
     alive: bool
     reason: str = ""
+    quiet_seconds: float = 0.0
+    """For how long there has been work without any sign of life (`handlers.engines.progress`)."""
+    mark: float = 0.0
+    """Changes with signs of life."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.beam_search import submit_beam_search
 from handlers.engines.model_texts import ModelTexts, copied
+from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
@@ -45,6 +46,8 @@ class TensorRtLlmEngine:
         self._settings = settings
         self.meter = Meter()
         self._running: dict[GeneratedSequence, _Run] = {}
+        self._progress = Progress()
+        self._outputs = 0
         self._dead = ""
         self._stopped = False
 
@@ -95,8 +98,15 @@ class TensorRtLlmEngine:
         """See to it that no client waits for ever: not for a dead engine, nor for one that gives it no token."""
         while self._alive():
             await asyncio.sleep(_WATCH_SECONDS)
+            self._look()
             self._end_overdue()
         self._die()
+
+    def _look(self) -> None:
+        """TensorRT-LLM tells of tokens alone: with nothing to do it gives no sign of life, and is taken to be well."""
+        if not self._running:
+            self._outputs += 1
+        self._progress.look(bool(self._running), self._outputs)
 
     def _alive(self) -> bool:
         check = getattr(self._llm, "_check_health", None)
@@ -174,6 +184,7 @@ class TensorRtLlmEngine:
     async def _follow(self, sequence: GeneratedSequence, result: Any) -> None:
         try:
             async for _ in result:
+                self._outputs += 1
                 sequence.take(result.outputs[0], result.finished)
                 if sequence.ended:
                     break
@@ -241,7 +252,9 @@ class TensorRtLlmEngine:
         """See `Engine.health`."""
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
-        return EngineHealth(not self._dead, self._dead)
+        if self._dead:
+            return EngineHealth(False, self._dead)
+        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
         """See `Engine.status`; what the KV cache holds is known to TensorRT-LLM's own processes alone."""

@@ -22,6 +22,7 @@ import msgspec
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.batch_queue import BatchQueue
 from handlers.engines.model_texts import ModelTexts, copied
+from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
@@ -60,6 +61,7 @@ class BatchEngine:
         self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._running: Batch | None = None
+        self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
         self._stopped = False
@@ -231,6 +233,7 @@ class BatchEngine:
         while self._dead is None:
             await asyncio.sleep(_WATCH_SECONDS)
             batch, now = self._running, time.monotonic()
+            self._progress.look(batch is not None, now if batch is None else batch.moved_at)
             if self._dispatcher.done():
                 self._die("the engine has died: its queue is no longer served")
             if batch is None:
@@ -270,7 +273,7 @@ class BatchEngine:
             return EngineHealth(False, "the engine is stopped")
         if self._dead is not None:
             return EngineHealth(False, self._dead)
-        return EngineHealth(True)
+        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
         """See `Engine.status`. There is no KV cache beyond the running batch's own."""

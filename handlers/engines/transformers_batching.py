@@ -193,13 +193,19 @@ class ContinuousBatching:
         self._manager = _make_manager(model.model, config, self._processor)
         self._manager.output_router = _FailureRouter(steps)
         self._between_steps: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        _guard_loop(self._manager, model.device, self._between_steps)
+        self.rounds = 0
+        """How often the manager's thread has come by: before each step, and ten times a second while it has nothing to
+        do."""
+        _guard_loop(self._manager, model.device, self._between_steps, self._count_round)
         # Makes the cache here, where failing is reported, and not in the manager's thread.
         self._manager.warmup()
         self.capacity: int = infer_max_single_request_tokens(self._manager.batch_processor.cache)
         """Tokens that the KV cache holds of a single request."""
         self.cached_tokens: int = self._manager.batch_processor.cache.max_tokens_read
         """Tokens that it holds of all."""
+
+    def _count_round(self) -> None:
+        self.rounds += 1
 
     def start(self) -> None:
         """Start the manager's thread; to be called from a daemon thread, since the process shall not wait for it."""
@@ -295,8 +301,13 @@ def _own_attention(manager: Any) -> Iterator[None]:
         model.set_attn_implementation(paged)
 
 
-def _guard_loop(manager: Any, device: Any, between_steps: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """Have our own work done between steps, and a step for which memory runs out end its own requests alone."""
+def _guard_loop(
+    manager: Any, device: Any, between_steps: queue.SimpleQueue[Callable[[], None]], on_round: Callable[[], None]
+) -> None:
+    """Have our own work done between steps, and a step for which memory runs out end its own requests alone.
+
+    `on_round` is told in the manager's thread that it is alive.
+    """
     step, body = manager._generation_step, manager._generation_loop_body
 
     def guarded_step() -> None:
@@ -311,6 +322,7 @@ def _guard_loop(manager: Any, device: Any, between_steps: queue.SimpleQueue[Call
         raise _NoMemory(NO_MEMORY)
 
     def guarded_body(batch_processor: Any, bootstrapping: bool) -> bool:
+        on_round()
         with contextlib.suppress(queue.Empty):
             work = between_steps.get_nowait()
             with _own_attention(manager):

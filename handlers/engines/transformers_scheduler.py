@@ -18,6 +18,7 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines import transformers_tryout
 from handlers.engines.beam_search import submit_beam_search
 from handlers.engines.model_texts import ModelTexts, copied
+from handlers.engines.progress import Progress as EngineProgress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
@@ -61,6 +62,7 @@ class SchedulerEngine:
         self._readings: set[asyncio.Task[None]] = set()
         self._batching: ContinuousBatching | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._progress = EngineProgress()
         self._dead: str | None = None
         self._stopped = False
         self.meter = Meter()
@@ -323,6 +325,8 @@ class SchedulerEngine:
         moved_at = time.monotonic()
         while (failure := self._failure()) is None:
             await asyncio.sleep(_WATCH_SECONDS)
+            if self._batching is not None:
+                self._progress.look(bool(self._running), self._batching.rounds)
             self._end_overdue()
             moved_at = self._moved_at(moved_at)
             if time.monotonic() - moved_at > self._settings.predict_timeout + _STUCK_SECONDS:
@@ -374,7 +378,7 @@ class SchedulerEngine:
             return EngineHealth(False, self._dead)
         if self._failure() is not None:
             return EngineHealth(False, "the engine has died")
-        return EngineHealth(True)
+        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
         """See `Engine.status`."""

@@ -21,14 +21,16 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from handlers.daemon_thread import in_daemon_thread
+from handlers.daemon_thread import LastingThread
 from handlers.engines.beam_search import submit_beam_search
 from handlers.engines.model_texts import ModelTexts, copied
+from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_children import tied_to_this_thread
 from handlers.engines.vllm_constraints import CheckingLLM, ConstraintTranslator, choose_backend, in_thread
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
@@ -56,6 +58,11 @@ class VllmEngine:
         self._typical = settings.rolling_batch == "lmi-dist"
         self.meter = Meter()
         self._status = EngineStatus(0, 0, 0.0)
+        self._thread = LastingThread("engine")
+        """Starts vLLM's processes, which the kernel ends with it."""
+        self._progress = Progress()
+        self.reports = 0
+        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
         self._stopped = False
 
     async def start(self) -> None:
@@ -63,7 +70,16 @@ class VllmEngine:
         check_seam()
         started = time.monotonic()
         try:
-            self._llm = await asyncio.wait_for(in_daemon_thread(self._load), self._settings.model_loading_timeout)
+            await self._load_in_thread()
+        except BaseException:
+            self._thread.end()
+            raise
+        await self._attach()
+        logger.info("engine ready after %.1f s", time.monotonic() - started)
+
+    async def _load_in_thread(self) -> None:
+        try:
+            self._llm = await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
         except TimeoutError:
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
@@ -71,8 +87,6 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
-        await self._attach()
-        logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     def _load(self) -> CheckingLLM:
         on_cpu = vllm.platforms.current_platform.is_cpu()
@@ -85,7 +99,8 @@ class VllmEngine:
         self._args = AsyncEngineArgs(**arguments)
         config = self._args.create_engine_config()
         choose_backend(config)
-        llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+        with tied_to_this_thread():
+            llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
         return llm
 
     async def _attach(self) -> None:
@@ -126,6 +141,8 @@ class VllmEngine:
         """
         while not self._llm.errored:
             await asyncio.sleep(_WATCH_SECONDS)
+            # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
+            self._progress.look(bool(self._processor.request_states), self.reports)
             await self._end_overdue()
         self._fail_all(EngineDead())
 
@@ -245,7 +262,7 @@ class VllmEngine:
             return EngineHealth(False, "the engine is stopped")
         if self._llm.errored:
             return EngineHealth(False, "the engine has died")
-        return EngineHealth(True)
+        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
         """See `Engine.status`."""
@@ -264,6 +281,7 @@ class VllmEngine:
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         await self._constraints.stop()
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+        self._thread.end()
 
 
 class _VllmGeneration:
@@ -309,6 +327,7 @@ class _SchedulerReports:
         self._engine = engine
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        self._engine.reports += 1
         if scheduler_stats is not None:
             s = scheduler_stats
             self._engine.report(s.num_running_reqs, s.num_waiting_reqs, s.kv_cache_usage)

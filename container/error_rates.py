@@ -1,0 +1,98 @@
+"""Limits on how many answers may be errors, after which /ping fails for good. Source: contracts/lmi.md section 1.9."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["wlm", "server", "model", "any"]
+KINDS: tuple[Kind, ...] = ("wlm", "server", "model", "any")
+CLIENT_GONE = 499
+"""How calls are counted whose client went away before their answer was complete."""
+_MINUTE = 60.0
+_MOST = 1_000_000
+_RATE = re.compile(r"(?P<limit>[0-9]{1,7})(?:/(?P<duration>.{1,64}))?")
+_DURATION = re.compile(
+    r"P(?!$)(?:(?P<days>[0-9]{1,6})D)?"
+    r"(?:T(?!$)(?:(?P<hours>[0-9]{1,6})H)?(?:(?P<minutes>[0-9]{1,6})M)?(?:(?P<seconds>[0-9]{1,9}(?:\.[0-9]{1,9})?)S)?)?",
+    re.IGNORECASE,
+)
+_SECONDS = {"days": 86400.0, "hours": 3600.0, "minutes": _MINUTE, "seconds": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRate:
+    """So many errors are allowed in any such time."""
+
+    limit: int
+    seconds: float
+
+
+def error_rate(text: str) -> ErrorRate:
+    """`N`, which is for a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    parts = _RATE.fullmatch(text)
+    if parts is None or int(parts["limit"]) > _MOST:
+        raise ValueError(text)
+    return ErrorRate(int(parts["limit"]), duration(parts["duration"]) if parts["duration"] else _MINUTE)
+
+
+def duration(text: str) -> float:
+    """The seconds of an ISO-8601 duration of days, hours, minutes and seconds; more than 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = _DURATION.fullmatch(text)
+    seconds = 0.0 if parts is None else sum(float(parts[unit] or 0) * factor for unit, factor in _SECONDS.items())
+    if seconds <= 0:
+        raise ValueError(text)
+    return seconds
+
+
+class ErrorRates:
+    """Counts errors by kind, and remembers the first limit that was exceeded.
+
+    `wlm`: refusals for want of room or of a worker. `server`: 424 and 5xx. `model`: those of `server` that are no
+    refusals. `any`: 4xx and 5xx.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[Kind, ErrorRate],
+        refusals: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`refusals`: the statuses of refusals for want of room or of a worker."""
+        self._limits, self._refusals, self._clock = limits, refusals, clock
+        self._times: dict[Kind, deque[float]] = {kind: deque(maxlen=rate.limit + 1) for kind, rate in limits.items()}
+        self.exceeded = ""
+        """Which limit was exceeded since the start; empty if none was."""
+
+    def count(self, status: int) -> None:
+        """Count an answer."""
+        if status < 400 or status == CLIENT_GONE or not self._limits or self.exceeded:
+            return
+        refusal = status in self._refusals
+        server = status == 424 or status >= 500
+        kinds: dict[Kind, bool] = {"wlm": refusal, "server": server, "model": server and not refusal, "any": True}
+        for kind in self._limits:
+            if kinds[kind]:
+                self._count(kind)
+
+    def _count(self, kind: Kind) -> None:
+        rate, times, now = self._limits[kind], self._times[kind], self._clock()
+        times.append(now)
+        if len(times) > rate.limit and now - times[0] <= rate.seconds:
+            self.exceeded = f"more than {rate.limit} errors in {rate.seconds:g} s (error_rate_{kind})"
+            logger.critical("%s; /ping answers 503 from now on", self.exceeded)

@@ -1,0 +1,148 @@
+"""Stateful sessions for the built-in handlers: created, checked and closed, away from the event loop.
+
+The built-in handlers keep nothing in a session; it is there so that SageMaker sends a client's requests to the same
+instance, where its prefix is in the KV cache. Source: contracts/lmi.md section 10.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from djl_python.session_manager import Session, SessionManager
+from handlers.contracts.lmi.errors import overloaded
+from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed, created, refused, session_of
+from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.engines.protocol import EngineStartError
+from handlers.errors import Overloaded
+from handlers.model_settings import ModelSettings, SessionSettings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MOST_SESSIONS = 10_000
+"""Each is a directory with a file of some bytes, 8 KiB of disk or of shared memory."""
+_THREADS = 4
+_MOST_WAITING = 256
+"""Calls whose session is looked up at a time; a directory in S3 may take long to answer."""
+_SECONDS = 30.0
+_OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
+
+
+class Sessions:
+    """The sessions of one model; without a manager, none."""
+
+    def __init__(self, manager: SessionManager | None, overload_status: int, most: int = MOST_SESSIONS) -> None:
+        self._manager, self._overload_status, self._most = manager, overload_status, most
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
+        self._open = 0
+
+    async def check(self, call: Call) -> None:
+        """See to it that the session that a call names goes on; a call that names none passes.
+
+        Raises:
+            ContractError: 424; there is no such session, it has expired, or there are no sessions at all.
+        """
+        if not (session_id := session_of(call)):
+            return
+        manager = self._on(f"{SESSION_ID} names a session, but ")
+        if await self._run(lambda: _found(manager, session_id)) is None:
+            raise refused(f"session has expired: {session_id}")
+
+    async def answer(self, call: Call) -> Reply:
+        """The reply to a body with a `requestType`.
+
+        Raises:
+            ContractError: 424, as above or because the body is wrong; or the status of overload, where there are too
+                many sessions.
+        """
+        action = action_of(call.body)
+        manager = self._on("`requestType` asks for a session, but ")
+        if action != CLOSE:
+            session = await self._run(lambda: self._create(manager))
+            assert session.expiration_ts is not None
+            return created(session.session_id, session.expiration_ts)
+        if not (session_id := session_of(call)):
+            raise refused(f"CLOSE needs the session's id in the header {SESSION_ID}")
+        await self._run(lambda: _close(manager, session_id))
+        return closed(session_id)
+
+    def _on(self, what: str) -> SessionManager:
+        if self._manager is None:
+            raise refused(what + _OFF)
+        return self._manager
+
+    def _create(self, manager: SessionManager) -> Session:
+        if len(os.listdir(manager.sessions_path)) >= self._most:
+            manager.remove_expired()
+            if len(os.listdir(manager.sessions_path)) >= self._most:
+                raise self._full(f"{self._most} sessions are open; close one, or try again later")
+        return manager.create_session()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self._open >= _MOST_WAITING:
+            raise self._full(f"{self._open} calls wait for their sessions; try again later")
+        self._open += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future.add_done_callback(self._done)
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), _SECONDS)
+        except TimeoutError:
+            raise refused(f"the session was not found within {_SECONDS:g} s; try again later") from None
+        except OSError:
+            logger.exception("a session cannot be read or written")
+            raise refused("the session cannot be read or written; the server's log says why") from None
+
+    def _done(self, future: asyncio.Future[T]) -> None:
+        self._open -= 1
+        if not future.cancelled():
+            future.exception()  # seen: the client may have gone meanwhile
+
+    def _full(self, message: str) -> ContractError:
+        return ContractError(overloaded(Overloaded(message), self._overload_status), message)
+
+
+async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
+    """The sessions that the settings ask for.
+
+    Raises:
+        EngineStartError: they were asked for by name, and cannot be kept.
+    """
+    wanted = settings.sessions
+    if not wanted.enabled:
+        return Sessions(None, overload_status)
+    try:
+        manager = await asyncio.to_thread(SessionManager, _properties(wanted))
+    except (ValueError, OSError) as error:
+        if wanted.asked_for:
+            raise EngineStartError(f"sessions cannot be kept: {error}") from None
+        logger.warning("stateful sessions are off: %s", error)
+        return Sessions(None, overload_status)
+    return Sessions(manager, overload_status)
+
+
+def _properties(wanted: SessionSettings) -> dict[str, str]:
+    given = {
+        "sessions_expiration": str(wanted.expiration),
+        "sessions_path": wanted.path,
+        "sessions_s3url": wanted.s3_url,
+    }
+    return {name: value for name, value in given.items() if value}
+
+
+def _found(manager: SessionManager, session_id: str) -> Session | None:
+    try:
+        return manager.get_session(session_id)
+    except ValueError as error:
+        raise refused(str(error)) from None
+
+
+def _close(manager: SessionManager, session_id: str) -> None:
+    try:
+        manager.close_session(session_id)
+    except ValueError as error:
+        raise refused(str(error)) from None
