@@ -42,7 +42,13 @@ class Site:
     def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts) -> None:
         self.lifecycle, self.settings, self.counts = lifecycle, settings, counts
         self.error_rates = ErrorRates(
-            settings.error_rates, frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code})
+            {
+                "wlm": settings.error_rate_wlm,
+                "server": settings.error_rate_server,
+                "model": settings.error_rate_model,
+                "any": settings.error_rate_any,
+            },
+            refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
         self.id_header = settings.request_id_header.lower().encode()
         self.pacer = Pacer(settings.coalesce_above)
@@ -101,7 +107,7 @@ class Endpoint:
         # A client that went away before the end is counted as proxies do.
         status = writer.status if writer.finished else CLIENT_GONE
         site.counts.count(self._route, status, seconds)
-        if site.lifecycle.service is not None:  # what comes before the model is there is not its fault
+        if site.error_rates.limited and site.lifecycle.service is not None:  # before that, refusals are no errors
             site.error_rates.count(status)
         log_request(scope, identity, status, seconds, writer.bytes_sent)
 

@@ -13,7 +13,6 @@ from typing import Literal
 logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
-KINDS: tuple[Kind, ...] = ("wlm", "server", "model", "any")
 CLIENT_GONE = 499
 """How calls are counted whose client went away before their answer was complete."""
 _MINUTE = 60.0
@@ -69,19 +68,27 @@ class ErrorRates:
 
     def __init__(
         self,
-        limits: Mapping[Kind, ErrorRate],
+        limits: Mapping[Kind, str | None],
         refusals: frozenset[int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`refusals`: the statuses of refusals for want of room or of a worker."""
-        self._limits, self._refusals, self._clock = limits, refusals, clock
-        self._times: dict[Kind, deque[float]] = {kind: deque(maxlen=rate.limit + 1) for kind, rate in limits.items()}
+        """Take limits as `error_rate` reads them.
+
+        `refusals`: the statuses of refusals for want of room or of a worker.
+        """
+        self._limits = {kind: error_rate(text) for kind, text in limits.items() if text is not None}
+        self._refusals, self._clock = refusals, clock
+        self._times: dict[Kind, deque[float]] = {
+            kind: deque(maxlen=rate.limit + 1) for kind, rate in self._limits.items()
+        }
         self.exceeded = ""
         """Which limit was exceeded since the start; empty if none was."""
+        self.limited = bool(self._limits)
+        """Whether there is anything to count."""
 
     def count(self, status: int) -> None:
         """Count an answer."""
-        if status < 400 or status == CLIENT_GONE or not self._limits or self.exceeded:
+        if status < 400 or status == CLIENT_GONE or self.exceeded:
             return
         refusal = status in self._refusals
         server = status == 424 or status >= 500

@@ -18,7 +18,6 @@ from container.option_parsers import names
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
-from handlers.model_settings import SessionSettings
 
 _FORMATTERS = ("json", "jsonlines", "sse")
 _FOR_HANDLERS = frozenset(
@@ -28,9 +27,6 @@ _FOR_HANDLERS = frozenset(
     }
 )
 """What a custom handler's model shares with an engine's."""
-_SESSIONS = tuple(
-    f"option.{name}" for name in ("enable_stateful_sessions", "sessions_expiration", "sessions_path", "sessions_s3url")
-)
 _HANDLERS_ROLLING_BATCH = 32
 """LMI's default where none of its own engines runs (lmi.md 2.8)."""
 
@@ -98,7 +94,6 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
         elif option.argument is not None and value is not None:
             _add_argument(fields, option.argument, str(value), _source(option, sources.model))
     fields["async_mode"] = found.take(options.ENGINE_ASYNC_MODE, sources.model, sources.variables)
-    fields["sessions"] = _sessions(sources, fields)
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     _set_batching(sources, fields, found)
     _set_formatters(sources, fields, code, found)
@@ -111,16 +106,6 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
     if "HF_TOKEN" in sources.variables:
         found.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
     return fields
-
-
-def _sessions(sources: Sources, fields: dict[str, Any]) -> SessionSettings | None:
-    """None where one of their options is wrong, which is among the problems."""
-    enabled, expiration = fields.pop("enable_stateful_sessions"), fields.pop("sessions_expiration")
-    path, s3_url = fields.pop("sessions_path"), fields.pop("sessions_s3url")
-    if enabled is None or expiration is None:
-        return None
-    asked_for = any(key in sources.model for key in _SESSIONS)
-    return SessionSettings(enabled=enabled, asked_for=asked_for, expiration=expiration, path=path, s3_url=s3_url)
 
 
 def _set_batching(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from container import server_options
 from container.addresses import Address, AddressError
-from container.error_rates import KINDS, ErrorRate, Kind, error_rate
 from container.masking import quoted
 from container.model_fields import model_fields
 from container.option_parsers import names
@@ -53,8 +52,11 @@ class ServerSettings:
     health_check_override: bool = False
     workers_health_check: bool = False
     coalesce_above: int = 32
-    error_rates: Mapping[Kind, ErrorRate] = field(default_factory=dict)
-    """Errors by kind, after which /ping fails for good."""
+    error_rate_wlm: str | None = None
+    """This and the following: `container.error_rates` reads them."""
+    error_rate_server: str | None = None
+    error_rate_model: str | None = None
+    error_rate_any: str | None = None
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None
@@ -122,7 +124,6 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
         option.field: found.take(option, layer) for option in server_options.SERVED if option.field
     }
     fields["model_aliases"] = names(str(fields["model_aliases"]))
-    fields["error_rates"] = _error_rates(fields)
     for option in (*server_options.NOT_SERVED, *server_options.LEFTOVERS):
         found.take(option, layer)
     _check_management(layer, fields, found)
@@ -134,11 +135,6 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
         else:
             found.ignore(key, layer[key], "the server has no such setting")
     return fields
-
-
-def _error_rates(fields: dict[str, Any]) -> dict[Kind, ErrorRate]:
-    texts = {kind: fields.pop(f"error_rate_{kind}") for kind in KINDS}
-    return {kind: error_rate(str(text)) for kind, text in texts.items() if text is not None}
 
 
 def _check_management(layer: Mapping[str, Value], fields: Mapping[str, Any], found: Resolution) -> None:

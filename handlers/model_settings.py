@@ -17,20 +17,6 @@ ChatFormat = Literal["lmi", "openai"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSettings:
-    """Stateful sessions of the built-in handlers. Source: contracts/lmi.md section 10."""
-
-    enabled: bool = True
-    asked_for: bool = False
-    """Something was said of them; if they cannot be kept then, the model does not start."""
-    expiration: int = 1200
-    """Seconds that a session lives."""
-    path: str | None = None
-    """Directory that holds them; None: one in shared memory."""
-    s3_url: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerSettings:
     """A customer's handler, which runs in worker processes. Source: contracts/lmi.md sections 2.7, 2.10, 2.15 and 7."""
 
@@ -103,7 +89,13 @@ class ModelSettings:
     """Answers of the dynamic batch are streamed."""
     handler: HandlerSettings | None = None
     """A customer's handler instead of an engine."""
-    sessions: SessionSettings = SessionSettings()
+    enable_stateful_sessions: bool = True
+    """The built-in handlers serve sessions (contracts/lmi.md section 10)."""
+    sessions_expiration: int = 1200
+    """Seconds that a session lives."""
+    sessions_path: str | None = None
+    """Directory that holds them; None: one in shared memory."""
+    sessions_s3url: str | None = None
     stop_sequences: tuple[str, ...] = ()
     """Stop strings of every request of the dynamic batch (`option.stop_sequence`)."""
     formatters: Path | None = None

@@ -19,7 +19,7 @@ from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import Overloaded
-from handlers.model_settings import ModelSettings, SessionSettings
+from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -110,28 +110,23 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
     """The sessions that the settings ask for.
 
     Raises:
-        EngineStartError: they were asked for by name, and cannot be kept.
+        EngineStartError: they cannot be kept where the settings say. Without such settings there are none then.
     """
-    wanted = settings.sessions
-    if not wanted.enabled:
+    if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
+    properties = {
+        "sessions_expiration": settings.sessions_expiration,
+        "sessions_path": settings.sessions_path,
+        "sessions_s3url": settings.sessions_s3url,
+    }
     try:
-        manager = await asyncio.to_thread(SessionManager, _properties(wanted))
+        manager = await asyncio.to_thread(SessionManager, properties)
     except (ValueError, OSError) as error:
-        if wanted.asked_for:
+        if settings.sessions_path or settings.sessions_s3url:
             raise EngineStartError(f"sessions cannot be kept: {error}") from None
         logger.warning("stateful sessions are off: %s", error)
         return Sessions(None, overload_status)
     return Sessions(manager, overload_status)
-
-
-def _properties(wanted: SessionSettings) -> dict[str, str]:
-    given = {
-        "sessions_expiration": str(wanted.expiration),
-        "sessions_path": wanted.path,
-        "sessions_s3url": wanted.s3_url,
-    }
-    return {name: value for name, value in given.items() if value}
 
 
 def _found(manager: SessionManager, session_id: str) -> Session | None:

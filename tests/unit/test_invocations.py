@@ -15,6 +15,7 @@ from handlers.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler
 from handlers.model_settings import ModelSettings
 from handlers.openai.shaped_reply import ShapedReply
 from handlers.reply import ReplyWriter, Running
+from handlers.sessions import Sessions
 from tests.unit.collected_reply import CollectedReply
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -55,7 +56,7 @@ class OpenAI(Lmi):
 async def handled(document: Any, openai: OpenAI | None, content_type: str = "application/json", **options: Any) -> Lmi:
     lmi = Lmi()
     settings = ModelSettings(name="m", model_dir=Path("."), model_id="m", **options)
-    handler = InvocationsHandler(lmi, openai, settings)  # type: ignore[arg-type]
+    handler = InvocationsHandler(lmi, openai, settings, Sessions(None, 503))  # type: ignore[arg-type]
     await handler.handle(call(document, content_type), CollectedReply())
     return lmi
 
@@ -168,10 +169,10 @@ async def test_an_engine_without_chat_says_what_is_needed(field: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_sessions_are_refused_clearly() -> None:
+async def test_where_sessions_are_off_asking_for_one_is_refused_clearly() -> None:
     reply = await refused({"requestType": "NEW_SESSION"}, OpenAI())
     assert reply.status == 424
-    assert b"session, which is not served" in reply.body
+    assert b"stateful sessions are not enabled" in reply.body
 
 
 @pytest.mark.asyncio

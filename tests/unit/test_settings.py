@@ -211,7 +211,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
     "properties",
     [
         "option.enable_lora=true",
-        "option.enable_stateful_sessions=true",
         "option.bedrock_compat=true",
         "option.entryPoint=djl_python.sklearn_handler",
         "option.entryPoint=https://example.com/model.py",

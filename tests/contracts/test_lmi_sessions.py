@@ -1,0 +1,105 @@
+"""LMI's stateful sessions, byte for byte. Source: contracts/lmi.md section 10, sagemaker_hosting.md section 7."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from handlers.contracts.lmi import sessions
+from handlers.contracts.lmi.sessions import SESSION_ID, action_of, session_of
+from handlers.contracts.protocol import ContractError, Reply
+from tests.contracts.exchange import call
+
+UUID = "3f1c8f0e-0b0e-4f6f-9d43-0d6d3e1f2a5b"
+
+
+def test_a_new_session_has_lmis_body_and_both_headers() -> None:
+    assert sessions.created(UUID, 1_800_000_000.9) == Reply(
+        200,
+        "application/json",
+        f'{{"result": "Session {UUID} created"}}\n'.encode(),
+        (
+            ("X-Amzn-SageMaker-New-Session-Id", f"{UUID}; Expires=2027-01-15T08:00:00Z"),
+            ("X-Amzn-SageMaker-Session-Id", f"{UUID}; Expires=2027-01-15T08:00:00Z"),
+        ),
+    )
+
+
+def test_a_closed_session_has_lmis_body_and_header() -> None:
+    assert sessions.closed(UUID) == Reply(
+        200,
+        "application/json",
+        f'{{"result": "Session {UUID} closed"}}\n'.encode(),
+        (("X-Amzn-SageMaker-Closed-Session-Id", UUID),),
+    )
+
+
+def refusal(work: Any, *arguments: Any) -> Reply:
+    with pytest.raises(ContractError) as caught:
+        work(*arguments)
+    return caught.value.reply
+
+
+@pytest.mark.parametrize("asked", ["NEW_SESSION", "CLOSE"])
+def test_the_two_request_types_are_known(asked: str) -> None:
+    assert action_of(json.dumps({"requestType": asked}).encode()) == asked
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (
+            b'{"requestType": "OPEN"}',
+            'Input Parsing failed. `requestType` must be NEW_SESSION or CLOSE, got \\u0027\\"OPEN\\"\\u0027.',
+        ),
+        (
+            b'{"requestType": 7}',
+            "Input Parsing failed. `requestType` must be NEW_SESSION or CLOSE, got \\u00277\\u0027.",
+        ),
+        (
+            b'{"requestType": "CLOSE", "id": 7}',
+            "Input Parsing failed. `requestType` goes without other fields, got \\u0027id\\u0027 beside it.",
+        ),
+    ],
+)
+def test_other_request_types_and_further_fields_are_424_in_lmis_error_body(body: bytes, error: str) -> None:
+    reply = refusal(action_of, body)
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    assert reply.body.decode() == f'{{"error":"{error}","code":424}}'
+
+
+def with_session(value: str) -> Any:
+    return replace(call({"inputs": "x"}), headers=(("Accept", "*/*"), (SESSION_ID, value)))
+
+
+@pytest.mark.parametrize("value", ["", " ", "NEW_SESSION"])
+def test_a_header_that_names_no_session_is_none(value: str) -> None:
+    assert session_of(with_session(value)) == ""
+    assert session_of(call({"inputs": "x"})) == ""
+
+
+@given(st.text(max_size=300))
+def test_any_header_is_an_id_or_refused_with_424(value: str) -> None:
+    try:
+        found = session_of(with_session(value))
+    except ContractError as error:
+        assert error.reply.status == 424
+        assert json.loads(error.reply.body)["code"] == 424
+    else:
+        assert found.isascii()
+        assert len(found) <= 256
+        assert "/" not in found
+
+
+@given(st.recursive(st.none() | st.booleans() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)))
+def test_any_request_type_is_an_action_or_refused_with_424(value: Any) -> None:
+    body = json.dumps({"requestType": value}).encode()
+    if value in ("NEW_SESSION", "CLOSE"):
+        assert action_of(body) == value
+    else:
+        assert refusal(action_of, body).status == 424

@@ -1,0 +1,302 @@
+"""Health that can be trusted: every moment of /ping, and what is left when the server is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.live.server import START_SECONDS, Server, records, write_model
+from tests.live.test_process_live import open_stream
+
+STALL_TIMEOUT, PREDICT_TIMEOUT = 5.0, 12.0
+
+
+@pytest.fixture(scope="module")
+def starting(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+    """A server that has just been started; the first test has it while its model loads."""
+    directory = tmp_path_factory.mktemp("health")
+    options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
+    model_dir = write_model(
+        directory / "model",
+        **options,
+        predict_timeout=PREDICT_TIMEOUT,
+        sessions_path=directory / "sessions",
+        sessions_expiration=3,
+    )
+    environment = {"SERVING_STALL_TIMEOUT": str(STALL_TIMEOUT)}
+    server = Server(model_dir, directory / "server.log", environment)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def vllm_server(starting: Server) -> Server:
+    """The same, ready."""
+    starting.wait_until_ready()
+    assert starting.invoke(["Once", "Twice"], max_new_tokens=4).status_code == 200
+    return starting
+
+
+def status(server: Server) -> tuple[int, dict[str, str]]:
+    answer = server.client.get("/ping")
+    model: dict[str, str] = answer.json()["model"]
+    return answer.status_code, model
+
+
+def wait_for_ping(server: Server, wanted: int, seconds: float) -> float:
+    """How long it took."""
+    started = time.monotonic()
+    while server.ping() != wanted:
+        assert time.monotonic() - started < seconds, f"/ping is not {wanted} after {seconds:g} s: {status(server)}"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def ping_times(server: Server, seconds: float) -> list[float]:
+    """Seconds that each of many calls took, a new connection for each, as SageMaker makes them; all are 200."""
+    times = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        started = time.perf_counter()
+        answer = httpx.get(f"{server.url}/ping", timeout=10)
+        times.append(time.perf_counter() - started)
+        assert answer.status_code == 200, answer.text
+        time.sleep(0.01)
+    return sorted(times)
+
+
+def test_while_the_model_loads_connections_are_taken_at_once_and_ping_says_pending(starting: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while starting.ping() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    connects, pings = [], []
+    while starting.ping() == 503:
+        assert time.monotonic() < deadline
+        started = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", starting.port), timeout=10):
+            connects.append(time.perf_counter() - started)
+        assert status(starting)[1]["status"] in ("PENDING", "Healthy")
+        pings.append(time.perf_counter() - started)
+        time.sleep(0.05)
+    print(f"loading: {len(pings)} pings; connect max {max(connects):.4f} s, ping max {max(pings):.3f} s")
+    assert len(pings) > 10
+    assert max(connects) < 0.25, "SageMaker's limit for accepting a connection"
+    assert max(pings) < 2.0, "SageMaker's limit for /ping"
+    assert status(starting) == (200, {"status": "Healthy"})
+
+
+def test_a_deep_queue_is_no_reason_to_be_unhealthy_and_ping_stays_quick(vllm_server: Server) -> None:
+    clients = [open_stream(vllm_server) for _ in range(40)]
+    vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=10)
+    times = ping_times(vllm_server, STALL_TIMEOUT + 2)
+    waiting = vllm_server.metric("slipway_engine_waiting")
+    for client in clients:
+        client.close()
+    assert waiting > 30, "the queue was to stay deep"
+    p99 = times[int(0.99 * len(times))]
+    print(f"busy: {len(times)} pings; p50 {times[len(times) // 2]:.4f} s, p99 {p99:.4f} s, max {times[-1]:.4f} s")
+    assert p99 < 2.0, "SageMaker's limit for /ping"
+    assert "the engine is stalled" not in vllm_server.log_text()
+    for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
+        vllm_server.wait_for_metric(gauge, 0, seconds=10)
+
+
+@contextlib.contextmanager
+def stopped(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def ask(server: Server, pool: ThreadPoolExecutor) -> list[Future[httpx.Response]]:
+    """A call of LMI's, and one of OpenAI's front end."""
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 300}
+    return [
+        pool.submit(server.invoke, "Once", max_new_tokens=300, ignore_eos_token=True),
+        pool.submit(server.client.post, "/v1/chat/completions", json=chat | {"ignore_eos": True}),
+    ]
+
+
+def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on(vllm_server: Server) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        calls = ask(vllm_server, pool)
+        vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=10)
+        with stopped(vllm_server.engine_process()):
+            took = wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 4)
+            code, model = status(vllm_server)
+            assert (code, model["status"]) == (500, "Unhealthy")
+            assert "the engine is stalled" in model["reason"]
+            assert vllm_server.metric("slipway_engine_stalled") == 1
+            assert vllm_server.metric("slipway_ready") == 0
+            assert vllm_server.client.get("/v2/health/ready").status_code == 400
+            assert vllm_server.client.get("/v2/health/live").status_code == 200
+        back = wait_for_ping(vllm_server, 200, 3)
+        print(f"stopped: 500 after {took:.2f} s; continued: 200 after {back:.2f} s")
+        assert took > STALL_TIMEOUT / 2
+        assert [call.result().status_code for call in calls] == [200, 200]
+    assert vllm_server.metric("slipway_engine_stalled") == 0
+    log = vllm_server.log_text()
+    assert log.count("the engine is stalled") == log.count("the engine goes on after") == 1
+
+
+def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool, stopped(vllm_server.engine_process()):
+        chat = pool.submit(
+            vllm_server.client.post,
+            "/v1/completions",
+            json={"model": "model", "prompt": "Once", "max_tokens": 300, "ignore_eos": True},
+        )
+        wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 4)
+        os.kill(vllm_server.engine_process(), signal.SIGCONT)
+        assert chat.result().status_code == 200
+    wait_for_ping(vllm_server, 200, 3)
+
+
+def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_until_it_moves(
+    vllm_server: Server,
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        with stopped(vllm_server.engine_process()):  # idle: nothing is wrong with that
+            time.sleep(STALL_TIMEOUT + 1)
+            assert status(vllm_server) == (200, {"status": "Healthy"})
+            calls = ask(vllm_server, pool)
+            answers = [call.result() for call in calls]
+            assert [answer.status_code for answer in answers] == [424, 500]
+            assert "no token within predict_timeout" in answers[0].text
+            assert "no token within predict_timeout" in answers[1].text
+            assert vllm_server.metric("slipway_open_requests") == 0
+            time.sleep(1)
+            assert status(vllm_server)[0] == 500, "nothing runs any more, but nothing has come either"
+        wait_for_ping(vllm_server, 200, 5)
+    assert vllm_server.invoke("Once", max_new_tokens=2).status_code == 200
+
+
+def session(server: Server, document: dict[str, Any], session_id: str = "") -> httpx.Response:
+    headers = {"X-Amzn-SageMaker-Session-Id": session_id} if session_id else {}
+    return server.client.post("/invocations", json=document, headers=headers)
+
+
+def test_a_session_is_created_used_by_all_kinds_of_calls_and_closed(vllm_server: Server) -> None:
+    new = session(vllm_server, {"requestType": "NEW_SESSION"}, "NEW_SESSION")
+    value = new.headers["x-amzn-sagemaker-new-session-id"]
+    assert new.headers["x-amzn-sagemaker-session-id"] == value
+    name, _, expires = value.partition("; Expires=")
+    assert (new.status_code, new.text) == (200, f'{{"result": "Session {name} created"}}\n')
+    assert expires.endswith("Z")
+    plain = {"inputs": "Once", "parameters": {"max_new_tokens": 2}}
+    assert session(vllm_server, plain, name).json().keys() == {"generated_text"}
+    streamed = session(vllm_server, plain | {"stream": True}, name)
+    assert "generated_text" in records(streamed.text)[-1]
+    chat = session(vllm_server, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}, name)
+    assert chat.status_code == 200
+    closing = session(vllm_server, {"requestType": "CLOSE"}, name)
+    assert (closing.status_code, closing.text) == (200, f'{{"result": "Session {name} closed"}}\n')
+    assert closing.headers["x-amzn-sagemaker-closed-session-id"] == name
+    for document in (plain, plain | {"stream": True}, {"requestType": "CLOSE"}):
+        gone = session(vllm_server, document, name)
+        assert (gone.status_code, gone.json()) == (424, {"error": f"session not found: {name}", "code": 424})
+    assert session(vllm_server, plain).status_code == 200
+
+
+def test_a_session_ends_by_itself_and_its_files_go_with_the_next_one(vllm_server: Server) -> None:
+    sessions = vllm_server.model_dir.parent / "sessions"
+    first = session(vllm_server, {"requestType": "NEW_SESSION"}).json()["result"].split()[1]
+    assert [path.name for path in sessions.iterdir()] == [first]
+    time.sleep(3.2)
+    plain = {"inputs": "Once", "parameters": {"max_new_tokens": 2}}
+    expired = session(vllm_server, plain, first)
+    assert (expired.status_code, expired.json()["error"]) == (424, f"session has expired: {first}")
+    second = session(vllm_server, {"requestType": "NEW_SESSION"}).json()["result"].split()[1]
+    assert [path.name for path in sessions.iterdir()] == [second]
+
+
+def test_sagemakers_headers_name_the_request_and_harm_nothing(vllm_server: Server) -> None:
+    body = {"inputs": "Once", "parameters": {"max_new_tokens": 2}}
+    headers = {
+        "X-Amzn-SageMaker-Inference-Id": "my-inference-7",
+        "X-Amzn-SageMaker-Forwarded-Api": "InvokeEndpoint",
+        "X-Amzn-SageMaker-Target-Model": "other.tar.gz",
+        "X-Amzn-SageMaker-Custom-Attributes": "trace=7",
+        "X-Amzn-SageMaker-Prefix-Aware-Id": "p",
+    }
+    answer = vllm_server.client.post("/invocations", json=body, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == "my-inference-7"
+    assert "x-amzn-sagemaker-custom-attributes" not in answer.headers
+    own = vllm_server.client.post("/invocations", json=body, headers=headers | {"x-request-id": "mine"})
+    assert own.headers["x-request-id"] == "mine"
+    assert "my-inference-7" in vllm_server.log_text()
+
+
+def test_a_client_that_expects_100_continue_gets_it_before_it_sends_its_body(vllm_server: Server) -> None:
+    body = json.dumps({"inputs": "Once", "parameters": {"max_new_tokens": 2}}).encode()
+    head = (
+        "POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", vllm_server.port), timeout=20) as client:
+        client.sendall(head.encode())
+        assert client.recv(64).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+        client.sendall(body)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    held = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    vllm_server.client.post("/v1/chat/completions", json=chat | held | {"model": "model"})  # starts a grammar trial
+    children = psutil.Process(vllm_server.process.pid).children(recursive=True)
+    names = " ".join(" ".join(child.cmdline()) for child in children)
+    assert "EngineCore" in names
+    assert "grammar_trial" in names
+    os.kill(vllm_server.engine_process(), signal.SIGSTOP)  # it cannot find out by itself
+    killed = time.monotonic()
+    vllm_server.process.kill()
+    vllm_server.process.wait(10)
+    while left := [child for child in children if lives(child)]:
+        assert time.monotonic() - killed < 5, left
+        time.sleep(0.02)
+    print(f"killed: {len(children)} processes ended within {time.monotonic() - killed:.2f} s")
+
+
+def test_a_model_that_fails_to_load_says_why_for_a_while_and_ends_with_1(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model", entryPoint="model.py")
+    (model_dir / "model.py").write_text("raise RuntimeError('no such weights')\ndef handle(inputs):\n    return None\n")
+    server = Server(model_dir, tmp_path / "server.log")
+    try:
+        deadline = time.monotonic() + 60
+        while server.ping() != 500:
+            assert time.monotonic() < deadline, server.log_text()
+            assert server.process.poll() is None, server.log_text()
+            time.sleep(0.05)
+        assert status(server)[1]["status"] == "FAILED"
+        assert "no such weights" in status(server)[1]["reason"]
+        assert server.process.wait(10) == 1
+    finally:
+        server.stop()

@@ -1,0 +1,67 @@
+"""/ping: LMI's map of what is wrong, by what the life cycle says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container.error_rates import ErrorRates
+from container.health import ping
+from container.lifecycle import State
+from container.settings import ServerSettings
+from handlers.model_settings import ModelSettings
+
+STALLED = "the engine is stalled"
+
+
+@dataclass
+class Life:
+    """What /ping asks of a life cycle."""
+
+    state: State = State.READY
+    stalled: str = ""
+    reason: str = ""
+    short_of_workers: bool = False
+    model: ModelSettings = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+
+
+def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple[int, dict[str, str]]:
+    reply = ping(life, ServerSettings(**settings), rates or ErrorRates({}, frozenset()))  # type: ignore[arg-type]
+    return reply.status, json.loads(reply.body)["m"]
+
+
+@pytest.mark.parametrize(
+    ("life", "settings", "status", "model"),
+    [
+        (Life(State.STARTING), {}, 503, {"status": "PENDING"}),
+        (Life(State.STARTING), {"allow_multi_status": True}, 207, {"status": "PENDING"}),
+        (Life(), {}, 200, {"status": "Healthy"}),
+        (Life(short_of_workers=True), {}, 200, {"status": "Unhealthy"}),
+        (Life(short_of_workers=True), {"workers_health_check": True}, 500, {"status": "Unhealthy"}),
+        (Life(stalled=STALLED), {}, 500, {"status": "Unhealthy", "reason": STALLED}),
+        (Life(State.FAILED, reason="dead"), {}, 500, {"status": "FAILED", "reason": "dead"}),
+        (Life(State.DRAINING), {}, 503, {"status": "DRAINING"}),
+    ],
+)
+def test_each_state_has_its_status_and_text(
+    life: Life, settings: dict[str, Any], status: int, model: dict[str, str]
+) -> None:
+    assert asked(life, **settings) == (status, model)
+
+
+def test_the_bytes_are_lmis() -> None:
+    life: Any = Life()
+    reply = ping(life, ServerSettings(), ErrorRates({}, frozenset()))
+    assert reply.body == b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n'
+
+
+def test_too_many_errors_go_before_everything_else() -> None:
+    rates = ErrorRates({"any": "0"}, frozenset())
+    rates.count(500)
+    reason = "more than 0 errors in 60 s (error_rate_any)"
+    assert asked(Life(), rates) == (503, {"status": "Healthy", "reason": reason})
+    assert asked(Life(State.FAILED, reason="dead"), rates) == (503, {"status": "FAILED", "reason": "dead"})

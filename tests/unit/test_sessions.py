@@ -1,0 +1,136 @@
+"""Sessions of the built-in handlers, on real files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from djl_python.session_manager import SessionManager
+from handlers.contracts.lmi.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID
+from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+from handlers.sessions import Sessions, load_sessions
+from tests.contracts.exchange import call
+
+pytestmark = pytest.mark.asyncio
+NEW, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
+
+
+def given(document: Any, session: str = "") -> Call:
+    return replace(call(document), headers=((SESSION_ID, session),))
+
+
+def kept_in(path: Path, expiration: int = 1200, most: int = 10) -> Sessions:
+    manager = SessionManager({"sessions_path": str(path / "s"), "sessions_expiration": str(expiration)})
+    return Sessions(manager, 503, most)
+
+
+async def begun(sessions: Sessions) -> str:
+    reply = await sessions.answer(given(NEW))
+    return dict(reply.headers)[NEW_SESSION_ID].partition(";")[0]
+
+
+async def refusal(awaitable: Any) -> Reply:
+    with pytest.raises(ContractError) as caught:
+        await awaitable
+    return caught.value.reply
+
+
+async def test_a_session_is_known_from_its_creation_to_its_end(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path)
+    name = await begun(sessions)
+    await sessions.check(given({"inputs": "x"}, name))
+    closed = await sessions.answer(given(CLOSE, name))
+    assert dict(closed.headers) == {CLOSED_SESSION_ID: name}
+    for gone in (sessions.check(given({}, name)), sessions.answer(given(CLOSE, name))):
+        reply = await refusal(gone)
+        assert (reply.status, json.loads(reply.body)["error"]) == (424, f"session not found: {name}")
+
+
+async def test_a_new_session_takes_no_notice_of_the_header(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path)
+    for value in ("NEW_SESSION", "not/an/id", "unknown"):
+        assert (await sessions.answer(given(NEW, value))).status == 200
+
+
+@pytest.mark.parametrize("value", ["unknown", "../..", "a" * 257, "3f1c8f0e-0b0e-4f6f-9d43-0d6d3e1f2a5b"])
+async def test_an_id_that_was_never_given_out_is_424(tmp_path: Path, value: str) -> None:
+    sessions = kept_in(tmp_path)
+    assert (await refusal(sessions.check(given({}, value)))).status == 424
+    assert (await refusal(sessions.answer(given(CLOSE, value)))).status == 424
+
+
+async def test_closing_needs_an_id(tmp_path: Path) -> None:
+    reply = await refusal(kept_in(tmp_path).answer(given(CLOSE)))
+    assert json.loads(reply.body) == {
+        "error": "CLOSE needs the session's id in the header X-Amzn-SageMaker-Session-Id",
+        "code": 424,
+    }
+
+
+async def test_an_expired_session_is_424_and_says_so(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path, expiration=1)
+    name = await begun(sessions)
+    await asyncio.sleep(1.05)
+    reply = await refusal(sessions.check(given({}, name)))
+    assert (reply.status, json.loads(reply.body)["error"]) == (424, f"session has expired: {name}")
+
+
+async def test_there_is_an_end_to_how_many_sessions_there_are_and_expired_ones_make_room(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path, expiration=1, most=2)
+    for _ in range(2):
+        await begun(sessions)
+    full = await refusal(sessions.answer(given(NEW)))
+    assert (full.status, json.loads(full.body)["type"]) == (503, "WlmCapacityException")
+    await asyncio.sleep(1.05)
+    await begun(sessions)
+    assert len(os.listdir(tmp_path / "s")) == 1
+
+
+async def test_where_they_are_off_headers_and_request_types_are_424_and_other_calls_pass() -> None:
+    sessions = Sessions(None, 503)
+    await sessions.check(given({"inputs": "x"}, "NEW_SESSION"))
+    await sessions.check(call({"inputs": "x"}))
+    for off in (sessions.check(given({}, "abc")), sessions.answer(given(NEW))):
+        reply = await refusal(off)
+        assert reply.status == 424
+        assert "stateful sessions are not enabled" in json.loads(reply.body)["error"]
+
+
+async def test_a_directory_that_cannot_be_read_is_424_without_its_path(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path)
+    (tmp_path / "s").rename(tmp_path / "away")
+    reply = await refusal(sessions.answer(given(NEW)))
+    assert reply.status == 424
+    assert str(tmp_path) not in reply.body.decode()
+
+
+def settings(**options: Any) -> ModelSettings:
+    return ModelSettings(name="m", model_dir=Path("."), model_id="m", **options)
+
+
+async def test_a_directory_that_others_can_write_to_stops_the_start_where_it_was_asked_for(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(EngineStartError, match="sessions cannot be kept"):
+        await load_sessions(settings(sessions_path=str(open_to_all)), 503)
+
+
+async def test_without_a_word_about_sessions_a_directory_that_cannot_be_used_only_switches_them_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("djl_python.session_manager._default_path", lambda: str(tmp_path / "file" / "sessions"))
+    with caplog.at_level(logging.WARNING):
+        sessions = await load_sessions(settings(), 503)
+    assert "stateful sessions are off" in caplog.text
+    assert (await refusal(sessions.answer(given(NEW)))).status == 424
