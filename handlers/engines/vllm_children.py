@@ -1,8 +1,10 @@
-"""vLLM's engine process ends with this one, however that ends: the kernel sees to it, not a handler of a signal.
+"""vLLM's processes end with this one, however that ends: the kernel sees to it, not a handler of a signal.
 
-Written for vLLM 0.32 and 0.33, which start it by handing `EngineCoreProc.run_engine_core` to multiprocessing by name.
-Its own workers, where there are any, watch a pipe of the engine process and end with it.
-tests/live/test_health_live.py kills a server and finds nothing left.
+Written for vLLM 0.32 and 0.33. The server starts the engine process by handing `EngineCoreProc.run_engine_core` to
+multiprocessing, and the engine process starts its workers with `WorkerProc.worker_main` in the same way, from its main
+thread. Each of them runs a function of ours first. vLLM's own workers notice the end of the engine process only between
+two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a server and finds
+nothing left.
 """
 
 from __future__ import annotations
@@ -16,22 +18,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from handlers.engines.protocol import EngineStartError
 
 _PR_SET_PDEATHSIG = 1
-_run_engine_core = EngineCoreProc.run_engine_core
+
+
+def _original(owner: type, name: str) -> Any:
+    function = getattr(owner, name, None)
+    if not callable(function):
+        raise EngineStartError(f"this vLLM is not one that Slipway knows: {owner.__name__} has no {name}")
+    return function
+
+
+_run_engine_core = _original(EngineCoreProc, "run_engine_core")
+_worker_main = _original(WorkerProc, "worker_main")
 
 
 @contextlib.contextmanager
 def tied_to_this_thread() -> Iterator[None]:
-    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them.
-
-    Raises:
-        EngineStartError: this vLLM starts them in another way.
-    """
-    if not callable(getattr(EngineCoreProc, "run_engine_core", None)):
-        raise EngineStartError("this vLLM is not one that Slipway knows: EngineCoreProc has no run_engine_core")
+    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them."""
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     try:
         yield
@@ -41,8 +48,19 @@ def tied_to_this_thread() -> Iterator[None]:
 
 def run_engine_core(*arguments: Any, **options: Any) -> None:
     """What the engine process runs in the place of vLLM's function, which it then calls."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    server = multiprocessing.parent_process()
-    if server is not None and os.getppid() != server.pid:  # it had ended before the kernel was asked
-        os._exit(1)
+    _end_with_parent()
+    WorkerProc.worker_main = staticmethod(worker_main)
     _run_engine_core(*arguments, **options)
+
+
+def worker_main(*arguments: Any, **options: Any) -> None:
+    """The same in a worker of the engine process."""
+    _end_with_parent()
+    _worker_main(*arguments, **options)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it had ended before the kernel was asked
+        os._exit(1)

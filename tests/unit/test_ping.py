@@ -15,6 +15,7 @@ from container.lifecycle import State
 from container.settings import ServerSettings
 from handlers.model_settings import ModelSettings
 
+MODEL = ModelSettings(name="m", model_dir=Path("."), model_id="m")
 STALLED = "the engine is stalled"
 
 
@@ -26,7 +27,7 @@ class Life:
     stalled: str = ""
     reason: str = ""
     short_of_workers: bool = False
-    model: ModelSettings = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+    model: ModelSettings = MODEL
 
 
 def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple[int, dict[str, str]]:

@@ -17,6 +17,7 @@ from .async_mode import AsyncMode, end_at_once
 from .calling import Caller, is_out_of_memory
 from .channel import Channel, die_with_parent
 from .frames import Frame, Kind
+from .guardian import guard_group
 from .loading import LoadError, describe, load_module
 from .messages import LoadOrder, decode_order
 from .sync_mode import SyncMode
@@ -28,6 +29,7 @@ def serve(descriptor: int, parent: int) -> None:
     """Serve over the inherited socket until the server says that it is enough."""
     os.set_inheritable(descriptor, False)
     die_with_parent(parent)
+    guard_group()
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=descriptor))
     frames = channel.read()
