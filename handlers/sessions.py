@@ -24,8 +24,9 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MOST_SESSIONS = 10_000
-"""Each is a directory with a file of some bytes, 8 KiB of disk or of shared memory."""
+MOST_SESSIONS = 2_000
+"""Each is a directory with a small file, 4 KiB of disk or of shared memory, and a new one looks at them all: with so
+many that takes less than 0.1 s of a thread."""
 _THREADS = 4
 _MOST_WAITING = 256
 """Calls whose session is looked up at a time; a directory in S3 may take long to answer."""

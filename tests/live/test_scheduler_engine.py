@@ -399,6 +399,25 @@ async def test_an_engine_whose_step_never_ends_is_dead(sample_model: Path, monke
         await engine.stop()
 
 
+async def test_a_step_that_stands_still_shows_in_the_engines_health_until_it_goes_on(sample_model: Path) -> None:
+    engine = await started(settings_for(sample_model))
+    released = threading.Event()
+    hanging = engine._model.model.register_forward_pre_hook(lambda *_: released.wait(30) and None)
+    try:
+        answered = asyncio.create_task(answer(engine, PROMPTS[0]))
+        await until(lambda: engine.health().quiet_seconds > 0.4)
+        assert engine.health().alive
+        mark = engine.health().mark
+        released.set()
+        await answered
+        await until(lambda: engine.health().quiet_seconds == 0)
+        assert engine.health().mark > mark
+    finally:
+        released.set()
+        hanging.remove()
+        await engine.stop()
+
+
 async def test_an_engine_without_work_is_not_taken_for_dead(
     sample_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

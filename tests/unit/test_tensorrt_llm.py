@@ -322,6 +322,22 @@ async def test_a_request_without_a_token_within_predict_timeout_fails_and_is_abo
 
 
 @pytest.mark.asyncio
+async def test_requests_without_a_token_show_in_the_engines_health_until_they_are_gone(settings: ModelSettings) -> None:
+    async with running(changed(settings, predict_timeout=1.2)) as (engine, llm):
+        llm.answer = lambda *_: [[5]]
+        answered = asyncio.create_task(answer(engine, request()))
+        async with asyncio.timeout(1.2):
+            while engine.health().quiet_seconds < 0.4:
+                await asyncio.sleep(0.05)
+        mark = engine.health().mark
+        await answered
+        async with asyncio.timeout(2):
+            while engine.health().quiet_seconds:
+                await asyncio.sleep(0.05)
+        assert engine.health().mark > mark
+
+
+@pytest.mark.asyncio
 async def test_an_error_of_one_request_is_its_own(settings: ModelSettings) -> None:
     async with running(settings) as (engine, llm):
         llm.answer = lambda prompt, _: [fake.RequestError("no room\nin /a/file")] if len(prompt) == 1 else [[5], [EOS]]

@@ -713,6 +713,21 @@ async def test_a_batch_without_a_token_in_time_fails_and_the_engine_goes_on(dire
 
 
 @pytest.mark.asyncio
+async def test_a_batch_that_stands_still_shows_in_the_engines_health_until_it_goes_on(
+    directory: Path, gate: Gate
+) -> None:
+    async with engine_with(directory, predict_timeout=30) as engine:
+        answered = asyncio.create_task(text(engine, request_for("stuck")))
+        await until(lambda: engine.health().quiet_seconds > 0.4)
+        assert engine.health().alive
+        mark = engine.health().mark
+        gate.open()
+        assert await answered
+        await until(lambda: engine.health().quiet_seconds == 0)
+        assert engine.health().mark != mark
+
+
+@pytest.mark.asyncio
 async def test_an_engine_whose_batch_never_ends_is_dead(directory: Path, gate: Gate) -> None:
     async with engine_with(directory, batch_size=1, predict_timeout=0.3) as engine:
         stuck, waiting = await texts(engine, request_for("stuck"), request_for("waiting"))
