@@ -1,0 +1,58 @@
+"""What the process does about a stalled engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container import server
+from container.lifecycle import State
+from container.settings import ServerSettings, Settings
+from handlers.model_settings import ModelSettings
+
+
+class Stalled:
+    """A life cycle whose engine stands still."""
+
+    state = State.READY
+    reason = ""
+    stalled = "the engine is stalled"
+    drained = False
+
+    async def drain(self, limit: float) -> None:
+        self.drained = True
+
+
+async def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int | None:
+    """The exit code, None where the process goes on."""
+    monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
+    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+    process = server.Process(Settings(ServerSettings(**settings), model))
+    lifecycle: Any = Stalled()
+    process._lifecycle = lifecycle
+    try:
+        await asyncio.wait_for(process._watch_engine(), 0.2)
+    except TimeoutError:
+        return None
+    assert lifecycle.drained
+    assert process._server.should_exit
+    return process._exit_code
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({}, None),
+        ({"fail_fast": True}, None),
+        ({"fail_fast_when_stalled": True}, None),
+        ({"fail_fast": True, "fail_fast_when_stalled": True}, 137),
+    ],
+)
+async def test_a_stalled_engine_ends_the_process_only_if_both_settings_say_so(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], code: int | None
+) -> None:
+    assert await watched(monkeypatch, **settings) == code
