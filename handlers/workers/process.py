@@ -17,6 +17,7 @@ from handlers.workers import runtime
 from handlers.workers.log_relay import LogRelay
 
 _TAIL_LINES = 20
+_REAPINGS, _REAPING_SECONDS = 100, 0.02
 _PIPE_PATIENCE = 0.5
 """Seconds that the rest of the output may take after the process has ended."""
 
@@ -92,6 +93,16 @@ class WorkerProcess:
         """Send a signal to the process and to all that it started and that stayed in its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+    async def reap_orphans(self) -> None:
+        """Wait for what the ended process has left behind, which is ours where this is a container's first process.
+
+        Nobody else would, and each would stay as a zombie. The group has been sent SIGKILL before.
+        """
+        with contextlib.suppress(ChildProcessError):  # there is nothing of ours
+            for _ in range(_REAPINGS):
+                if os.waitpid(-self.pid, os.WNOHANG)[0] == 0:  # noqa: ASYNC222 - it does not wait
+                    await asyncio.sleep(_REAPING_SECONDS)
 
     async def finish_output(self) -> None:
         """Log what it printed last, and close the pipes."""

@@ -215,6 +215,7 @@ class Worker:
         await asyncio.wait({silence}, timeout=_EXIT_PATIENCE)  # it may have answered just before
         silence.cancel()
         await process.finish_output()
+        await process.reap_orphans()
         if self._connection is not None:
             self._connection.close()
         else:

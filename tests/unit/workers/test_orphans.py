@@ -69,3 +69,38 @@ def test_a_killed_server_takes_its_workers_and_their_children_with_it(tmp_path: 
     while left := [process for process in everything if lives(process)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
+
+
+_FIRST_PROCESS = """
+import asyncio, ctypes, os, pathlib, signal, sys
+import psutil
+from handlers.custom_handler import CustomHandler
+from tests.unit.workers.harness import settings_for, until
+
+async def main():
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do of process 1
+    handler = CustomHandler(settings_for(pathlib.Path(sys.argv[1])), queue_size=1, overload_status=503)
+    await handler.start()
+    first = handler.status().workers[0].pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: {w.pid for w in handler.status().workers if w.state == "READY"} - {first})
+    await handler.stop()
+    print([(child.name(), child.status()) for child in psutil.Process().children()])
+
+asyncio.run(main())
+"""
+
+
+def test_a_server_that_is_a_containers_first_process_leaves_no_zombies_of_its_workers(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(_MODEL)
+    root = Path(__file__).parents[3]
+    finished = subprocess.run(
+        [sys.executable, "-c", _FIRST_PROCESS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        timeout=60,
+        check=False,
+    )
+    assert finished.stdout == "[]\n", finished.stderr
