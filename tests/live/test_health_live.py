@@ -21,7 +21,8 @@ import pytest
 from tests.live.server import START_SECONDS, Server, records, write_model
 from tests.live.test_process_live import open_stream
 
-STALL_TIMEOUT, PREDICT_TIMEOUT = 5.0, 12.0
+STALL_TIMEOUT, PREDICT_TIMEOUT = 8.0, 20.0
+"""Seconds. A busy machine can keep the engine from a step for some of them."""
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +99,22 @@ def test_while_the_model_loads_connections_are_taken_at_once_and_ping_says_pendi
         assert status(starting)[1]["status"] in ("PENDING", "Healthy")
         pings.append(time.perf_counter() - started)
         time.sleep(0.05)
-    p99 = sorted(pings)[int(0.99 * len(pings))]
-    print(f"loading: {len(pings)} pings; connect max {max(connects):.4f} s, p99 {p99:.3f} s, max {max(pings):.3f} s")
+    connect, ping = (sorted(times)[int(0.99 * len(times))] for times in (connects, pings))
+    print(f"loading: {len(pings)} connections, p99 {connect:.4f} s, max {max(connects):.4f} s")
+    print(f"loading: {len(pings)} pings, p99 {ping:.4f} s, max {max(pings):.3f} s")
     assert len(pings) > 10
-    assert max(connects) < 0.25, "SageMaker's limit for accepting a connection"
-    assert p99 < 2.0, "SageMaker's limit for /ping; a library that is being loaded can hold everything up for a moment"
+    assert connect < 0.25, "SageMaker's limit for accepting a connection"
+    assert ping < 2.0, "SageMaker's limit for /ping; a library that is being loaded can hold everything up for a moment"
     assert status(starting) == (200, {"status": "Healthy"})
 
 
 def test_a_deep_queue_is_no_reason_to_be_unhealthy_and_ping_stays_quick(vllm_server: Server) -> None:
-    clients = [open_stream(vllm_server) for _ in range(40)]
-    vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=10)
-    times = ping_times(vllm_server, STALL_TIMEOUT + 2)
-    waiting = vllm_server.metric("slipway_engine_waiting")
-    for client in clients:
-        client.close()
+    with contextlib.ExitStack() as clients:
+        for _ in range(40):
+            clients.enter_context(open_stream(vllm_server))
+        vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=30)
+        times = ping_times(vllm_server, STALL_TIMEOUT + 2)
+        waiting = vllm_server.metric("slipway_engine_waiting")
     assert waiting > 30, "the queue was to stay deep"
     p99 = times[int(0.99 * len(times))]
     print(f"busy: {len(times)} pings; p50 {times[len(times) // 2]:.4f} s, p99 {p99:.4f} s, max {times[-1]:.4f} s")
@@ -143,7 +145,7 @@ def ask(server: Server, pool: ThreadPoolExecutor) -> list[Future[httpx.Response]
 def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on(vllm_server: Server) -> None:
     with ThreadPoolExecutor(2) as pool:
         calls = ask(vllm_server, pool)
-        vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=10)
+        vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=30)
         with stopped(vllm_server.engine_process()):
             took = wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 4)
             code, model = status(vllm_server)
