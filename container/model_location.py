@@ -56,6 +56,11 @@ def _descend(path: Path) -> Path:
     return models[0] if models and len(names) == 1 else path
 
 
+def is_model_dir(path: Path) -> bool:
+    """Whether there is a model, settings or code of one."""
+    return any(os.path.isfile(path / mark) for mark in _MARKS)
+
+
 def has_model(model_dir: Path) -> bool:
     """Whether the directory itself is a Hugging Face model."""
     return os.path.isfile(model_dir / CONFIG_FILE)
@@ -69,7 +74,7 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
     """
     if url := _URL.match(text):
         raise ModelNotFound(
-            f"{url.group(1)}:// is not served by this version of Slipway; give a hub id or a local directory"
+            f"{url.group(1)}:// is not served by this version of Slipway; give s3://, a hub id or a local directory"
         )
     if os.path.exists(model_dir / text):
         return str(model_dir / text)

@@ -21,6 +21,7 @@ from container.option_parsers import names
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources, read_sources
+from container.sources.remote_model import RemoteModel
 from handlers.model_settings import ModelSettings
 
 __all__ = ["ServerSettings", "SettingEntry", "Settings", "SettingsError", "load_settings"]
@@ -66,6 +67,8 @@ class Settings:
     model: ModelSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
+    remote_models: tuple[RemoteModel, ...] = ()
+    """Their weights are to be fetched before the model is loaded."""
 
 
 class SettingsError(Exception):
@@ -77,12 +80,12 @@ class SettingsError(Exception):
 
 
 def load_settings(
-    model_dir: Path | None, environ: Mapping[str, str], command_line: Mapping[str, str] | None = None
+    model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str] | None = None
 ) -> Settings:
-    """Read and check all settings.
+    """Read and check all settings; of a model on S3, all but the weights are fetched for that.
 
-    `model_dir` is --model-dir; without it SERVING_MODEL_STORE counts, else /opt/ml/model. `command_line` holds server
-    keys such as "port", "host", "model_name".
+    `model_dir` is --model-dir, a directory or `s3://`; without it SERVING_MODEL_STORE counts, else /opt/ml/model.
+    `command_line` holds server keys such as "port", "host", "model_name".
 
     Raises:
         SettingsError: something is wrong; all that is wrong is listed.
@@ -97,7 +100,11 @@ def load_settings(
     if found.problems:
         raise SettingsError(tuple(dict.fromkeys(found.problems)))
     return Settings(
-        ServerSettings(**server), ModelSettings(**model), tuple(found.entries), tuple(dict.fromkeys(found.warnings))
+        ServerSettings(**server),
+        ModelSettings(**model),
+        tuple(found.entries),
+        tuple(dict.fromkeys(found.warnings)),
+        sources.remote_models.opened,
     )
 
 
