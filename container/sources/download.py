@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from container.sources.local_copy import LocalCopy
 from container.sources.progress import Progress
 from container.sources.remote_file import RemoteFile
-from container.sources.s3_bucket import S3Bucket, is_final
+from container.sources.s3_bucket import S3Bucket, may_pass
 from container.sources.source_error import FetchStopped, FetchTimeout, SourceError
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,12 @@ def _check_space(copy: LocalCopy, missing: Sequence[RemoteFile]) -> None:
         )
 
 
-def _disk_error(error: OSError, copy: LocalCopy) -> SourceError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def _is_disks(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+def _disk_error(error: Exception, copy: LocalCopy) -> SourceError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SourceError(f"{copy.url}: the disk with {copy.root} is full; SERVING_DOWNLOAD_DIR names another place")
     return SourceError(f"{copy.url}: {copy.root} cannot be written: {error}; SERVING_DOWNLOAD_DIR names another place")
 
@@ -229,16 +233,10 @@ class _Download:
                 if self._read_once(one):
                     self._finish(one.target)
                 return
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
-                    raise
-                failure: Exception = error
             except Exception as error:
-                if is_final(error):
+                if attempt == _ATTEMPTS or _is_disks(error) or not may_pass(error):
                     raise
                 failure = error
-            if attempt == _ATTEMPTS:
-                raise failure
             pause = min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
             logger.warning(
                 "%s: %s, bytes %d to %d: %s; trying again in %.1f s",
@@ -291,7 +289,7 @@ class _Download:
         self._progress.finished()
 
     def _explained(self, error: Exception) -> SourceError:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        if _is_disks(error):
             return _disk_error(error, self._copy)
         return self._bucket.explained(error)
 

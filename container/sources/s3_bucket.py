@@ -6,6 +6,7 @@ container or the machine; AWS_ENDPOINT_URL_S3 names another S3.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ class S3Bucket:
             Range=f"bytes={start}-{end - 1}",
             IfMatch=file.version.partition(" ")[0],
         )
-        with answer["Body"] as body:
+        with contextlib.closing(answer["Body"]) as body:
             yield from body.iter_chunks(_BLOCK)
 
     def explained(self, error: Exception) -> SourceError:
@@ -106,14 +107,14 @@ class S3Bucket:
                 yield RemoteFile(check_path(path), found["Size"], version)
 
 
-def is_final(error: Exception) -> bool:
-    """Whether trying again cannot help."""
-    from botocore.exceptions import ClientError, NoCredentialsError
+def may_pass(error: Exception) -> bool:
+    """Whether it may help to try again: S3 or the network was at fault, not what was asked for."""
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-        return status < 500 and status not in _LATER
-    return isinstance(error, NoCredentialsError | SourceError)
+        return status >= 500 or status in _LATER
+    return isinstance(error, BotoCoreError | OSError) and not isinstance(error, NoCredentialsError)
 
 
 def _client(url: S3Url, connections: int) -> S3Client:
