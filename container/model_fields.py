@@ -8,7 +8,7 @@ from typing import Any
 
 from container import custom_code, options
 from container import model_location as location
-from container.handler_fields import handler_settings, is_offline
+from container.handler_fields import handler_settings, package_fields
 from container.handler_options import ENTRY_POINT, FUNCTION
 from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
 from container.masking import HIDDEN, quoted
@@ -93,6 +93,7 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
             fields[option.field] = value
         elif option.argument is not None and value is not None:
             _add_argument(fields, option.argument, str(value), _source(option, sources.model))
+    fields.update(package_fields(sources, found))
     fields["async_mode"] = found.take(options.ENGINE_ASYNC_MODE, sources.model, sources.variables)
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     _set_batching(sources, fields, found)
@@ -153,7 +154,7 @@ def _stop_sequences(text: str | None) -> tuple[str, ...]:
 
 def _set_formatters(sources: Sources, fields: dict[str, Any], code: custom_code.Code | None, found: Resolution) -> None:
     if code is not None:
-        fields["formatters"], fields["offline"] = code.path, is_offline(sources)
+        fields["formatters"] = code.path
     name = fields["output_formatter"]
     if name is None or name in _FORMATTERS:
         return

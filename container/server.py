@@ -160,6 +160,7 @@ def serve(settings: Settings) -> int:
     Returns:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
+    os.environ.update(settings.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     import uvloop

@@ -13,6 +13,7 @@ from pathlib import Path
 from container import model_location as location
 from container import properties
 from container.addresses import AddressError, expand_address
+from container.aliases import AppliedAlias, read_variables
 from container.masking import quoted
 from container.option_parsers import TRUE
 from container.properties import Value
@@ -30,13 +31,15 @@ class Sources:
     server: dict[str, Value]
     model: dict[str, Value]
     remote_models: RemoteModels
+    aliases: tuple[AppliedAlias, ...]
+    """Variables that stand for others, and do so here."""
 
 
 def read_sources(
     model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str], found: Resolution
 ) -> Sources:
     """Read everything and put it in order; what is wrong with it is added to `found.problems`."""
-    variables = properties.read_environment(environ, found.problems)
+    variables, applied = read_variables(environ, found.problems, found.warnings)
     server = _server_layer(variables, command_line, found)
     server.pop("download_dir", None)
     remote = RemoteModels(download_dir(environ), offline=_is_true(variables.get("DJL_OFFLINE")))
@@ -56,7 +59,7 @@ def read_sources(
     )
     if (queue := model.pop("job_queue_size", None)) is not None:
         server["job_queue_size"] = queue
-    return Sources(directory, variables, server, model, remote)
+    return Sources(directory, variables, server, model, remote, applied)
 
 
 def _is_true(value: Value | None) -> bool:
