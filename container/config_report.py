@@ -23,7 +23,7 @@ def render_text(settings: Settings) -> str:
 
 
 def render_json(settings: Settings) -> str:
-    """Settings (name, value, source, perhaps note), aliases (variable, of, setting), warnings; credentials are masked."""
+    """Settings (name, value, source, a note), aliases (variable, of, setting), warnings; secrets are masked."""
     report = {
         "settings": [_object(entry) for entry in settings.entries],
         "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],

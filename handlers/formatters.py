@@ -101,12 +101,16 @@ def _import(path: Path, model: str) -> ModuleType:
         raise EngineStartError(f"{path.name} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    writes = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # the model's directory is not ours to write to
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         logger.exception("%s cannot be imported", path.name)
         raise EngineStartError(f"{path.name} cannot be imported: {described(error, path.parent)}") from error
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 

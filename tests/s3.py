@@ -121,7 +121,7 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
             with contextlib.suppress(OSError):
                 self.wfile.write(body)
 
-        do_HEAD = do_GET
+        do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             """Nothing."""

@@ -143,7 +143,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            cwd=directory,
+            cwd=directory if os.path.isdir(directory) else None,
             env=variables,
             start_new_session=True,
         )

@@ -40,12 +40,12 @@ def test_what_names_no_folder_is_refused(text: str) -> None:
 def test_any_text_is_a_folder_or_refused(text: str) -> None:
     try:
         url = S3Url.parse("s3://" + text)
-    except SourceError as error:
-        assert str(error).isprintable()
+    except SourceError:
         return
     assert is_s3(str(url))
     assert S3Url.parse(str(url)) == url
-    assert "/" not in url.name and url.name
+    assert "/" not in url.name
+    assert url.name
 
 
 @given(st.text(alphabet="ab./\\\0é", max_size=12))
@@ -55,7 +55,7 @@ def test_a_path_stays_below_its_directory_or_is_refused(text: str) -> None:
     except SourceError:
         return
     parts = path.split("/")
-    assert ".." not in parts and "." not in parts and "" not in parts
+    assert not {"", ".", ".."} & set(parts)
 
 
 @given(st.lists(st.sampled_from(["a.safetensors", "a.bin", "x/a.bin", "x/b.safetensors", "c.json", "original/p.pth"])))
