@@ -53,6 +53,7 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
     python = interpreter_of(settings)
     if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python
+    await asyncio.to_thread(_check_directory, model_dir)
     variables = dict(variables_of(settings)) | {
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
@@ -103,6 +104,13 @@ async def _build(
     return own_python
 
 
+def _check_directory(model_dir: Path) -> None:
+    if not model_dir.is_dir():
+        raise EngineStartError(
+            f"packages are to be installed (STANDARD_PIP_ARGS), but there is no directory {model_dir}"
+        )
+
+
 def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
     """Whether anything is to be installed for the model."""
     return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
@@ -143,7 +151,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            cwd=directory if os.path.isdir(directory) else None,
+            cwd=directory,
             env=variables,
             start_new_session=True,
         )
