@@ -16,6 +16,7 @@ from container.model_name import set_model
 from container.option import Option
 from container.option_parsers import names
 from container.properties import Value
+from container.remote_arguments import set_local_paths
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
 
@@ -102,6 +103,7 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
         found.take(option, sources.model, sources.variables)
     _take_leftovers(sources, fields, found)
     _take_others(sources, fields, found)
+    set_local_paths(fields, sources.remote_models, found)
     _set_tensor_parallel(fields)
     set_model(sources, fields, found, required=True)
     if "HF_TOKEN" in sources.variables:
