@@ -20,7 +20,8 @@ def set_model(sources: Sources, fields: dict[str, Any], found: Resolution, *, re
 
     `required`: an engine has to have a model; a custom handler may bring its own.
     """
-    fields.setdefault("model_id", found.take(_MODEL_ID, sources.model, sources.variables))
+    if "model_id" not in fields:
+        fields["model_id"] = found.take(_MODEL_ID, sources.model, sources.variables)
     given = sources.model.get("option.model_id")
     variable = sources.variables.get("HF_MODEL_ID")
     by_variable = given is None and variable is not None

@@ -65,6 +65,8 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     assert "alias: MAX_INPUT_LENGTH (TGI) is option.max_prompt_tokens" in text
     assert "environment: MAX_INPUT_LENGTH" in text
     assert "hf_x" not in text
+    names = [entry.name for entry in settings.entries]
+    assert len(names) == len(set(names))
     assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "option.tensor_parallel_degree"} in json.loads(
         render_json(settings)
     )["aliases"]
