@@ -98,7 +98,7 @@ def _model_dir(
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, found)
     try:
-        directory = location.find_model_dir(Path(given) if given is not None else None, store)
+        directory = location.find_model_dir(given, store)
     except location.ModelNotFound as error:
         found.problems.append(str(error))
         return Path(given) if given is not None else location.DEFAULT_MODEL_DIR

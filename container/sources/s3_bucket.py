@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _ATTEMPTS = 5
 _LATER = (408, 429)
+_ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 _BLOCK = 1 << 20
 _MOST_FILES = 100_000
 _REFUSED = {
@@ -65,6 +66,8 @@ class S3Bucket:
             found = tuple(self._listed())
         except Exception as error:
             raise self.explained(error) from error
+        if not found and self.url.name.lower().endswith(_ARCHIVES):
+            raise SourceError(f"{self.url}: an archive is not unpacked; give a folder with the unpacked files")
         if not found:
             raise SourceError(f"{self.url}: there are no objects below this prefix; give the folder that holds them")
         return found

@@ -459,6 +459,12 @@ def test_a_directory_given_must_be_there(tmp_path: Path) -> None:
         load_settings(tmp_path / "nothing", {"HF_MODEL_ID": "org/m"})
 
 
+@pytest.mark.parametrize("url", ["https://example.com/model.tar.gz", "djl://x/y"])
+def test_a_directory_elsewhere_is_no_directory(url: str) -> None:
+    with pytest.raises(SettingsError, match=f"{url.partition(':')[0]}:// {NOT_SERVED.replace('not', 'is not', 1)}"):
+        load_settings(url, {})
+
+
 def test_an_archive_made_of_a_directory_is_entered(tmp_path: Path) -> None:
     inner = tmp_path / "llama-2"
     inner.mkdir()
