@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -17,8 +16,8 @@ from container.settings import Settings, SettingsError, load_settings
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 ModelDir = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--model-dir", "-m", help="Directory with the model or its serving.properties."),
+    Optional[str],  # noqa: UP045
+    typer.Option("--model-dir", "-m", help="Directory, or s3://, with the model or its serving.properties."),
 ]
 Port = Annotated[Optional[int], typer.Option("--port", "-p", help="Port to listen on.")]  # noqa: UP045
 Host = Annotated[Optional[str], typer.Option("--host", help="Address to listen on.")]  # noqa: UP045
@@ -66,7 +65,7 @@ def sample_model() -> None:
         sys.exit(1)
 
 
-def _settings(model_dir: Path | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
+def _settings(model_dir: str | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
     given = {"port": port, "host": host, "model_name": model_name}
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:

@@ -13,17 +13,22 @@ _HEAD = ("setting", "value", "source")
 
 
 def render_text(settings: Settings) -> str:
-    """An aligned table of name, value and source, then the warnings; credentials are masked."""
+    """An aligned table of name, value and source, then the aliases and the warnings; credentials are masked."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
     lines = [_aligned(row, widths) for row in rows]
+    lines.extend(f"alias: {alias.variable} ({alias.of}) is {alias.key}" for alias in settings.aliases)
     lines.extend(f"warning: {_one_line(warning)}" for warning in settings.warnings)
     return "\n".join(lines)
 
 
 def render_json(settings: Settings) -> str:
-    """`{"settings": [{"name", "value", "source", "note"?}], "warnings": [...]}`; credentials are masked."""
-    report = {"settings": [_object(entry) for entry in settings.entries], "warnings": list(settings.warnings)}
+    """Settings (name, value, source, a note), aliases (variable, of, setting), warnings; secrets are masked."""
+    report = {
+        "settings": [_object(entry) for entry in settings.entries],
+        "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],
+        "warnings": list(settings.warnings),
+    }
     return json.dumps(report, indent=2, ensure_ascii=False)
 
 

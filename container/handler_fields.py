@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,8 @@ from container import model_location as location
 from container import options
 from container.devices import device_groups, gpu_count
 from container.handler_options import OPTIONS, assignments
-from container.option_parsers import TRUE
+from container.masking import quoted
+from container.option_parsers import FALSE, TRUE
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
@@ -44,7 +46,24 @@ def handler_settings(
     properties = _properties(sources, model)
     if automatic:
         properties["rolling_batch"] = "disable"
-    return HandlerSettings(entry_point=entry_point, properties=properties, offline=is_offline(sources), **fields)
+    return HandlerSettings(entry_point=entry_point, properties=properties, **package_fields(sources, found), **fields)
+
+
+def package_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
+    """How the packages of `requirements.txt` are installed (lmi.md 2.15; sagemaker_hosting.md 10)."""
+    arguments = sources.variables.get("STANDARD_PIP_ARGS")
+    wanted = sources.variables.get("STANDARD_AUTO_INSTALL_REQ")
+    fields: dict[str, Any] = {"offline": is_offline(sources), "pip_arguments": ()}
+    fields["install_requirements"] = wanted is None or wanted.text.strip().lower() not in FALSE
+    if arguments is not None:
+        try:
+            fields["pip_arguments"] = tuple(shlex.split(arguments.text))
+        except ValueError as error:
+            found.problems.append(
+                f"STANDARD_PIP_ARGS is {quoted(arguments.source, arguments.text)} ({arguments.source}): {error}; "
+                "allowed: arguments of pip install as in a shell"
+            )
+    return fields
 
 
 def is_offline(sources: Sources) -> bool:

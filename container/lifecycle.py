@@ -8,6 +8,7 @@ import logging
 import time
 from enum import Enum
 
+from container.model_download import fetch_weights
 from container.settings import Settings
 from container.stall import StallWatch
 from handlers.contracts.family import ModelView
@@ -38,6 +39,7 @@ class Lifecycle:
 
     def __init__(self, settings: Settings) -> None:
         self.model = settings.model
+        self.remote_models = settings.remote_models
         self._server = settings.server
         self.service: Service | None = None
         """None until the model is loaded."""
@@ -90,6 +92,7 @@ class Lifecycle:
                 unavailable_status=self._server.wlm_error_http_code,
                 model_aliases=self._server.model_aliases,
             )
+            await fetch_weights(self.remote_models, self.model.model_loading_timeout)
             self.service = await load_service(self.model, limits)
             if self.service.engine is not None:
                 await _warm_up(self.service.engine)

@@ -81,6 +81,10 @@ class Metrics(Collector):
     def _container(self) -> Iterable[Metric]:
         ready = float(self._lifecycle.state is State.READY and not self._lifecycle.stalled)
         yield _gauge("slipway_ready", "1 when the model can serve.", ready)
+        if remote := self._lifecycle.remote_models:
+            there, total = sum(m.progress.bytes for m in remote), sum(m.progress.total_bytes for m in remote)
+            yield _gauge("slipway_download_bytes", "Bytes of remote weights that are on this machine.", there)
+            yield _gauge("slipway_download_total_bytes", "Bytes of remote weights in all.", total)
         yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._lifecycle.open_calls)
 
     def _generation(self, meter: Meter) -> Iterable[Metric]:

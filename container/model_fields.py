@@ -8,7 +8,7 @@ from typing import Any
 
 from container import custom_code, options
 from container import model_location as location
-from container.handler_fields import handler_settings, is_offline
+from container.handler_fields import handler_settings, package_fields
 from container.handler_options import ENTRY_POINT, FUNCTION
 from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
 from container.masking import HIDDEN, quoted
@@ -16,6 +16,7 @@ from container.model_name import set_model
 from container.option import Option
 from container.option_parsers import names
 from container.properties import Value
+from container.remote_arguments import set_local_paths
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources
 
@@ -93,6 +94,7 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
             fields[option.field] = value
         elif option.argument is not None and value is not None:
             _add_argument(fields, option.argument, str(value), _source(option, sources.model))
+    fields.update(package_fields(sources, found))
     fields["async_mode"] = found.take(options.ENGINE_ASYNC_MODE, sources.model, sources.variables)
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     _set_batching(sources, fields, found)
@@ -101,6 +103,7 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
         found.take(option, sources.model, sources.variables)
     _take_leftovers(sources, fields, found)
     _take_others(sources, fields, found)
+    set_local_paths(fields, sources.remote_models, found)
     _set_tensor_parallel(fields)
     set_model(sources, fields, found, required=True)
     if "HF_TOKEN" in sources.variables:
@@ -153,7 +156,7 @@ def _stop_sequences(text: str | None) -> tuple[str, ...]:
 
 def _set_formatters(sources: Sources, fields: dict[str, Any], code: custom_code.Code | None, found: Resolution) -> None:
     if code is not None:
-        fields["formatters"], fields["offline"] = code.path, is_offline(sources)
+        fields["formatters"] = code.path
     name = fields["output_formatter"]
     if name is None or name in _FORMATTERS:
         return

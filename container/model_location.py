@@ -14,6 +14,7 @@ CONFIG_FILE = "config.json"
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _NON_WORD = re.compile(r"\W", re.ASCII)
+_NO_PLACE = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 _MARKS = (FILE_NAME, CONFIG_FILE, "model.py")
 
 
@@ -21,7 +22,7 @@ class ModelNotFound(Exception):
     """There is no model where one was named; the message says what may be named."""
 
 
-def find_model_dir(given: Path | None, store: Value | None) -> Path:
+def find_model_dir(given: Path | str | None, store: Value | None) -> Path:
     """The directory with serving.properties or the model: absolute, and there unless it is the default one.
 
     A directory that holds nothing but one directory with a model stands for that one, as in archives that were made of
@@ -33,6 +34,8 @@ def find_model_dir(given: Path | None, store: Value | None) -> Path:
     if given is None and store is None:
         return _descend(DEFAULT_MODEL_DIR)
     source = "--model-dir" if given is not None else (store.source if store else "")
+    if url := _URL.match(str(given) if given is not None else store.text.strip() if store else ""):
+        raise ModelNotFound(f"model directory ({source}): {url.group(1)}:// {_NO_PLACE}")
     path = Path(os.path.abspath(given if given is not None else store.text.strip() if store else ""))
     if not os.path.isdir(path):
         raise ModelNotFound(f"model directory ({source}): there is no directory {path}")
@@ -56,6 +59,11 @@ def _descend(path: Path) -> Path:
     return models[0] if models and len(names) == 1 else path
 
 
+def is_model_dir(path: Path) -> bool:
+    """Whether there is a model, settings or code of one."""
+    return any(os.path.isfile(path / mark) for mark in _MARKS)
+
+
 def has_model(model_dir: Path) -> bool:
     """Whether the directory itself is a Hugging Face model."""
     return os.path.isfile(model_dir / CONFIG_FILE)
@@ -68,9 +76,7 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
         ModelNotFound: neither, or a path where nothing is.
     """
     if url := _URL.match(text):
-        raise ModelNotFound(
-            f"{url.group(1)}:// is not served by this version of Slipway; give a hub id or a local directory"
-        )
+        raise ModelNotFound(f"{url.group(1)}:// {_NO_PLACE}")
     if os.path.exists(model_dir / text):
         return str(model_dir / text)
     if os.path.isabs(text):

@@ -8,6 +8,7 @@ from typing import Any
 from container import model_location as location
 from container import options, server_options
 from container.masking import quoted
+from container.remote_models import SourceError, is_s3
 from container.resolution import DEFAULT, Resolution, SettingEntry
 from container.setting_sources import Sources
 
@@ -19,11 +20,12 @@ def set_model(sources: Sources, fields: dict[str, Any], found: Resolution, *, re
 
     `required`: an engine has to have a model; a custom handler may bring its own.
     """
-    fields.setdefault("model_id", found.take(_MODEL_ID, sources.model, sources.variables))
+    if "model_id" not in fields:
+        fields["model_id"] = found.take(_MODEL_ID, sources.model, sources.variables)
     given = sources.model.get("option.model_id")
     variable = sources.variables.get("HF_MODEL_ID")
     by_variable = given is None and variable is not None
-    if given is not None and variable is not None and given.text.strip() != variable.text.strip():
+    if given is not None and variable is not None and not _same_or_opened(given.text, variable.text, sources):
         found.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
     _set_revision(sources, fields, by_variable, found)
     value = given or variable
@@ -31,13 +33,24 @@ def set_model(sources: Sources, fields: dict[str, Any], found: Resolution, *, re
         _set_own_model(sources.model_dir, fields, found, required)
     elif fields["model_id"] is not None:
         try:
-            fields["model_id"] = location.resolve_model_id(fields["model_id"], sources.model_dir)
-        except location.ModelNotFound as error:
+            fields["model_id"] = _resolved(fields["model_id"], sources)
+        except (location.ModelNotFound, SourceError) as error:
             found.problems.append(f"option.model_id is {quoted('', value.text)} ({value.source}): {error}")
     fields["name"] = found.take(server_options.MODEL_NAME_OPTION, sources.server)
     if fields["name"] is None and fields["model_id"] is not None:
         fields["name"] = location.model_name(fields["model_id"], sources.model_dir, by_variable)
         found.entries.append(SettingEntry("model_name", fields["name"], DEFAULT))
+
+
+def _same_or_opened(given: str, variable: str, sources: Sources) -> bool:
+    """Whether HF_MODEL_ID says the same, or is the directory that the other was read from."""
+    return given.strip() == variable.strip() or sources.remote_models.has(variable)
+
+
+def _resolved(text: str, sources: Sources) -> str:
+    if is_s3(text):
+        return str(sources.remote_models.open(text))
+    return location.resolve_model_id(text, sources.model_dir)
 
 
 def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool, found: Resolution) -> None:

@@ -18,7 +18,7 @@ _ZERO = re.compile(r"0+(\.0*)?")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 TRUE = frozenset({"true", "1", "yes", "on"})
-_FALSE = frozenset({"false", "0", "no", "off"})
+FALSE = frozenset({"false", "0", "no", "off"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def _boolean(text: str) -> bool:
     folded = text.lower()
     if folded in TRUE:
         return True
-    if folded in _FALSE:
+    if folded in FALSE:
         return False
     raise ValueError(text)
 

@@ -42,7 +42,7 @@ SERVED = (
         parser=TEXT,
         field="model_id",
         variables=("HF_MODEL_ID",),
-        meaning="Hub id, or a directory; a relative one is looked for below the model directory",
+        meaning="Hub id, `s3://bucket/prefix/`, or a directory; a relative one is looked for below the model directory",
     ),
     Option(key="option.revision", parser=TEXT, field="revision", meaning="Branch, tag or commit on the hub"),
     Option(
@@ -146,6 +146,26 @@ SERVED = (
         default="false",
         field="strict_parameters",
         meaning="Refuse unknown generation parameters",
+    ),
+    Option(
+        key="option.max_prompt_tokens",
+        parser=integer(1),
+        field="max_prompt_tokens",
+        meaning="Tokens of the longest prompt that is taken; without it, the model's context alone limits it",
+    ),
+    Option(
+        key="option.max_stop_sequences",
+        parser=integer(0, 1024),
+        default="4",
+        field="max_stop_sequences",
+        meaning="Stop sequences of a request on TGI's routes",
+    ),
+    Option(
+        key="option.max_best_of",
+        parser=integer(1, 64),
+        default="2",
+        field="max_best_of",
+        meaning="The largest `best_of` on TGI's routes",
     ),
     Option(
         key="option.dtype",

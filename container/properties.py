@@ -1,6 +1,6 @@
 """Reads serving.properties and the environment into layers of values that know where they came from.
 
-LMI's rules (contracts/lmi.md 2.1 to 2.5): which variable sets which key, and what goes before what. Nothing is
+LMI's rules (contracts/lmi.md 2.1 to 2.3, 2.5): which variable sets which key, and what goes before what. Nothing is
 interpreted here; `container.options` says what a value may be.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +17,6 @@ import javaproperties
 from container.masking import quoted
 
 FILE_NAME = "serving.properties"
-
-# LMI's entry point script sets the right-hand variable from the left-hand one unless it is set (lmi.md 2.4).
-TRANSLATIONS = (
-    ("HF_MODEL_QUANTIZE", "OPTION_QUANTIZE"),
-    ("HF_MODEL_TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE"),
-    ("SM_NUM_GPUS", "TENSOR_PARALLEL_DEGREE"),
-    ("MAX_CONCURRENT_REQUESTS", "SERVING_JOB_QUEUE_SIZE"),
-    ("MAX_BATCH_PREFILL_TOKENS", "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS"),
-    ("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE"),
-    ("ENABLE_CUDA_GRAPHS", "OPTION_ENFORCE_EAGER"),
-    ("CUDA_MEMORY_FRACTION", "OPTION_GPU_MEMORY_UTILIZATION"),
-)
 
 # SageMaker's variables that overwrite a key of the model (lmi.md 2.5, sagemaker_hosting.md 7).
 SAGEMAKER_MODEL_KEYS = (
@@ -55,18 +43,19 @@ SERVER_DEFAULTS_OF_MODEL_KEYS = {
 }
 
 _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
-_PREFIXES = ("OPTION_", "ARGS_", "SERVING_")
-_VARIABLES = frozenset(
+PREFIXES = ("OPTION_", "ARGS_", "SERVING_")
+"""Of variables that may have any name behind."""
+VARIABLES = frozenset(
     {
-        *(name for pair in TRANSLATIONS for name in pair),
         *(name for name, _ in SAGEMAKER_MODEL_KEYS),
         *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT", "DJL_OFFLINE"),
-        *("PYTHON_EXECUTABLE",),
+        *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS", "HF_HUB_OFFLINE"),
         *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
         *("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_BIND_TO_PORT"),
         *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_SECURE_MODE", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
     }
 )
+"""Those that count by themselves."""
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -164,26 +153,23 @@ def _looks_like_utf8(data: bytes) -> bool:
     return True
 
 
-def read_environment(environ: Mapping[str, str], problems: list[str]) -> dict[str, Value]:
-    """The variables that can matter, without empty ones, with LMI's translations applied (lmi.md 2.4)."""
+def read_environment(
+    environ: Mapping[str, str], problems: list[str], further: Container[str] = (), flags: str = "\0"
+) -> dict[str, Value]:
+    """The variables that can matter: those of LMI, and `further` ones; without empty ones.
+
+    A variable that begins with `flags` may be empty, and then is true.
+    """
     variables: dict[str, Value] = {}
     for name, text in environ.items():
-        if not text or not (name in _VARIABLES or name.startswith(_PREFIXES)):
+        is_flag = name.startswith(flags)
+        if not (text or is_flag) or not (is_flag or name in VARIABLES or name in further or name.startswith(PREFIXES)):
             continue
         if _NOT_TEXT.search(text) or not name.isprintable():
             problems.append(f"environment: {ascii(name)[1:-1]} is not UTF-8 text")
             continue
-        variables[name] = Value(text, f"environment: {name}")
-    for origin, target in TRANSLATIONS:
-        if origin in variables and target not in variables:
-            variables[target] = _translated(origin, variables[origin])
+        variables[name] = Value(text or "true", f"environment: {name}")
     return variables
-
-
-def _translated(origin: str, value: Value) -> Value:
-    if origin != "ENABLE_CUDA_GRAPHS":
-        return value
-    return Value("false" if value.text.strip().lower() == "true" else "true", value.source)
 
 
 def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:

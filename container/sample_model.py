@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from handlers.cache_dir import cache_dir
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,13 +29,11 @@ class SampleModelError(Exception):
 
 
 def default_cache_dir() -> Path:
-    """`$SLIPWAY_CACHE_DIR`, else `slipway` in the user's cache directory."""
-    if configured := os.environ.get("SLIPWAY_CACHE_DIR"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipway"
+    """Where the sample model is kept; see `handlers.cache_dir`."""
+    return cache_dir()
 
 
-def prepare(cache_dir: Path | None = None) -> Path:
+def prepare(directory: Path | None = None) -> Path:
     """Return the sample model's directory, making it first if needed.
 
     Safe to interrupt and to run several times at once: the directory appears whole or not at all, and whoever comes
@@ -43,7 +42,7 @@ def prepare(cache_dir: Path | None = None) -> Path:
     Raises:
         SampleModelError: the package with the model file is not installed.
     """
-    cache = cache_dir or default_cache_dir()
+    cache = directory or default_cache_dir()
     target = cache / f"{MODEL_NAME}-v{_FORMAT}"
     return make_once(target, lambda directory: _convert(_gguf_directory(), directory))
 

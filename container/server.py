@@ -19,6 +19,7 @@ import uvicorn
 
 from container.app import create_app
 from container.cork import CorkedHttpProtocol
+from container.home import ensure_home
 from container.lifecycle import Lifecycle, State
 from container.settings import Settings
 from handlers.engines.protocol import EngineStartError
@@ -164,6 +165,8 @@ def serve(settings: Settings) -> int:
     Returns:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
+    ensure_home()
+    os.environ.update(settings.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     import uvloop

@@ -181,9 +181,18 @@ MODEL_NAME_OPTION = Option(
     key="model_name", parser=MODEL_NAME, meaning="What the model is called in routes and in /ping"
 )
 MODEL_STORE_OPTION = Option(
-    key="model_store", parser=TEXT, default="/opt/ml/model", meaning="Directory with serving.properties or the model"
+    key="model_store",
+    parser=TEXT,
+    default="/opt/ml/model",
+    meaning="Directory, or `s3://`, with serving.properties or the model",
 )
-FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION)
+DOWNLOAD_DIR_OPTION = Option(
+    key="download_dir",
+    parser=TEXT,
+    variables=("DJL_CACHE_DIR",),
+    meaning="Where models of S3 are kept; without it, the user's cache, on SageMaker `/tmp/slipway`",
+)
+FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION, DOWNLOAD_DIR_OPTION)
 ADDRESS_KEYS = ("inference_address", "management_address")
 
 

@@ -13,8 +13,13 @@ from pathlib import Path
 from container import model_location as location
 from container import properties
 from container.addresses import AddressError, expand_address
+from container.aliases import AppliedAlias, read_variables
+from container.masking import quoted
+from container.option_parsers import TRUE
 from container.properties import Value
+from container.remote_models import RemoteModels, SourceError, is_s3
 from container.resolution import DEFAULT, Resolution, SettingEntry
+from container.sources.local_copy import download_dir
 
 
 @dataclass(slots=True)
@@ -25,15 +30,20 @@ class Sources:
     variables: Mapping[str, Value]
     server: dict[str, Value]
     model: dict[str, Value]
+    remote_models: RemoteModels
+    aliases: tuple[AppliedAlias, ...]
+    """Variables that stand for others, and do so here."""
 
 
 def read_sources(
-    model_dir: Path | None, environ: Mapping[str, str], command_line: Mapping[str, str], found: Resolution
+    model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str], found: Resolution
 ) -> Sources:
     """Read everything and put it in order; what is wrong with it is added to `found.problems`."""
-    variables = properties.read_environment(environ, found.problems)
+    variables, applied = read_variables(environ, found.problems, found.warnings)
     server = _server_layer(variables, command_line, found)
-    directory = _model_dir(model_dir, server.pop("model_store", None), found)
+    server.pop("download_dir", None)
+    remote = RemoteModels(download_dir(environ), offline=_is_true(variables.get("DJL_OFFLINE")))
+    directory = _model_dir(model_dir, server.pop("model_store", None), variables, remote, found)
     file = properties.read_properties(directory / properties.FILE_NAME)
     found.problems.extend(file.problems)
     found.warnings.extend(file.warnings)
@@ -49,7 +59,11 @@ def read_sources(
     )
     if (queue := model.pop("job_queue_size", None)) is not None:
         server["job_queue_size"] = queue
-    return Sources(directory, variables, server, model)
+    return Sources(directory, variables, server, model, remote, applied)
+
+
+def _is_true(value: Value | None) -> bool:
+    return value is not None and value.text.strip().lower() in TRUE
 
 
 def _server_layer(
@@ -73,12 +87,38 @@ def _expand(layer: dict[str, Value], found: Resolution) -> None:
         found.problems.append(str(error))
 
 
-def _model_dir(given: Path | None, store: Value | None, found: Resolution) -> Path:
+def _model_dir(
+    given: Path | str | None,
+    store: Value | None,
+    variables: Mapping[str, Value],
+    remote: RemoteModels,
+    found: Resolution,
+) -> Path:
+    place = Value(str(given), "command line: --model-dir") if given is not None else store
+    if place is not None and is_s3(place.text):
+        return _remote_dir("model directory", place, remote, found)
     try:
         directory = location.find_model_dir(given, store)
     except location.ModelNotFound as error:
         found.problems.append(str(error))
-        return given or location.DEFAULT_MODEL_DIR
-    source = "command line: --model-dir" if given else store.source if store else DEFAULT
-    found.entries.append(SettingEntry("model_dir", str(directory), source))
+        return Path(given) if given is not None else location.DEFAULT_MODEL_DIR
+    named = variables.get("HF_MODEL_ID")
+    if named is not None and is_s3(named.text) and _is_its_own(directory, variables):
+        return _remote_dir("HF_MODEL_ID", named, remote, found)
+    found.entries.append(SettingEntry("model_dir", str(directory), place.source if place is not None else DEFAULT))
+    return directory
+
+
+def _is_its_own(directory: Path, variables: Mapping[str, Value]) -> bool:
+    """Whether HF_MODEL_ID is a model directory, as in LMI, rather than the model of the directory that is here."""
+    return "OPTION_MODEL_ID" not in variables and not location.is_model_dir(directory)
+
+
+def _remote_dir(what: str, place: Value, remote: RemoteModels, found: Resolution) -> Path:
+    try:
+        directory = remote.open(place.text)
+    except SourceError as error:
+        found.problems.append(f"{what} is {quoted('', place.text)} ({place.source}): {error}")
+        return location.DEFAULT_MODEL_DIR
+    found.entries.append(SettingEntry("model_dir", str(directory), place.source, f"of {place.text.strip()}"))
     return directory

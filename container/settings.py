@@ -9,22 +9,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from container import server_options
+from container import likely_names, server_options
 from container.addresses import Address, AddressError
+from container.aliases import AppliedAlias, overruled
+from container.handler_fields import is_offline
 from container.masking import quoted
 from container.model_fields import model_fields
 from container.option_parsers import names
 from container.properties import Value
 from container.resolution import Resolution, SettingEntry
 from container.setting_sources import Sources, read_sources
+from container.sources.remote_model import RemoteModel
 from handlers.model_settings import ModelSettings
 
 __all__ = ["ServerSettings", "SettingEntry", "Settings", "SettingsError", "load_settings"]
 
+_VLLM = ("auto", "vllm", "lmi-dist")
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 """There on SageMaker only (lmi.md 2.5)."""
 
@@ -74,6 +78,12 @@ class Settings:
     model: ModelSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
+    remote_models: tuple[RemoteModel, ...] = ()
+    """Their weights are to be fetched before the model is loaded."""
+    aliases: tuple[AppliedAlias, ...] = ()
+    """Environment variables that stood for others."""
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that the libraries below are to see."""
 
 
 class SettingsError(Exception):
@@ -85,12 +95,12 @@ class SettingsError(Exception):
 
 
 def load_settings(
-    model_dir: Path | None, environ: Mapping[str, str], command_line: Mapping[str, str] | None = None
+    model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str] | None = None
 ) -> Settings:
-    """Read and check all settings.
+    """Read and check all settings; of a model on S3, all but the weights are fetched for that.
 
-    `model_dir` is --model-dir; without it SERVING_MODEL_STORE counts, else /opt/ml/model. `command_line` holds server
-    keys such as "port", "host", "model_name".
+    `model_dir` is --model-dir, a directory or `s3://`; without it SERVING_MODEL_STORE counts, else /opt/ml/model.
+    `command_line` holds server keys such as "port", "host", "model_name".
 
     Raises:
         SettingsError: something is wrong; all that is wrong is listed.
@@ -100,13 +110,39 @@ def load_settings(
     _refuse_modes(sources, found)
     server = _server_fields(sources, found)
     model = model_fields(sources, found)
+    _warn_of_names(environ, sources, model, found)
     if server["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
     if found.problems:
         raise SettingsError(tuple(dict.fromkeys(found.problems)))
     return Settings(
-        ServerSettings(**server), ModelSettings(**model), tuple(found.entries), tuple(dict.fromkeys(found.warnings))
+        ServerSettings(**server),
+        ModelSettings(**model),
+        tuple(found.entries),
+        tuple(dict.fromkeys(found.warnings)),
+        sources.remote_models.opened,
+        sources.aliases,
+        _exports(sources),
     )
+
+
+def _warn_of_names(environ: Mapping[str, str], sources: Sources, model: Mapping[str, Any], found: Resolution) -> None:
+    """Of variables and options that do nothing, and were probably meant to."""
+    by_setting = {entry.name: entry.source for entry in found.entries}
+    found.warnings.extend(filter(None, (overruled(alias, by_setting) for alias in sources.aliases)))
+    found.warnings.extend(likely_names.unknown_variables(environ))
+    if model.get("rolling_batch") in _VLLM and "engine_arguments" in model:
+        found.warnings.extend(likely_names.unknown_options(model["engine_arguments"], model["engine_argument_sources"]))
+
+
+def _exports(sources: Sources) -> dict[str, str]:
+    """What the libraries read by themselves, where it was given under another name."""
+    exports = {}
+    if (token := sources.variables.get("HF_TOKEN")) is not None:
+        exports["HF_TOKEN"] = token.text.strip()
+    if is_offline(sources):
+        exports["HF_HUB_OFFLINE"] = "1"
+    return exports
 
 
 def _refuse_modes(sources: Sources, found: Resolution) -> None:
@@ -133,7 +169,7 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
         if layer[key].source.startswith("command line"):
             found.problems.append(f"{layer[key].source}: there is no such option")
         else:
-            found.ignore(key, layer[key], "the server has no such setting")
+            found.ignore(key, layer[key], "the server has no such setting" + likely_names.server_hint(key, layer[key]))
     return fields
 
 

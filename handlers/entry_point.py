@@ -87,7 +87,8 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     """
     if settings.handler is not None:
         return await _load_custom(settings, limits)
-    formatters = await _formatters(settings)
+    await add_packages(settings)
+    formatters = await asyncio.to_thread(load_formatters, settings)
     sessions = await load_sessions(settings, limits.overload_status)
     settings = await asyncio.to_thread(chosen, settings)
     make_engine = await asyncio.to_thread(engine_factory, settings)
@@ -145,13 +146,6 @@ def _generation(settings: ModelSettings, handler: EngineHandler) -> dict[str, Ha
         except Exception:
             logger.exception("the %s routes cannot be served with this model", family.name)
     return handlers
-
-
-async def _formatters(settings: ModelSettings) -> Formatters | None:
-    if settings.formatters is None:
-        return None
-    await add_packages(settings)
-    return await asyncio.to_thread(load_formatters, settings)
 
 
 async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:

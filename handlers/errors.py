@@ -7,7 +7,8 @@
     ├── BodyTooLarge             its body is larger than max_request_size
     ├── InvalidRequest           the client sent something wrong; nothing was generated
     │   ├── InvalidParameter     ... in a generation parameter, which is named
-    │   └── ContextExceeded      ... more tokens than the model's context holds
+    │   ├── ContextExceeded      ... more tokens than the model's context holds
+    │   └── PromptTooLong        ... more tokens than a prompt may have here
     ├── Overloaded               the queue is full; to be tried again later
     ├── GenerationFailed         the engine gave up on this request alone
     │   └── InternalError        ... or we did, by a fault of our own
@@ -69,6 +70,14 @@ class ContextExceeded(InvalidRequest):
             f"{wanted}"
         )
         self.prompt_tokens, self.new_tokens, self.context = prompt_tokens, new_tokens, context
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt has more tokens than `option.max_prompt_tokens` allows."""
+
+    def __init__(self, prompt_tokens: int, most: int) -> None:
+        super().__init__(f"the prompt has {prompt_tokens} tokens; at most {most} are taken (option.max_prompt_tokens)")
+        self.prompt_tokens, self.most = prompt_tokens, most
 
 
 class Overloaded(RequestError):

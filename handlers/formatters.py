@@ -19,7 +19,7 @@ from djl_python.output_formatter import takes_request_output
 from djl_python.service_loader import find_decorated_function
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings, ModelSettings
-from handlers.workers.requirements import prepare_interpreter
+from handlers.workers.requirements import needs_packages, prepare_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,16 @@ async def add_packages(settings: ModelSettings) -> None:
     """Install the model's `requirements.txt`, and let this process import from there what it does not have itself.
 
     Raises:
-        EngineStartError: no environment for them can be made.
+        EngineStartError: no environment for them can be made, or pip fails.
     """
-    own = HandlerSettings(entry_point=str(settings.formatters), offline=settings.offline)
+    own = HandlerSettings(
+        entry_point=str(settings.formatters or ""),
+        offline=settings.offline,
+        install_requirements=settings.install_requirements,
+        pip_arguments=settings.pip_arguments,
+    )
+    if not needs_packages(settings.model_dir, own):
+        return
     python = Path(await prepare_interpreter(settings.model_dir, own))
     for directory in (python.parents[1] / "lib").glob("python*/site-packages"):
         if str(directory) not in sys.path:
@@ -94,12 +101,16 @@ def _import(path: Path, model: str) -> ModuleType:
         raise EngineStartError(f"{path.name} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    writes = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # the model's directory is not ours to write to
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         logger.exception("%s cannot be imported", path.name)
         raise EngineStartError(f"{path.name} cannot be imported: {described(error, path.parent)}") from error
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 

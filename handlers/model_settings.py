@@ -41,6 +41,10 @@ class HandlerSettings:
     """Packages of `requirements.txt` go into an environment of the model's own even where they need not."""
     offline: bool = False
     """Install `requirements.txt` without an index (DJL_OFFLINE)."""
+    install_requirements: bool = True
+    """False: `requirements.txt` is left alone (STANDARD_AUTO_INSTALL_REQ)."""
+    pip_arguments: tuple[str, ...] = ()
+    """Stand in the place of `-r requirements.txt` (STANDARD_PIP_ARGS)."""
     retry_threshold: int = 0
     """So many crashes or hangs of workers are survived; one more and the model has failed."""
     max_idle_time: float = 60.0
@@ -75,6 +79,12 @@ class ModelSettings:
     """Tokens carry their log probability; computing them costs the engine time, and `log_prob` may be null."""
     strict_parameters: bool = False
     """Refuse unknown generation parameters instead of ignoring them."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are refused; None: the model's context alone limits them."""
+    max_stop_sequences: int = 4
+    """Of a request on TGI's routes; the default is TGI's."""
+    max_best_of: int = 2
+    """On TGI's routes; the default is TGI's."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
     """None: one device, or with `tensor_parallel_max` as many GPUs as there are."""
@@ -101,7 +111,11 @@ class ModelSettings:
     formatters: Path | None = None
     """A `model.py` that may have input and output formatters for the engine."""
     offline: bool = False
-    """Packages that formatters need are installed without an index (DJL_OFFLINE)."""
+    """The model's packages are installed without an index (DJL_OFFLINE)."""
+    install_requirements: bool = True
+    """As `HandlerSettings.install_requirements`, for the model of an engine."""
+    pip_arguments: tuple[str, ...] = ()
+    """As `HandlerSettings.pip_arguments`."""
     formatter_function: str | None = None
     """The output formatter's name in it, where `option.output_formatter` is no built-in one."""
     predict_timeout: float = 240.0

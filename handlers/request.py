@@ -117,6 +117,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     beam_search: BeamSearch | None = None
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many tokens of the prompt."""
+    generated_before: int = 0
+    """Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them."""
     room: int = 1
     """New tokens for which the context must have room beside the prompt, at least 1; the request is refused otherwise.
     Where `max_tokens` is more than that, it is cut to the room there is."""

@@ -163,6 +163,7 @@ class _Search:
         request = GenerationRequest(
             request_id=f"{self._request.request_id}-beam",
             prompt=(*self._prompt_ids, *(token.id for token in beam.tokens)),
+            generated_before=len(beam.tokens),
             sampling=SamplingParameters(max_tokens=1, ignore_eos=True),
             want_tokens=True,
             want_logprobs=True,

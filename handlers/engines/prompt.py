@@ -6,15 +6,16 @@ import asyncio
 from functools import partial
 
 from handlers.engines.model_texts import LONG_TEXT, ModelTexts
-from handlers.errors import ContextExceeded, InvalidRequest
+from handlers.errors import ContextExceeded, InvalidRequest, PromptTooLong
 from handlers.request import GenerationRequest
 
 
 class PromptTokenizer:
     """Tokenizes prompts for one model."""
 
-    def __init__(self, texts: ModelTexts, max_model_len: int) -> None:
-        self._texts = texts
+    def __init__(self, texts: ModelTexts, max_model_len: int, max_prompt_tokens: int | None = None) -> None:
+        """`max_prompt_tokens`: longer prompts are refused, however much the context holds."""
+        self._texts, self._most = texts, max_prompt_tokens
         self._max_model_len = max_model_len
         self._most_characters = max_model_len * texts.longest_token
 
@@ -29,6 +30,8 @@ class PromptTokenizer:
             ids = self._truncate(ids, request.truncate_prompt_tokens)
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
+        if self._most is not None and len(ids) - request.generated_before > self._most:
+            raise PromptTooLong(len(ids), self._most)
         if len(ids) + request.room > self._max_model_len:
             raise ContextExceeded(len(ids), request.room, self._max_model_len)
         return ids

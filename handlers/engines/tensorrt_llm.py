@@ -85,7 +85,7 @@ class TensorRtLlmEngine:
         self._max_batch_size = arguments.max_batch_size
         can = abilities(version, arguments.sampler, arguments.max_logprobs)
         self.max_top_tokens = can.max_top_tokens
-        self._prompts = PromptTokenizer(self.texts, self.max_model_len)
+        self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
         self._translator = SamplingTranslator(
             make=self._api.SamplingParams,
             max_model_len=self.max_model_len,

@@ -95,7 +95,7 @@ class BatchEngine:
             raise EngineStartError(f"transformers cannot run {self._settings.model_id}: {error}") from error
         self._model, self._runner, self.tokenizer = model, runner, copied(model.tokenizer)
         self.texts = ModelTexts(model.tokenizer)
-        self._prompts = PromptTokenizer(self.texts, model.max_model_len)
+        self._prompts = PromptTokenizer(self.texts, model.max_model_len, self._settings.max_prompt_tokens)
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:

@@ -104,7 +104,7 @@ class SchedulerEngine:
         batching = ContinuousBatching(model, batching_config(self._settings, model), self)
         self._model = fitted(model, batching.capacity, self._settings)
         self.texts = ModelTexts(model.tokenizer)
-        self._prompts = PromptTokenizer(self.texts, self._model.max_model_len)
+        self._prompts = PromptTokenizer(self.texts, self._model.max_model_len, self._settings.max_prompt_tokens)
         self.max_model_len = self._model.max_model_len
         self.max_top_tokens = max_top_tokens(self._settings, model.vocabulary_size)
         self.eos_token_ids = model.eos_token_ids

@@ -120,7 +120,7 @@ class VllmEngine:
         vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
-        self._prompts = PromptTokenizer(self.texts, self.max_model_len)
+        self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
         self._translator = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,

@@ -32,7 +32,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded
+from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, PromptTooLong
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.parameter_limits import check_parameters
@@ -70,13 +70,15 @@ def _moved(what: str) -> EngineStartError:
 class EngineClient:
     """What vLLM's serving classes take for their engine; whatever is not here is `AsyncLLM`'s.
 
-    `predict_timeout`: seconds without a new token after which a request fails.
+    `predict_timeout`: seconds without a new token after which a request fails. `max_prompt_tokens`: longer prompts are
+    refused.
     """
 
-    def __init__(self, llm: Any, meter: Meter, predict_timeout: float) -> None:
+    def __init__(self, llm: Any, meter: Meter, predict_timeout: float, max_prompt_tokens: int | None = None) -> None:
         """Raises EngineStartError on a vLLM that it is not written for."""
         check_seam()
         self._llm, self._meter, self._predict_timeout = llm, meter, predict_timeout
+        self._max_prompt_tokens = max_prompt_tokens
         self._tokenizer = llm.get_tokenizer()
         self._vocabulary_size: int = llm.model_config.get_vocab_size()
 
@@ -105,9 +107,19 @@ class EngineClient:
             check_parameters(sampling_params, self._vocabulary_size, self._tokenizer)
         except InvalidParameter as error:
             raise VLLMValidationError(error.message, parameter=error.parameter) from None
+        self._check_length(prompt)
         call = current_call.get()
         _take(call, sampling_params.n)
         return self._generate(call, prompt, sampling_params, request_id, options)
+
+    def _check_length(self, prompt: Any) -> None:
+        if self._max_prompt_tokens is None:
+            return
+        tokens = len(prompt["prompt_token_ids"])
+        if tokens > self._max_prompt_tokens:
+            raise VLLMValidationError(
+                PromptTooLong(tokens, self._max_prompt_tokens).message, parameter="input_tokens", value=tokens
+            )
 
     async def _generate(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]

@@ -49,7 +49,7 @@ async def openai_handler(
 
     running: Any = engine
     started = time.monotonic()
-    client = EngineClient(running.async_llm, engine.meter, settings.predict_timeout)
+    client = EngineClient(running.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens)
     accepted = frozenset({*aliases, settings.name, settings.model_id})
     app = await build(
         client,

@@ -12,12 +12,13 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import AsyncFileLock
 
+from handlers.cache_dir import cache_dir
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings
 from handlers.workers.interpreter import interpreter_of, variables_of
@@ -33,6 +34,8 @@ _DESCRIBE = (
 )
 _PTH = "slipway_parent.pth"
 _COMPLETE = "complete"
+_LAST_LINES = 5
+"""Of pip's output, in the reason why the model cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,13 @@ class _Result:
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
     """The interpreter for the model's workers; installs the requirements first, unless that has been done before.
 
-    As in LMI a failed installation is logged and no more: the handler may do without, and says so if not.
-
     Raises:
-        EngineStartError: the interpreter cannot be run, or can make no environment.
+        EngineStartError: the interpreter cannot be run, can make no environment, or pip fails: with what it said last.
     """
     python = interpreter_of(settings)
-    if not settings.enable_venv and not (model_dir / REQUIREMENTS).is_file():
+    if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python
+    await asyncio.to_thread(_check_directory, model_dir)
     variables = dict(variables_of(settings)) | {
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
@@ -61,8 +63,9 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
     if answer.code:
         raise EngineStartError(f"{python} cannot be used for the handler: {answer.output}")
     executable, version, packages = json.loads(answer.output.splitlines()[-1])
-    key = await asyncio.to_thread(requirements_key, model_dir, (executable, version, *packages))
-    environments = Path.home() / ".cache" / "slipway" / "environments"
+    arguments = _pip_arguments(model_dir, settings)
+    key = await asyncio.to_thread(requirements_key, model_dir, (executable, version, *packages, *arguments))
+    environments = cache_dir() / "environments"
     try:
         environments.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -71,7 +74,7 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
     async with AsyncFileLock(f"{folder}.lock"):
         if (folder / _COMPLETE).is_file():
             return str(folder / "bin" / "python")
-        return await _build(folder, python, packages, model_dir, settings, variables)
+        return await _build(folder, python, packages, model_dir, arguments, variables)
 
 
 async def _build(
@@ -79,7 +82,7 @@ async def _build(
     python: str,
     packages: list[str],
     model_dir: Path,
-    settings: HandlerSettings,
+    arguments: Sequence[str],
     variables: Mapping[str, str],
 ) -> str:
     """Make the environment; it counts once the file `complete` is there."""
@@ -91,32 +94,53 @@ async def _build(
     site = next((folder / "lib").glob("python*/site-packages"))
     lines = [f"import site; site.addsitedir({path!r})" for path in packages]
     (site / _PTH).write_text("\n".join(lines) + "\n")
-    if (model_dir / REQUIREMENTS).is_file() and not await _install(own_python, model_dir, settings, variables):
-        await asyncio.to_thread(shutil.rmtree, folder)
-        return python
+    if arguments:
+        try:
+            await _install(own_python, model_dir, arguments, variables)
+        except EngineStartError:
+            await asyncio.to_thread(shutil.rmtree, folder)
+            raise
     (folder / _COMPLETE).touch()
     return own_python
 
 
-async def _install(python: str, model_dir: Path, settings: HandlerSettings, variables: Mapping[str, str]) -> bool:
+def _check_directory(model_dir: Path) -> None:
+    if not model_dir.is_dir():
+        raise EngineStartError(
+            f"packages are to be installed (STANDARD_PIP_ARGS), but there is no directory {model_dir}"
+        )
+
+
+def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
+    """Whether anything is to be installed for the model."""
+    return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
+
+
+def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
+    """What follows `pip install`; empty where nothing is to be installed. Source: sagemaker_hosting.md section 10."""
+    if not needs_packages(model_dir, settings):
+        return []
+    if settings.pip_arguments:
+        arguments = list(settings.pip_arguments)
+    else:
+        arguments = ["-r", REQUIREMENTS]
+        if (model_dir / "requirements").is_dir():
+            arguments += ["--find-links", str(model_dir / "requirements")]
+    return arguments + (["--no-index", "--no-build-isolation"] if settings.offline else [])
+
+
+async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     if (await _run([python, "-m", "pip", "--version"], model_dir, variables)).code:
         ensured = await _run([python, "-m", "ensurepip", "--default-pip"], model_dir, variables)
         if ensured.code:
-            logger.error("%s has no pip, so %s is not installed: %s", python, REQUIREMENTS, ensured.output)
-            return False
-    command = [python, "-m", "pip", "install", "-r", REQUIREMENTS]
-    wheels = model_dir / "requirements"
-    if wheels.is_dir():
-        command += ["--find-links", str(wheels)]
-    if settings.offline:
-        command += ["--no-index", "--no-build-isolation"]
-    logger.info("installing the packages of %s", model_dir / REQUIREMENTS)
-    result = await _run(command, model_dir, variables)
+            raise EngineStartError(f"{python} has no pip, so {REQUIREMENTS} cannot be installed: {ensured.output}")
+    logger.info("installing the packages of %s", model_dir)
+    result = await _run([python, "-m", "pip", "install", *arguments], model_dir, variables)
     if result.code:
-        logger.error("pip could not install %s:\n%s", model_dir / REQUIREMENTS, result.output)
-        return False
-    logger.info("installed the packages of %s:\n%s", model_dir / REQUIREMENTS, result.output)
-    return True
+        logger.error("pip could not install the packages of %s:\n%s", model_dir, result.output)
+        last = "; ".join(line.strip() for line in result.output.splitlines()[-_LAST_LINES:] if line.strip())
+        raise EngineStartError(f"pip could not install {REQUIREMENTS}: {last}")
+    logger.info("installed the packages of %s:\n%s", model_dir, result.output)
 
 
 async def _run(command: list[str], directory: Path, variables: Mapping[str, str]) -> _Result:

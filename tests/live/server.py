@@ -40,7 +40,8 @@ def write_model(directory: Path, **options: object) -> Path:
 class Server:
     """A `slipway serve` process."""
 
-    model_dir: Path
+    model_dir: Path | str | None
+    """None: as the environment says."""
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -48,7 +49,8 @@ class Server:
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
-        command = [sys.executable, "-m", "container", "serve", "--model-dir", str(self.model_dir)]
+        command = [sys.executable, "-m", "container", "serve"]
+        command += ["--model-dir", str(self.model_dir)] if self.model_dir is not None else []
         command += ["--model-name", "model", "--port", str(self.port), "--host", "127.0.0.1"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

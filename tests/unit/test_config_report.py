@@ -57,6 +57,7 @@ def test_json_keeps_types() -> None:
             {"name": "fail_fast", "value": True, "source": "default", "note": "a note"},
             {"name": "option.revision", "value": None, "source": "default"},
         ],
+        "aliases": [],
         "warnings": ["careful"],
     }
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container import leftovers, options, server_options
+from container.aliases import ALIASES, Alias
 from container.option import Option
 from container.option_parsers import (
     BOOLEAN,
@@ -199,7 +200,13 @@ def server_name(option: Option) -> str:
     return f"SERVING_{option.key.upper()}"
 
 
+def alias_row(alias: Alias) -> str:
+    how = {"_inverted": ", the other way round", "_chat_format": "`=openai`, if true"}.get(alias.convert.__name__, "")
+    return f"| `{alias.variable}` | {alias.of} | `{alias.target}`{how} |"
+
+
 TABLES = {
+    "aliases": ["| variable | of | stands for |", "| --- | --- | --- |", *(alias_row(alias) for alias in ALIASES)],
     "model": [
         "| option | also | default | allowed | meaning |",
         "| --- | --- | --- | --- | --- |",

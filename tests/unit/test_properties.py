@@ -7,17 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from container.aliases import read_variables
 from container.properties import (
     Value,
     merged,
     option_layer,
     parse_properties,
-    read_environment,
     read_properties,
     sagemaker_model_layer,
     sagemaker_server_layer,
     serving_layer,
 )
+
+
+def read_environment(environ: dict[str, str], problems: list[str]) -> dict[str, Value]:
+    return read_variables(environ, problems, [])[0]
 
 
 def texts(layer: dict[str, Value]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from container import settings as settings_module
 from container.settings import Settings, SettingsError, load_settings
 from handlers.model_settings import ModelSettings
 
-SAME_DIRECTORY = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NOT_SERVED = "not served by this version of Slipway"
 
 
@@ -218,7 +218,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
         "option.output_formatter=3p",
         "option.task=text-embedding",
         "option.model=org/name",
-        "option.model_id=s3://bucket/prefix",
         "option.model_id=djl://x",
     ],
 )
@@ -457,6 +456,12 @@ def test_the_default_model_directory_may_be_missing(tmp_path: Path, monkeypatch:
 def test_a_directory_given_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="model directory \\(--model-dir\\): there is no directory"):
         load_settings(tmp_path / "nothing", {"HF_MODEL_ID": "org/m"})
+
+
+@pytest.mark.parametrize("url", ["https://example.com/model.tar.gz", "djl://x/y"])
+def test_a_directory_elsewhere_is_no_directory(url: str) -> None:
+    with pytest.raises(SettingsError, match=f"{url.partition(':')[0]}:// {NOT_SERVED.replace('not', 'is not', 1)}"):
+        load_settings(url, {})
 
 
 def test_an_archive_made_of_a_directory_is_entered(tmp_path: Path) -> None:

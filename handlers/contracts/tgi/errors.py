@@ -13,6 +13,7 @@ from handlers.errors import (
     NotReady,
     NotServed,
     Overloaded,
+    PromptTooLong,
     RequestError,
     UnknownModel,
 )
@@ -94,6 +95,8 @@ def _meaning(error: RequestError) -> tuple[int, str, str]:
 
 
 def _what_is_wrong(error: InvalidRequest) -> str:
+    if isinstance(error, PromptTooLong):
+        return f"`inputs` must have less than {error.most + 1} tokens. Given: {error.prompt_tokens}"
     if not isinstance(error, ContextExceeded):
         return error.message
     if error.new_tokens == 1:

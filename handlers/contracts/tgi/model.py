@@ -19,7 +19,7 @@ from handlers.contracts.text_limits import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.body import Body, read
 from handlers.contracts.tgi.chat import Chat, templated
 from handlers.contracts.tgi.errors import JSON, error_document
-from handlers.contracts.tgi.parameters import MAX_BEST_OF, MAX_STOP_SEQUENCES
+from handlers.contracts.tgi.parameters import max_input_tokens
 from handlers.errors import InvalidRequest
 
 PIPELINE = "text-generation"
@@ -45,16 +45,16 @@ def tell_info(_: Call, view: ModelView) -> Reply:
         NotReady: it is not loaded.
         NotServed: a custom handler generates.
     """
-    context = view.text().max_model_len
+    model = view.text()
     info: dict[str, Any] = {
         "model_id": view.settings.model_id,
         "model_sha": view.settings.revision,
         "model_pipeline_tag": PIPELINE,
         "max_concurrent_requests": view.max_requests,
-        "max_best_of": MAX_BEST_OF,
-        "max_stop_sequences": MAX_STOP_SEQUENCES,
-        "max_input_tokens": context - 1,
-        "max_total_tokens": context,
+        "max_best_of": view.settings.max_best_of,
+        "max_stop_sequences": view.settings.max_stop_sequences,
+        "max_input_tokens": max_input_tokens(model, view.settings),
+        "max_total_tokens": model.max_model_len,
         "validation_workers": VALIDATION_WORKERS,
         "max_client_batch_size": MAX_CLIENT_BATCH_SIZE,
         "router": ROUTER,

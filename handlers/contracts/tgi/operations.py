@@ -7,7 +7,7 @@ from typing import Any
 
 from handlers.contracts.family import Operation
 from handlers.contracts.tgi.errors import EVENTS, JSON
-from handlers.contracts.tgi.parameters import MAX_BEST_OF, MAX_STOP_SEQUENCES, MAX_TOP_N_TOKENS
+from handlers.contracts.tgi.parameters import MAX_TOP_N_TOKENS
 
 Schema = Mapping[str, Any]
 Answers = dict[str, tuple[str, str, Schema | None]]
@@ -35,8 +35,10 @@ _PARAMETERS = _object(
     repetition_penalty=_field("number", "Above 1 discourages repetition.", default=1.0, exclusiveMinimum=0),
     frequency_penalty=_field("number", "Discourages frequent tokens.", default=0.0, minimum=-2, maximum=2),
     seed=_field("integer", "Seed for sampling; random by default.", minimum=0),
-    stop=_array({"type": "string"}, f"Texts that end the generation, at most {MAX_STOP_SEQUENCES}."),
-    best_of=_field("integer", "Candidates of which the best is the answer.", default=1, maximum=MAX_BEST_OF),
+    stop=_array({"type": "string"}, "Texts that end the generation, at most as many as `/info` says."),
+    best_of=_field(
+        "integer", "Candidates of which the best is the answer, at most as many as `/info` says.", default=1
+    ),
     top_n_tokens=_field("integer", "Alternatives to show for each token.", default=0, maximum=MAX_TOP_N_TOKENS),
     return_full_text=_field("boolean", "Put the prompt in front of the text; by default on / only."),
     details=_field("boolean", "Show details.", default=False),

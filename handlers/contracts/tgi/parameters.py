@@ -19,8 +19,8 @@ from handlers.errors import InvalidRequest
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, SamplingParameters
 
-MAX_BEST_OF, MAX_STOP_SEQUENCES, MAX_TOP_N_TOKENS = 2, 4, 5
-"""TGI's defaults."""
+MAX_TOP_N_TOKENS = 5
+"""TGI's default."""
 MOST_RESERVED = 1024
 """New tokens for which TGI wants room in the context at once; more than that are generated as far as they fit."""
 _SEED_BITS = 63
@@ -32,6 +32,8 @@ class ParameterRules:
     """What of a model and its settings decides how parameters are read."""
 
     max_input_tokens: int
+    max_best_of: int
+    max_stop_sequences: int
     do_sample_inferred: bool
     """`temperature` and its like switch sampling on, as TGI's model server does; otherwise `do_sample` alone does."""
     special_ids: Mapping[str, int]
@@ -42,11 +44,19 @@ class ParameterRules:
 def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
     """What decides how this model's parameters are read."""
     return ParameterRules(
-        max_input_tokens=model.max_model_len - 1,
+        max_input_tokens=max_input_tokens(model, settings),
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
         do_sample_inferred=settings.do_sample_inferred,
         special_ids=model.texts.special_tokens,
         eos_token_ids=model.eos_token_ids,
     )
+
+
+def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
+    """Tokens of the longest prompt that is taken."""
+    context = model.max_model_len - 1
+    return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,7 @@ def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, st
         InvalidRequest: with TGI's text, but for its prefix.
     """
     parameters = Parameters(do_sample=True) if given is None else given
-    best_of = _best_of(parameters, streams)
+    best_of = _best_of(parameters, rules, streams)
     sampling = _sampling(parameters, rules, best_of)
     top_tokens = parameters.top_n_tokens or 0
     if top_tokens > MAX_TOP_N_TOKENS:
@@ -99,14 +109,14 @@ def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, st
     )
 
 
-def _best_of(parameters: Parameters, streams: bool) -> int:
+def _best_of(parameters: Parameters, rules: ParameterRules, streams: bool) -> int:
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if streams and best_of != 1:
         raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
     if streams and parameters.decoder_input_details:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
-    if not 0 < best_of <= MAX_BEST_OF:
-        raise InvalidRequest(f"`best_of` must be > 0 and <= {MAX_BEST_OF}. Given: {best_of}")
+    if not 0 < best_of <= rules.max_best_of:
+        raise InvalidRequest(f"`best_of` must be > 0 and <= {rules.max_best_of}. Given: {best_of}")
     if best_of > 1 and not (parameters.do_sample or _names_sampling(parameters)):
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
     return best_of
@@ -137,7 +147,7 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
     top_k = _strictly_positive("top_k", parameters.top_k, 0)
     if parameters.max_new_tokens == 0:
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
-    stop = _stop(parameters.stop or ())
+    stop = _stop(parameters.stop or (), rules.max_stop_sequences)
     seed = _seed(parameters.seed, best_of)
     _refuse_what_is_not_here(parameters)
     samples = _samples(parameters, rules, best_of)
@@ -174,9 +184,9 @@ def _share(name: str, value: float | None) -> float:
     return value
 
 
-def _stop(stop: tuple[str, ...]) -> tuple[str, ...]:
-    if len(stop) > MAX_STOP_SEQUENCES:
-        raise InvalidRequest(f"`stop` supports up to {MAX_STOP_SEQUENCES} stop sequences. Given: {len(stop)}")
+def _stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
+    if len(stop) > most:
+        raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
         raise InvalidRequest(f"`stop` must hold texts of 1 to {MAX_STRING_LENGTH} characters")
     return stop

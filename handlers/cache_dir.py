@@ -1,0 +1,45 @@
+"""Where this process may keep files that it can make again."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """`$SLIPWAY_CACHE_DIR`, else `slipway` in the user's cache directory, else a directory below /tmp; it is there.
+
+    A container may have no home, or one that it cannot write to: then /tmp, in a directory that is nobody else's.
+    """
+    environ = os.environ if environ is None else environ
+    if configured := environ.get("SLIPWAY_CACHE_DIR"):
+        return Path(configured)
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
+    directory = Path(base) / "slipway"
+    if directory.is_absolute() and is_writable(directory):
+        return directory
+    return _temporary()
+
+
+def is_writable(directory: Path) -> bool:
+    """Whether files can be made in `directory`, which is made if need be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
+
+
+def _temporary() -> Path:
+    directory = Path(tempfile.gettempdir()) / f"slipway-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="slipway-"))
+    if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
+        return Path(tempfile.mkdtemp(prefix="slipway-"))  # somebody else's, who could change what we load
+    return directory

@@ -1,0 +1,179 @@
+"""Models that are not simply there: on S3, on a read-only disk, named by another container's variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.live.server import Server
+from tests.s3 import BUCKET, CREDENTIALS, gate_to, moto, put, refuse, slow
+
+PROPERTIES = b"option.dtype=fp32\noption.kv_cache_memory_bytes=536870912\n"
+FORMATTER = b"""
+from djl_python import Input
+from djl_python.output_formatter import output_formatter
+from tiny_package import ANSWER
+
+
+@output_formatter
+def write(output):
+    return ANSWER
+"""
+
+
+@pytest.fixture(scope="module")
+def on_s3(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server, just started, of a model directory on S3, whose weights take their time."""
+    directory = tmp_path_factory.mktemp("s3")
+    with moto() as address, gate_to(address) as gate:
+        files = {f"llms/smol/{path.name}": path.read_bytes() for path in sample_model.iterdir() if path.is_file()}
+        put(address, files | {"llms/smol/serving.properties": PROPERTIES})
+        gate.fault = slow(0.5, ending=".safetensors")
+        environment = CREDENTIALS | {
+            "AWS_ENDPOINT_URL_S3": gate.url,
+            "HF_MODEL_ID": f"s3://{BUCKET}/llms/smol",
+            "SERVING_DOWNLOAD_DIR": str(directory / "downloads"),
+            "SERVING_MODEL_STORE": str(directory / "empty"),
+            # What a deployment of TGI sets.
+            "SM_NUM_GPUS": "1",
+            "MAX_INPUT_LENGTH": "48",
+            "MAX_TOTAL_TOKENS": "96",
+            "MAX_BEST_OF": "3",
+            "MESSAGES_API_ENABLED": "true",
+            "OPTION_TGI_COMPAT": "true",
+        }
+        (directory / "empty").mkdir()
+        server = Server(None, directory / "server.log", environment)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def test_ping_is_pending_while_weights_are_downloaded_and_200_afterwards(on_s3: Server) -> None:
+    seen: set[float] = set()
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and on_s3.ping() == 0:
+        time.sleep(0.05)
+    while on_s3.ping() == 503 and not (seen and max(seen) > 0):
+        assert on_s3.client.get("/ping").json() == {"model": {"status": "PENDING"}}
+        seen.add(on_s3.metric("slipway_download_bytes"))
+        time.sleep(0.05)
+    assert on_s3.ping() == 503
+    assert on_s3.metric("slipway_download_total_bytes") > 100_000_000
+    on_s3.wait_until_ready()
+    assert on_s3.metric("slipway_download_bytes") == on_s3.metric("slipway_download_total_bytes")
+    assert "downloaded s3://models/llms/smol/" in on_s3.log_text()
+
+
+def test_a_client_of_tgi_is_served_under_its_own_limits(on_s3: Server) -> None:
+    on_s3.wait_until_ready()
+    info = on_s3.client.get("/info").json()
+    assert (info["max_input_tokens"], info["max_total_tokens"], info["max_best_of"]) == (48, 96, 3)
+    answer = on_s3.client.post("/invocations", json={"inputs": "The capital of France is", "parameters": {}})
+    assert answer.status_code == 200
+    assert isinstance(answer.json()[0]["generated_text"], str)
+    chat = on_s3.client.post(
+        "/invocations", json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "model": "tgi"}
+    )
+    assert chat.status_code == 200
+    assert chat.json()["object"] == "chat.completion"
+
+
+def test_a_prompt_beyond_the_limit_is_refused_in_the_words_of_each_contract(on_s3: Server) -> None:
+    on_s3.wait_until_ready()
+    long = "word " * 60
+    tgi = on_s3.client.post("/generate", json={"inputs": long, "parameters": {"max_new_tokens": 2}})
+    assert tgi.status_code == 422
+    assert "`inputs` must have less than 49 tokens. Given: " in tgi.json()["error"]
+    lmi = on_s3.client.post("/predictions/model", json={"inputs": long, "parameters": {"max_new_tokens": 2}})
+    assert lmi.status_code == 424
+    assert "at most 48 are taken (option.max_prompt_tokens)" in lmi.text
+    openai = on_s3.client.post("/v1/completions", json={"model": "model", "prompt": long, "max_tokens": 2})
+    assert openai.status_code == 400
+    assert "at most 48 are taken" in openai.json()["error"]["message"]
+    beams = on_s3.client.post(
+        "/invocations",
+        json={"inputs": "The capital of France is", "parameters": {"num_beams": 2, "max_new_tokens": 60}},
+    )
+    assert beams.status_code == 200
+
+
+def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_path: Path) -> None:
+    with moto() as address, gate_to(address) as gate:
+        put(address, {"m/config.json": b"{}", "m/model.safetensors": b"x" * 1000})
+        environment = CREDENTIALS | {
+            "AWS_ENDPOINT_URL_S3": gate.url,
+            "SERVING_DOWNLOAD_DIR": str(tmp_path / "downloads"),
+        }
+        fault = refuse(403, "AccessDenied")
+        gate.fault = lambda passing: passing.path.endswith(".safetensors") and fault(passing)
+        server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
+        try:
+            deadline = time.monotonic() + 60
+            while server.ping() != 500:
+                assert time.monotonic() < deadline, server.log_text()
+                time.sleep(0.05)
+            reason = server.client.get("/ping").json()["model"]["reason"]
+            assert reason.startswith("s3://models/m/: access is denied")
+            assert server.process.wait(30) == 1
+        finally:
+            server.stop()
+
+
+def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
+    with moto() as address, gate_to(address) as gate:
+        put(address, {"m/config.json": b"{}", "m/model.safetensors": b"x" * 1000})
+        gate.fault = slow(20, ending=".safetensors")
+        environment = CREDENTIALS | {
+            "AWS_ENDPOINT_URL_S3": gate.url,
+            "SERVING_DOWNLOAD_DIR": str(tmp_path / "downloads"),
+        }
+        server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
+        try:
+            deadline = time.monotonic() + 60
+            while "downloading s3://" not in server.log_text():
+                assert time.monotonic() < deadline, server.log_text()
+                time.sleep(0.05)
+            started = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - started < 3
+        finally:
+            server.stop()
+
+
+def test_a_read_only_model_directory_without_a_home_is_served(sample_model: Path, tmp_path: Path) -> None:
+    """With a requirements.txt beside it, whose package a formatter imports."""
+    from tests.unit.workers.test_requirements import make_wheel
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in sample_model.iterdir():
+        if path.is_file():
+            os.link(path, model / path.name) if path.stat().st_dev == model.stat().st_dev else shutil.copy(path, model)
+    (model / "serving.properties").write_bytes(PROPERTIES)
+    (model / "model.py").write_bytes(FORMATTER)
+    make_wheel(model / "requirements", "from a package")
+    (model / "requirements.txt").write_text("tiny-package\n")
+    before = listing(model)
+    for directory, _, _ in os.walk(model):
+        os.chmod(directory, 0o555)
+    server = Server(model, tmp_path / "server.log", {"HOME": "/proc/nonexistent", "DJL_OFFLINE": "true"})
+    try:
+        server.wait_until_ready()
+        answer: httpx.Response = server.invoke("The capital of France is", max_new_tokens=2)
+        assert (answer.status_code, answer.text) == (200, "from a package" * 2)
+    finally:
+        server.stop()
+        os.chmod(model, 0o755)
+    assert listing(model) == before
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))

@@ -1,0 +1,193 @@
+"""An S3 of our own for tests: moto's server, and before it a gate that can break what passes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+BUCKET = "models"
+
+Fault = Callable[["Passing"], bool]
+
+
+@dataclass
+class Passing:
+    """A GET of an object on its way."""
+
+    path: str
+    body: bytes
+    handler: BaseHTTPRequestHandler
+
+
+@dataclass
+class Gate:
+    """An HTTP server between the client and moto."""
+
+    upstream: str
+    url: str = ""
+    fault: Fault | None = None
+    """Called with each answer to a GET; True: it has answered itself."""
+    gets: list[str] = field(default_factory=list)
+    """Paths of the objects that were read."""
+
+
+def _refuse(passing: Passing, status: int, code: str) -> bool:
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+    passing.handler.send_response(status)
+    passing.handler.send_header("Content-Length", str(len(body)))
+    passing.handler.end_headers()
+    passing.handler.wfile.write(body)
+    return True
+
+
+def refuse(status: int, code: str, times: int = 1_000_000) -> Fault:
+    """S3's error, so many times."""
+    left = [times]
+
+    def fault(passing: Passing) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and _refuse(passing, status, code)
+
+    return fault
+
+
+def cut_short(times: int) -> Fault:
+    """Half of the bytes that were announced, then the end of the connection."""
+    left = [times]
+
+    def fault(passing: Passing) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            return False
+        passing.handler.send_response(206)
+        passing.handler.send_header("Content-Length", str(len(passing.body)))
+        passing.handler.end_headers()
+        passing.handler.wfile.write(passing.body[: len(passing.body) // 2])
+        passing.handler.close_connection = True
+        return True
+
+    return fault
+
+
+def slow(seconds: float, ending: str = "") -> Fault:
+    """Every object that ends so takes its time."""
+
+    def fault(passing: Passing) -> bool:
+        if passing.path.endswith(ending):
+            time.sleep(seconds)
+        return False
+
+    return fault
+
+
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Clients leave in the middle, and moto ends before them: that is what is tested."""
+
+
+def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            connection = http.client.HTTPConnection(urlsplit(gate.upstream).netloc, timeout=30)
+            with contextlib.closing(connection):
+                connection.request("GET", self.path, headers=dict(self.headers))
+                answer = connection.getresponse()
+                body = answer.read()
+            path = urlsplit(self.path).path
+            if path.strip("/").count("/"):
+                gate.gets.append(path)
+            if gate.fault is not None and path.strip("/").count("/") and gate.fault(Passing(path, body, self)):
+                return
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    return Handler
+
+
+@contextlib.contextmanager
+def gate_to(upstream: str) -> Iterator[Gate]:
+    """A gate, for the time of a test."""
+    gate = Gate(upstream)
+    server = _QuietServer(("127.0.0.1", 0), _handler(gate))
+    gate.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield gate
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[str]:
+    """A running S3; its address."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+def put(address: str, files: dict[str, bytes]) -> None:
+    """Objects in BUCKET, which is made if need be."""
+    client = _client(address)
+    with contextlib.closing(client):
+        with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
+            client.create_bucket(Bucket=BUCKET)
+        for key, body in files.items():
+            client.put_object(Bucket=BUCKET, Key=key, Body=body)
+
+
+def delete(address: str, key: str) -> None:
+    """One object less."""
+    client = _client(address)
+    with contextlib.closing(client):
+        client.delete_object(Bucket=BUCKET, Key=key)
+
+
+def _client(address: str) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=address,
+        region_name="us-east-1",
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+    )
