@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -103,6 +103,8 @@ def local(
     stream_timeout: _StreamTimeout = 480.0,
 ) -> None:
     """Serve SageMaker's runtime API on this machine, in front of a container."""
+    import uvloop
+
     from deploy.local import server
 
     if container is not None and (model_dir is not None or model_name is not None):
@@ -113,6 +115,7 @@ def local(
         raise typer.BadParameter(f"is {container!r}; expected http://host:port", param_hint="--container")
     names, named = _checked("--endpoint-name", endpoint_name), _named(component, adapter)
     logs.configure("plain", "info")
+    _hush()
     child = None
     if container is None:
         arguments = ["--model-dir", str(model_dir)] if model_dir is not None else []
@@ -130,7 +133,7 @@ def local(
         **named,
     )
     typer.echo(_how_to_reach(_url(host, port), names))
-    sys.exit(asyncio.run(server.serve(settings, host, port, child)))
+    sys.exit(uvloop.run(server.serve(settings, host, port, child)))
 
 
 def _mount(settings: LocalSettings) -> Mount:
@@ -138,8 +141,14 @@ def _mount(settings: LocalSettings) -> Mount:
     from deploy.local.runtime import PREFIX, RuntimeApi
 
     typer.echo(_how_to_reach(settings.container, settings.endpoints))
+    _hush()
     api = RuntimeApi(settings)
     return Mount(PREFIX, api, api.close)
+
+
+def _hush() -> None:
+    """The container has an access line for each call; httpx need not add its own."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def _url(host: str, port: int) -> str:
