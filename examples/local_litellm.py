@@ -15,11 +15,12 @@ import litellm
 
 base = os.environ.get("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "http://127.0.0.1:8080")
 url = f"{base}/endpoints/my-endpoint/invocations"
-messages = [{"role": "user", "content": "What is the capital of France?"}]
+messages = [{"role": "user", "content": "The capital of France is"}]
 
 for provider in ("sagemaker", "sagemaker_chat"):
     arguments = {"model": f"{provider}/my-endpoint", "messages": messages, "max_tokens": 16, "temperature": 0}
     whole = litellm.completion(**arguments, sagemaker_base_url=url)
-    print(f"{provider}, whole:   ", whole.choices[0].message.content)
+    print(f"{provider}, whole:   ", whole.choices[0].message.content.strip())
     stream = litellm.completion(**arguments, stream=True, sagemaker_base_url=f"{url}-response-stream")
-    print(f"{provider}, streamed:", "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    print(f"{provider}, streamed:", text.strip())

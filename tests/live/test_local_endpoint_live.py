@@ -22,14 +22,15 @@ from botocore.exceptions import ClientError
 from huggingface_hub import InferenceClient
 from openai import OpenAI
 
-from tests.live.server import Server, free_port, records, write_model
+from tests.live.local_command import local_command
+from tests.live.server import Server, records, write_model
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The capital of France is"
 JSON = "application/json"
 NAME = "my-endpoint"
 MESSAGES = [{"role": "user", "content": "Say hello."}]
-RUNNING, ABORTED = "slipway_engine_running", "slipway_generations_aborted"
+RUNNING, ABORTED = "slipway_engine_running", "slipway_generations_aborted_total"
 
 
 def environment(url: str) -> dict[str, str]:
@@ -59,29 +60,6 @@ def container(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str
         yield server
     finally:
         server.stop()
-
-
-@contextlib.contextmanager
-def local_command(directory: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A `slipway local` process and its URL, once it answers at all."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "deploy", "local", "--port", str(port), *arguments]
-    with (directory / "local.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"{url}/ping")
-                break
-            assert process.poll() is None, (directory / "local.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield url, process
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -232,15 +210,6 @@ def test_the_examples_run_as_they_stand(container: Server, example: str) -> None
         assert shown[whole].strip() == shown[stream].strip() != ""
     if example == "local_boto3.py":
         assert shown["refused"].strip().startswith("424 ")
-
-
-def test_litellm_raises_what_the_container_says(aws: str) -> None:
-    import litellm
-
-    with pytest.raises(litellm.exceptions.APIError, match="No endpoint|not found|nope"):
-        litellm.completion(
-            model="sagemaker/nope", messages=MESSAGES, sagemaker_base_url=f"{aws}/endpoints/nope/invocations"
-        )
 
 
 def test_sagemakers_own_sdk_invokes_the_endpoint(aws: str) -> None:
