@@ -17,15 +17,19 @@ _WATCH_SECONDS = 0.1
 
 
 class ContainerProcess:
-    """`python -m container serve`, with this process's environment."""
+    """`python -m container serve`, with this process's environment, save for the address."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """`arguments`: of `serve`, without address and port."""
         port = _free_port()
         self.url = f"http://{_LOOPBACK}:{port}"
-        command = [sys.executable, "-m", "container", "serve", *arguments, "--host", _LOOPBACK, "--port", str(port)]
-        # A session of its own: Ctrl-C reaches us alone, and the container once, through `stop`.
-        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with(os.getpid()))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "container", "serve", *arguments],
+            env=_environment(port),
+            # A session of its own: Ctrl-C reaches us alone, and the container once, through `stop`.
+            start_new_session=True,
+            preexec_fn=_end_with(os.getpid()),
+        )
 
     def stop(self) -> None:
         """Have it drain; a second time: have it end at once."""
@@ -38,6 +42,12 @@ class ContainerProcess:
             await asyncio.sleep(_WATCH_SECONDS)
         code: int = self._process.returncode
         return code if code >= 0 else 128 - code
+
+
+def _environment(port: int) -> dict[str, str]:
+    """Ours, with the address in the variables: they go before a command line."""
+    given = {name: value for name, value in os.environ.items() if name != "SAGEMAKER_BIND_TO_PORT"}
+    return given | {"SERVING_HOST": _LOOPBACK, "SERVING_PORT": str(port)}
 
 
 def _free_port() -> int:

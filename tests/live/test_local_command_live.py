@@ -193,6 +193,9 @@ def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> Non
             "AWS_ACCESS_KEY_ID": "local",
             "AWS_SECRET_ACCESS_KEY": "local",
             "AWS_DEFAULT_REGION": "us-east-1",
+            # As in the container's image or a user's shell; the container that is started gets a port of its own.
+            "SAGEMAKER_BIND_TO_PORT": "8080",
+            "SERVING_PORT": "8080",
         }
         with (
             contextlib.closing(_client("s3", environment["AWS_ENDPOINT_URL_S3"])) as s3,
