@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from deploy.local.async_stores import OutputStore, StoreError, check_input_location, read_input
 from deploy.local.errors import RuntimeApiError, constraint_violation, service_unavailable, validation_error
-from deploy.local.invocation import Invocation, Invoker
+from deploy.local.invocation import Answer, Invocation, Invoker
 from deploy.local.parameters import Headers, Parameters
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ MAX_INLINE_BODY = 128_000
 """Bytes; more has to be in S3."""
 
 _TTL_SECONDS, _TIMEOUT_SECONDS = 21600, 900
+_PASSING = frozenset({"ModelNotReadyException", "ServiceUnavailable"})
+_AGAIN_SECONDS = 1.0
 _FAILURES = "async-endpoint-failures"
 
 
@@ -135,10 +137,20 @@ class AsyncInvocations:
         if job.input_location is not None:
             body = await asyncio.to_thread(read_input, job.input_location)
             invocation = replace(invocation, body=body)
-        answer = await self._invoker.invoke(invocation, job.timeout)
+        answer = await self._invoke(invocation, job)
         content_type = dict(answer.headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
         await asyncio.to_thread(self._store.write, job.output, answer.body, content_type)
         logger.info("asynchronous call %s: %s", job.inference_id, self._store.location(job.output))
+
+    async def _invoke(self, invocation: Invocation, job: _Job) -> Answer:
+        """The answer. A container that is not there yet is waited for, as long as the call may wait at all."""
+        while True:
+            try:
+                return await self._invoker.invoke(invocation, job.timeout)
+            except RuntimeApiError as error:
+                if error.name not in _PASSING or time.monotonic() > job.expires:
+                    raise
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _fail(self, job: _Job, error: RuntimeApiError) -> None:
         logger.warning("asynchronous call %s failed: %s", job.inference_id, error.message)

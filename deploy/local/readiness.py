@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _PING_SECONDS = 2.0
 _REGISTER_SECONDS = 60.0
+_MAX_ANSWER = 65536
 _LOADING = frozenset({207, 503})
 """What containers answer while a model loads; any other failure is the model's own, and a call will show it."""
 
@@ -46,6 +47,7 @@ class Readiness:
                     self._container.request("GET", "/ping", (), b"") as response,
                 ):
                     status = response.status_code
+                    await read_up_to(response, _MAX_ANSWER)  # so that the connection can serve the call
             except TimeoutError:
                 raise model_not_ready(endpoint) from None
             if status in _LOADING:
@@ -68,7 +70,7 @@ class Readiness:
                 asyncio.timeout(_REGISTER_SECONDS),
                 self._container.request("POST", "/adapters", headers, body) as response,
             ):
-                answer = await read_up_to(response, 65536) or b""
+                answer = await read_up_to(response, _MAX_ANSWER) or b""
         except TimeoutError:
             logger.error("adapter %s: the container did not load it within %g s", name, _REGISTER_SECONDS)
             return

@@ -61,6 +61,20 @@ async def test_a_call_has_its_own_time_limit_and_fails_in_the_other_place(tmp_pa
         assert await result(patient, "outputlocation") == b"late"
 
 
+async def test_a_call_waits_for_a_container_that_is_still_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.local.async_invocations._AGAIN_SECONDS", 0.05)
+    loading = b"HTTP/1.1 503 X\r\ncontent-length: 0\r\n\r\n"
+    container = ScriptedContainer(always(answer("200 OK", b"done")), ping=loading)
+    async with local_endpoint(container, async_output=str(tmp_path)) as client:
+        response = await client.post(ASYNC, content=b"x")
+        await asyncio.sleep(0.3)
+        assert (names(tmp_path), container.seen) == ([], [])
+        container.ping = answer()
+        assert await result(response, "outputlocation") == b"done"
+
+
 async def test_what_waits_when_the_endpoint_stops_fails(tmp_path: Path) -> None:
     async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

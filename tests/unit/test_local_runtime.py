@@ -383,7 +383,10 @@ async def test_a_client_that_leaves_closes_the_containers_connection_at_once(pat
                 await asyncio.sleep(0.01)
 
 
-async def test_a_client_that_does_not_read_holds_the_container_back() -> None:
+async def test_a_client_that_does_not_read_holds_the_container_back_until_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploy.local.invocation._LAST_WORD_SECONDS", 0.2)
     piece = chunk(b"x" * 65536)
     written = 0
 
@@ -395,17 +398,22 @@ async def test_a_client_that_does_not_read_holds_the_container_back() -> None:
             await writer.drain()
             written += len(piece)
 
+    container = ScriptedContainer(flood)
     async with (
-        local_endpoint(ScriptedContainer(flood)) as client,
-        client.stream("POST", STREAM, content=b"{}") as reply,
+        local_endpoint(container, stream_timeout=2) as client,
+        client.stream("POST", STREAM, content=b"") as reply,
     ):
-        async for _ in reply.aiter_raw():
-            break
-        await asyncio.sleep(0.5)
+        pieces = reply.aiter_raw()
+        await anext(pieces)
+        await asyncio.sleep(0.7)
         held_at = written
         await asyncio.sleep(0.5)
         assert written - held_at < 1 << 20
         assert held_at < 32 << 20
+        await asyncio.sleep(1.8)
+        assert container.closed == 1
+        with pytest.raises(httpx.TransportError):  # it did not take the last message in time, and is cut off
+            _ = [piece async for piece in pieces]
 
 
 async def test_everything_else_passes_through_as_it_is() -> None:
