@@ -18,7 +18,7 @@ from deploy.cli import app
         (["local", "--container", "localhost:8080"], "expected http://host:port"),
         (["local", "--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
         (["local", "--container", "http://x", "--adapter", "=source"], "a name is missing"),
-        (["local", "--container", "http://x", "--max-payload-mb", "0"], "0 is not in the range"),
+        (["local", "--container", "http://x", "--max-payload-mb", "0"], "Input should be greater than or equal to 1"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(arguments: list[str], message: str) -> None:
