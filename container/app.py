@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,12 +30,23 @@ _ANY = "*"
 """Stands for all methods for which a path has nothing else."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """An application that someone else has for the paths below a prefix; the container's own routes go before it."""
+
+    prefix: str
+    application: Application
+    close: Callable[[], Awaitable[None]]
+    """Frees what it holds, once no more requests come."""
+
+
 class Routes:
     """Dispatches by path, then by method. Paths without parameters, nearly all that is called, need no search."""
 
-    def __init__(self, not_found: Application) -> None:
+    def __init__(self, not_found: Application, mounts: Sequence[Mount] = ()) -> None:
         self._plain: dict[str, dict[str, Application]] = {}
         self._patterns: list[_Pattern] = []
+        self._mounts = tuple(mounts)
         self._not_found = not_found
 
     def add(self, path: str, method: str, application: Application) -> None:
@@ -54,10 +65,14 @@ class Routes:
         if scope["type"] != "http":
             return
         methods = self._plain.get(scope["path"]) or self._match(scope)
-        application = self._not_found
-        if methods is not None:
+        if methods is None:
+            application = self._mounted(scope["path"])
+        else:
             application = methods.get(scope["method"]) or methods.get(_ANY) or self._not_found
         await application(scope, receive, send)
+
+    def _mounted(self, path: str) -> Application:
+        return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
 
     def _match(self, scope: Any) -> Mapping[str, Application] | None:
         for pattern in self._patterns:
@@ -95,14 +110,14 @@ class _Page:
         await self.show()(scope, receive, send)
 
 
-def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Routes:
-    """The application for one model's service."""
+def create_app(lifecycle: Lifecycle, settings: ServerSettings, mounts: Sequence[Mount] = ()) -> Routes:
+    """The application for one model's service, and whatever is mounted beside it."""
     counts = HttpCounts()
     site = Site(lifecycle, settings, counts)
     metrics = Metrics(lifecycle, counts)
     description = _Description(lifecycle)
 
-    routes = Routes(answered_early(site, "unknown", _not_found))
+    routes = Routes(answered_early(site, "unknown", _not_found), mounts)
     for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
         routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings, site.error_rates))))

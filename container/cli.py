@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated, Optional
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
 from container import logs
 from container.config_report import render_json, render_text
 from container.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from container.app import Mount
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -30,13 +34,17 @@ ModelName = Annotated[
 @app.command()
 def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, model_name: ModelName = None) -> None:
     """Serve a model until told to stop."""
-    settings = _settings(model_dir, port, host, model_name)
+    run(read_settings(model_dir, port, host, model_name))
+
+
+def run(settings: Settings, mounts: Sequence[Mount] = ()) -> NoReturn:
+    """Serve, and end the process with the server's exit code."""
     logs.configure(settings.server.log_format, settings.server.log_level)
     for warning in settings.warnings:
         logging.getLogger("container.settings").warning("%s", warning)
     from container import server
 
-    sys.exit(server.serve(settings))
+    sys.exit(server.serve(settings, mounts))
 
 
 @app.command()
@@ -48,7 +56,7 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the effective settings and where each comes from."""
-    settings = _settings(model_dir, port, host, model_name)
+    settings = read_settings(model_dir, port, host, model_name)
     typer.echo(render_json(settings) if as_json else render_text(settings))
 
 
@@ -65,7 +73,8 @@ def sample_model() -> None:
         sys.exit(1)
 
 
-def _settings(model_dir: str | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
+def read_settings(model_dir: str | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
+    """The settings with what the command line says; ends the process with 2, and says why, if they cannot be used."""
     given = {"port": port, "host": host, "model_name": model_name}
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:

@@ -12,12 +12,12 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 import uvicorn
 
-from container.app import create_app
+from container.app import Application, Mount, create_app
 from container.cork import CorkedHttpProtocol
 from container.home import ensure_home
 from container.lifecycle import Lifecycle, State
@@ -43,39 +43,47 @@ class _Server(uvicorn.Server):
         yield
 
 
+def http_server(application: Application) -> uvicorn.Server:
+    """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come."""
+    return _Server(
+        uvicorn.Config(
+            application,
+            http=CorkedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=5,
+        )
+    )
+
+
 class Process:
     """One container process serving one model."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, mounts: Sequence[Mount] = ()) -> None:
         self._settings = settings
+        self._mounts = mounts
         self._lifecycle = Lifecycle(settings)
-        self._server = _Server(
-            uvicorn.Config(
-                create_app(self._lifecycle, settings.server),
-                http=CorkedHttpProtocol,
-                ws="none",
-                lifespan="off",
-                proxy_headers=False,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=5,
-            )
-        )
+        self._server = http_server(create_app(self._lifecycle, settings.server, mounts))
         self._exit_code = EXIT_OK
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serve until told to stop; returns the process's exit code."""
-        listener = _listen(self._settings.server.host, self._settings.server.port)
+        listener = listen(self._settings.server.host, self._settings.server.port)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loading = asyncio.create_task(self._load())
         with listener:
             await self._server.serve([listener])
+        for mount in self._mounts:
+            await mount.close()
         loading.cancel()
         if self._stopping is not None:
             await self._stopping
@@ -138,7 +146,7 @@ class Process:
         self._server.should_exit = True
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket that accepts connections from now on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -159,8 +167,8 @@ def _kill_children() -> None:
             child.kill()
 
 
-def serve(settings: Settings) -> int:
-    """Run a server process with these settings until it is told to stop.
+def serve(settings: Settings, mounts: Sequence[Mount] = ()) -> int:
+    """Run a server process with these settings, and with further applications, until it is told to stop.
 
     Returns:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
@@ -174,4 +182,4 @@ def serve(settings: Settings) -> int:
     if settings.model.formatters is not None:
         # LMI runs a model's code in its directory, and the code may read files from there.
         os.chdir(settings.model.model_dir)
-    return uvloop.run(Process(settings).run())
+    return uvloop.run(Process(settings, mounts).run())

@@ -45,12 +45,16 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
+    program: tuple[str, ...] = ("container", "serve")
+    """A module of ours, and its command."""
+    arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
-        command = [sys.executable, "-m", "container", "serve"]
+        command = [sys.executable, "-m", *self.program]
         command += ["--model-dir", str(self.model_dir)] if self.model_dir is not None else []
+        command += self.arguments
         command += ["--model-name", "model", "--port", str(self.port), "--host", "127.0.0.1"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -1,0 +1,5 @@
+"""`python -m deploy`: the command line."""
+
+from deploy.cli import main
+
+main()

@@ -1,0 +1,69 @@
+"""ASGI for the routes of the local endpoint: bounded bodies, whole replies, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from typing import Any
+
+from deploy.local.errors import payload_too_large
+from deploy.local.parameters import Headers
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client left before its request was complete."""
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
+    """A request's whole body.
+
+    Raises:
+        RuntimeApiError: ValidationError with status 413, it has more than `limit` bytes.
+        ClientGone: the client went away while it sent it.
+    """
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
+        raise payload_too_large(limit)
+    pieces, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > limit:
+            raise payload_too_large(limit)
+        more = message.get("more_body", False)
+    return b"".join(pieces)
+
+
+async def unless_gone(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:
+    """Run `answering` to its end, or cancel it as soon as the client has left."""
+    answer = asyncio.create_task(answering)
+    gone = asyncio.create_task(_closed(receive))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished = answer.done()
+        answer.cancel()
+        gone.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
+    if finished:
+        answer.result()
+
+
+async def _closed(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """Send a reply with its length."""
+    framing = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [framing, *headers]})
+    await send({"type": "http.response.body", "body": body})

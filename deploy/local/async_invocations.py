@@ -1,0 +1,175 @@
+"""Asynchronous invocations: a bounded queue, a few workers, results in files.
+
+Source: contracts/sagemaker_hosting.md section 5, and the service model of InvokeEndpointAsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass, replace
+
+from deploy.local.async_stores import OutputStore, StoreError, check_input_location, read_input
+from deploy.local.errors import RuntimeApiError, constraint_violation, service_unavailable, validation_error
+from deploy.local.invocation import Answer, Invocation, Invoker
+from deploy.local.parameters import Headers, Parameters
+
+logger = logging.getLogger(__name__)
+
+QUEUE_SIZE = 1000
+WORKERS = 4
+"""Calls that run at a time; on the platform `MaxConcurrentInvocationsPerInstance`."""
+MAX_INLINE_BODY = 128_000
+"""Bytes; more has to be in S3."""
+
+_TTL_SECONDS, _TIMEOUT_SECONDS = 21600, 900
+_PASSING = frozenset({"ModelNotReadyException", "ServiceUnavailable"})
+_AGAIN_SECONDS = 1.0
+_FAILURES = "async-endpoint-failures"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    invocation: Invocation
+    inference_id: str
+    input_location: str | None
+    output: str
+    failure: str
+    expires: float
+    """On the monotonic clock."""
+    timeout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What the caller gets at once."""
+
+    inference_id: str
+    headers: Headers
+
+
+class AsyncInvocations:
+    """Takes calls now and makes them later, in order."""
+
+    def __init__(self, invoker: Invoker, store: OutputStore) -> None:
+        self._invoker, self._store = invoker, store
+        self._queue: asyncio.Queue[_Job] = asyncio.Queue(QUEUE_SIZE)
+        self._workers: list[asyncio.Task[None]] = []
+
+    def accept(self, invocation: Invocation) -> Accepted:
+        """Queue a call.
+
+        Raises:
+            RuntimeApiError: ValidationError, a parameter is wrong; ServiceUnavailable, the queue is full.
+        """
+        job = self._job(invocation)
+        try:
+            self._queue.put_nowait(job)
+        except asyncio.QueueFull:
+            raise service_unavailable(
+                f"Endpoint {invocation.endpoint} has {QUEUE_SIZE} asynchronous calls waiting and takes no more."
+            ) from None
+        if not self._workers:
+            self._workers = [asyncio.create_task(self._work()) for _ in range(WORKERS)]
+        locations = (
+            (b"x-amzn-sagemaker-outputlocation", self._store.location(job.output)),
+            (b"x-amzn-sagemaker-failurelocation", self._store.location(job.failure)),
+        )
+        return Accepted(job.inference_id, [(name, value.encode("ascii")) for name, value in locations])
+
+    async def close(self) -> None:
+        """End the workers. What is not finished fails, and says so."""
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        while not self._queue.empty():
+            await self._fail(self._queue.get_nowait(), _stopped())
+
+    def _job(self, invocation: Invocation) -> _Job:
+        parameters = invocation.parameters
+        location = parameters.get("inputLocation")
+        if location is None and not invocation.body:
+            raise validation_error("One of InputLocation and Body is required.")
+        if location is not None and invocation.body:
+            raise validation_error("InputLocation and Body cannot be given together.")
+        if location is not None:
+            check_input_location(location)
+        ttl = parameters.seconds("requestTTLSeconds", _TTL_SECONDS, 60, 21600)
+        inference_id = parameters.get("inferenceId") or str(uuid.uuid4())
+        identity = str(uuid.uuid4())
+        folder = _folder(parameters)
+        name = parameters.get("filename") or f"{identity}.out"
+        if parameters.get("inferenceId") is None:
+            forwarded = (*parameters.forwarded, ("x-amzn-sagemaker-inference-id", inference_id))
+            invocation = replace(invocation, parameters=replace(parameters, forwarded=forwarded))
+        return _Job(
+            invocation=invocation,
+            inference_id=inference_id,
+            input_location=location,
+            output=folder + name,
+            failure=f"{_FAILURES}/{invocation.endpoint}/{identity}-error.out",
+            expires=time.monotonic() + ttl,
+            timeout=parameters.seconds("invocationTimeoutSeconds", _TIMEOUT_SECONDS, 1, 3600),
+        )
+
+    async def _work(self) -> None:
+        while True:
+            job = await self._queue.get()
+            try:
+                await self._run(job)
+            except asyncio.CancelledError:
+                await self._fail(job, _stopped())
+                raise
+            except RuntimeApiError as error:
+                await self._fail(job, error)
+            except StoreError as error:
+                await self._fail(job, validation_error(str(error)))
+            except Exception:
+                logger.exception("asynchronous call %s failed", job.inference_id)
+                await self._fail(job, RuntimeApiError("InternalFailure", 500, "The call failed for an unknown reason."))
+
+    async def _run(self, job: _Job) -> None:
+        if time.monotonic() > job.expires:
+            raise validation_error("The request expired while it waited (RequestTTLSeconds).")
+        invocation = job.invocation
+        if job.input_location is not None:
+            body = await asyncio.to_thread(read_input, job.input_location)
+            invocation = replace(invocation, body=body)
+        answer = await self._invoke(invocation, job)
+        content_type = dict(answer.headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
+        await asyncio.to_thread(self._store.write, job.output, answer.body, content_type)
+        logger.info("asynchronous call %s: %s", job.inference_id, self._store.location(job.output))
+
+    async def _invoke(self, invocation: Invocation, job: _Job) -> Answer:
+        """The answer. A container that is not there yet is waited for, as long as the call may wait at all."""
+        while True:
+            try:
+                return await self._invoker.invoke(invocation, job.timeout)
+            except RuntimeApiError as error:
+                if error.name not in _PASSING or time.monotonic() > job.expires:
+                    raise
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _fail(self, job: _Job, error: RuntimeApiError) -> None:
+        logger.warning("asynchronous call %s failed: %s", job.inference_id, error.message)
+        try:
+            await asyncio.to_thread(self._store.write, job.failure, error.body(), "application/json")
+        except StoreError as failure:
+            logger.error("asynchronous call %s: %s", job.inference_id, failure)
+
+
+def _stopped() -> RuntimeApiError:
+    return service_unavailable("The endpoint was stopped before the call was finished.")
+
+
+def _folder(parameters: Parameters) -> str:
+    """What `S3OutputPathExtension` puts before the file's name; it cannot lead out of the output's place."""
+    extension = parameters.get("s3OutputPathExtension")
+    if extension is None:
+        return ""
+    segments = [segment for segment in extension.split("/") if segment]
+    if any(segment in (".", "..") for segment in segments):
+        raise constraint_violation("s3OutputPathExtension", extension, "Member must not contain . or .. as a segment")
+    return "".join(segment + "/" for segment in segments)

@@ -1,0 +1,123 @@
+"""Errors of the runtime API, in AWS's words. Source: contracts/sagemaker_hosting.md section 4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+ACCOUNT, REGION = "000000000000", "us-east-1"
+"""Appear in messages and ARNs; there is no account."""
+
+MAX_ORIGINAL_MESSAGE = 2048
+"""Characters of a container's error that the API shows."""
+
+_TIMED_OUT = (
+    "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
+    "each container in Amazon CloudWatch, resolve the issue, and try again."
+)
+
+
+class RuntimeApiError(Exception):
+    """What a caller gets in place of an answer."""
+
+    def __init__(self, name: str, status: int, message: str, more: Mapping[str, str | int] | None = None) -> None:
+        """`name`: the exception of the service model; `more`: further keys of the body."""
+        super().__init__(message)
+        self.name, self.status, self.message = name, status, message
+        self._more = dict(more or {})
+
+    def body(self) -> bytes:
+        """The reply's body, JSON."""
+        return json.dumps({**self._more, "Message": self.message}).encode()
+
+
+def validation_error(message: str, error_code: str | None = None) -> RuntimeApiError:
+    """The call itself is wrong."""
+    return RuntimeApiError("ValidationError", 400, message, {"ErrorCode": error_code} if error_code else None)
+
+
+def constraint_violation(field: str, value: str, constraint: str) -> RuntimeApiError:
+    """A parameter has a value that the service model forbids."""
+    shown = value if len(value) <= 100 else value[:100] + "..."
+    return validation_error(
+        f"1 validation error detected: Value '{shown}' at '{field}' failed to satisfy constraint: {constraint}"
+    )
+
+
+def endpoint_not_found(name: str) -> RuntimeApiError:
+    """There is no endpoint of this name."""
+    return validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
+
+
+def payload_too_large(limit: int) -> RuntimeApiError:
+    """A request's body has more than `limit` bytes."""
+    return RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
+
+
+def model_error(endpoint: str, status: int, body: str | None) -> RuntimeApiError:
+    """The container answered with a status that is no success.
+
+    `body`: None if there was more of it than the API reads.
+    """
+    side, code = ("client", "CLIENT_ERROR") if 400 <= status < 500 else ("server", "INTERNAL_FAILURE")
+    text = "and could not load the entire response body" if body is None else f'with message "{body}"'
+    original = (body or "")[:MAX_ORIGINAL_MESSAGE]
+    return _model_error(endpoint, status, f"Received {side} error ({status}) from primary {text}.", original, code)
+
+
+def model_timed_out(endpoint: str) -> RuntimeApiError:
+    """The container did not answer in time."""
+    return _without_answer(endpoint, _TIMED_OUT)
+
+
+def model_without_response(endpoint: str) -> RuntimeApiError:
+    """The container closed the connection before its answer was complete."""
+    return _without_answer(
+        endpoint,
+        f"Amazon SageMaker could not get a response from the {endpoint} endpoint. This can occur when CPU or memory "
+        "utilization is high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance "
+        "type with more CPU capacity or memory.",
+    )
+
+
+def _without_answer(endpoint: str, reason: str) -> RuntimeApiError:
+    message = f'Received server error (0) from primary with message "{reason}".'
+    return _model_error(endpoint, 0, message, reason, "INTERNAL_FAILURE")
+
+
+def _model_error(endpoint: str, status: int, message: str, original: str, code: str) -> RuntimeApiError:
+    group = f"/aws/sagemaker/Endpoints/{endpoint}"
+    console = f"https://{REGION}.console.aws.amazon.com/cloudwatch/home?region={REGION}#logEventViewer:group={group}"
+    return RuntimeApiError(
+        "ModelError",
+        424,
+        f"{message} See {console} in account {ACCOUNT} for more information.",
+        {
+            "ErrorCode": f"{code}_FROM_MODEL",
+            "LogStreamArn": f"arn:aws:logs:{REGION}:{ACCOUNT}:log-group:{group}",
+            "OriginalMessage": original,
+            "OriginalStatusCode": status,
+        },
+    )
+
+
+def model_not_ready(endpoint: str) -> RuntimeApiError:
+    """The container is there, but its model is still loading."""
+    return RuntimeApiError(
+        "ModelNotReadyException", 429, f"Model for endpoint {endpoint} is not ready for inference yet. Please retry."
+    )
+
+
+def service_unavailable(message: str) -> RuntimeApiError:
+    """The container cannot be reached, or there is no room for the call."""
+    return RuntimeApiError("ServiceUnavailable", 503, message)
+
+
+def internal_failure() -> RuntimeApiError:
+    """A fault of the local endpoint itself."""
+    return RuntimeApiError("InternalFailure", 500, "The request processing has failed because of an unknown error.")
+
+
+def unknown_operation(method: str, path: str) -> RuntimeApiError:
+    """Nothing of the runtime API has this method and path."""
+    return RuntimeApiError("UnknownOperationException", 404, f"{method} {path} is no operation of the runtime API.")

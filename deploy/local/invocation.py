@@ -1,0 +1,185 @@
+"""One call of an endpoint: to the container and back, whole or as an event stream.
+
+Source: contracts/sagemaker_hosting.md sections 4, 5 and 12.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from container.cork import BREAK_OFF
+from deploy.local import event_stream
+from deploy.local.container_client import (
+    ContainerBroken,
+    ContainerBusy,
+    ContainerClient,
+    ContainerUnreachable,
+    read_up_to,
+)
+from deploy.local.endpoints import Endpoints
+from deploy.local.errors import (
+    RuntimeApiError,
+    model_error,
+    model_timed_out,
+    model_without_response,
+    service_unavailable,
+)
+from deploy.local.parameters import Headers, Parameters, reply_headers
+from deploy.local.readiness import Readiness
+from deploy.local.settings import LocalSettings
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_MAX_ERROR_BYTES = 65536
+_LAST_WORD_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """A call that has been read and checked."""
+
+    endpoint: str
+    parameters: Parameters
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A container's whole answer, as the caller gets it."""
+
+    headers: Headers
+    body: bytes
+
+
+class Invoker:
+    """Makes calls to the container and turns what becomes of them into the API's terms."""
+
+    def __init__(self, settings: LocalSettings, container: ContainerClient) -> None:
+        self._settings = settings
+        self._container = container
+        self.endpoints = Endpoints(settings, container)
+        self._readiness = Readiness(container, settings.adapters)
+
+    async def invoke(self, invocation: Invocation, seconds: float | None = None) -> Answer:
+        """The whole answer, within `seconds` (default: the limit of a real-time call).
+
+        Raises:
+            RuntimeApiError: there is no good answer.
+        """
+        try:
+            async with (
+                asyncio.timeout(seconds or self._settings.answer_timeout),
+                self._reply(invocation) as response,
+            ):
+                body = await read_up_to(response, self._settings.max_payload)
+        except TimeoutError:
+            raise model_timed_out(invocation.endpoint) from None
+        except ContainerBroken as error:
+            raise self._broken(invocation, error) from error
+        if body is None:
+            raise model_error(invocation.endpoint, response.status_code, None)
+        return Answer(reply_headers(invocation.parameters.api, response.headers.raw), body)
+
+    async def stream(self, invocation: Invocation, common: Headers, send: Send, break_off: Callable[[], None]) -> None:
+        """Send the answer as an event stream while it comes. `common`: headers that every reply has.
+
+        The reply begins with the first bytes of the container's; what goes wrong later is the stream's last message.
+        `break_off` drops the caller's connection, where it does not take that message.
+
+        Raises:
+            RuntimeApiError: something went wrong before the first bytes.
+        """
+        begun, last = False, b""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.stream_timeout
+        try:
+            async with (
+                asyncio.timeout(min(self._settings.answer_timeout, self._settings.stream_timeout)) as limit,
+                self._reply(invocation) as response,
+            ):
+                pieces = response.aiter_raw()
+                first = await anext(pieces, b"")
+                limit.reschedule(deadline)
+                await send(_start(common, reply_headers(invocation.parameters.api, response.headers.raw)))
+                begun = True
+                if first:
+                    await send(_part(first))
+                async for piece in pieces:
+                    await send(_part(piece))
+        except TimeoutError:
+            if not begun:
+                raise model_timed_out(invocation.endpoint) from None
+            last = event_stream.model_stream_error(
+                f"The model did not finish its response within {self._settings.stream_timeout:g} seconds.",
+                "ModelInvocationTimeExceeded",
+            )
+        except ContainerBroken as error:
+            if not begun:
+                raise self._broken(invocation, error) from error
+            logger.warning("endpoint %s: the container broke a stream off: %s", invocation.endpoint, error)
+            last = event_stream.model_stream_error(
+                "The connection between the endpoint and the model was reset or closed.", "StreamBroken"
+            )
+        try:
+            async with asyncio.timeout(_LAST_WORD_SECONDS if last else None):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+        except TimeoutError:
+            break_off()
+
+    @contextlib.asynccontextmanager
+    async def _reply(self, invocation: Invocation) -> AsyncIterator[httpx.Response]:
+        """A container's successful reply, its body still unread.
+
+        Raises:
+            RuntimeApiError: the call is refused, here or by the container, or does not reach it.
+            ContainerBroken: the connection broke.
+        """
+        name = invocation.endpoint
+        try:
+            await self._readiness.check(name)
+            route = await self.endpoints.route(name, invocation.parameters)
+            async with self._container.request("POST", route.path, route.headers, invocation.body) as response:
+                if not response.is_success:
+                    body = await read_up_to(response, _MAX_ERROR_BYTES)
+                    text = None if body is None else body.decode(errors="replace")
+                    raise model_error(name, response.status_code, text)
+                yield response
+        except ContainerUnreachable as error:
+            self._readiness.lost()
+            if self.endpoints.target_models is not None:
+                self.endpoints.target_models.forget()
+            raise service_unavailable(
+                f"The container of endpoint {name} at {self._settings.container} cannot be reached: {error}"
+            ) from error
+        except ContainerBusy as error:
+            raise service_unavailable(
+                f"Endpoint {name} has {self._settings.max_connections} calls under way and takes no more."
+            ) from error
+
+    def _broken(self, invocation: Invocation, error: ContainerBroken) -> RuntimeApiError:
+        logger.warning("endpoint %s: the container broke a call off: %s", invocation.endpoint, error)
+        return model_without_response(invocation.endpoint)
+
+
+def break_off_of(scope: MutableMapping[str, Any]) -> Callable[[], None]:
+    """What drops the connection of a request at once; on servers that cannot, nothing does."""
+    found: Callable[[], None] = scope.get("extensions", {}).get(BREAK_OFF, lambda: None)
+    return found
+
+
+def _start(common: Headers, headers: Headers) -> MutableMapping[str, Any]:
+    framing = (b"content-type", event_stream.CONTENT_TYPE.encode())
+    return {"type": "http.response.start", "status": 200, "headers": [framing, *common, *headers]}
+
+
+def _part(data: bytes) -> MutableMapping[str, Any]:
+    return {"type": "http.response.body", "body": event_stream.payload_part(data), "more_body": True}

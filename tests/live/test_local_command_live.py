@@ -1,0 +1,263 @@
+"""`slipway local` and the container that it starts: headers on the wire, slow and dying containers, signals, S3.
+
+The model is a custom handler, so that what happens in the container is the test's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import boto3
+import psutil
+import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError, EventStreamError
+from moto.server import ThreadedMotoServer
+
+from tests.live.local_command import local_command
+from tests.live.server import free_port
+
+ECHO = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
+FORM = "application/x-www-form-urlencoded"
+NAME = "my-endpoint"
+
+
+@dataclass
+class Local:
+    """A `slipway local` that started its container."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    runtime: Any
+    results: Path
+
+    @property
+    def container(self) -> psutil.Process:
+        return next(p for p in psutil.Process(self.process.pid).children() if "serve" in p.cmdline())
+
+    def invoke(self, more: dict[str, str] | None = None, **query: object) -> bytes:
+        answer = self.runtime.invoke_endpoint(
+            EndpointName=NAME, ContentType=FORM, Body=urlencode(query), **(more or {})
+        )
+        with answer["Body"] as stream:
+            data: bytes = stream.read()
+        return data
+
+    def stream(self, more: dict[str, str] | None = None, **query: object) -> Any:
+        return self.runtime.invoke_endpoint_with_response_stream(
+            EndpointName=NAME, ContentType=FORM, Body=urlencode(query), **(more or {})
+        )["Body"]
+
+
+Start = Callable[..., contextlib.AbstractContextManager[Local]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    @contextlib.contextmanager
+    def started(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Local]:
+        directory = tmp_path_factory.mktemp("local-command")
+        model = shutil.copytree(ECHO, directory / "model", ignore=shutil.ignore_patterns("__pycache__"))
+        # One worker may still be sleeping for a call that was given up.
+        (model / "serving.properties").write_text("minWorkers=2\nmaxWorkers=2\n")
+        results = directory / "results"
+        arguments = ("--async-output", str(results), *arguments)
+        with (
+            local_command(directory, "--model-dir", str(model), *arguments, environment=environment) as (url, process),
+            contextlib.closing(_client("sagemaker-runtime", url)) as runtime,
+        ):
+            _wait_until_ready(runtime)
+            yield Local(url, process, runtime, results)
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def local(start: Start) -> Iterator[Local]:
+    limits = ("--timeout", "3", "--stream-timeout", "5", "--max-payload-mb", "6")
+    with start("--adapter", "french", "--component", "base", *limits) as running:
+        yield running
+
+
+def _client(service: str, url: str) -> Any:
+    session = boto3.session.Session(aws_access_key_id="local", aws_secret_access_key="local", region_name="us-east-1")
+    return session.client(service, endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
+
+
+def _wait_until_ready(runtime: Any) -> None:
+    """As a script on SageMaker would: ask again while the model is not ready."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            runtime.invoke_endpoint(EndpointName=NAME, InferenceComponentName="base", Body=b"x")["Body"].close()
+            return
+        except ClientError as error:
+            code = error.response["Error"]["Code"]
+            if code == "ValidationError":
+                return  # an endpoint without components; names are looked at once the container is ready
+            if code not in ("ModelNotReadyException", "ServiceUnavailable"):
+                raise
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+BASE = {"InferenceComponentName": "base"}
+
+
+def test_the_container_sees_the_calls_parameters_and_nothing_else(local: Local) -> None:
+    more = {
+        "InferenceComponentName": "french",
+        "CustomAttributes": "trace=1",
+        "InferenceId": "id-1",
+        "Accept": "text/plain",
+        "SessionId": "s-1",
+        "TargetVariant": "AllTraffic",
+    }
+    properties = json.loads(local.invoke(more, inspect=1))["properties"]
+    seen = {name.lower(): value for name, value in properties.items()}
+    relevant = ("x-amz", "accept", "authorization", "trace")
+    assert {name: value for name, value in seen.items() if name.startswith(relevant)} == {
+        "accept": "text/plain",
+        "x-amzn-sagemaker-adapter-identifier": "french",
+        "trace": "1",  # LMI shows a handler what is in the custom attributes
+        "x-amzn-sagemaker-forwarded-api": "InvokeEndpoint",
+        "x-amzn-sagemaker-inference-id": "id-1",
+        "x-amzn-sagemaker-session-id": "s-1",
+    }
+    base = json.loads(local.invoke(BASE, inspect=1))["properties"]
+    assert not [name for name in base if "adapter" in name.lower()]
+
+
+def test_a_stream_comes_as_the_handler_made_it(local: Local) -> None:
+    assert b"".join(e["PayloadPart"]["Bytes"] for e in local.stream(BASE, stream=1)) == b"".join(
+        b"t-%d\n" % i for i in range(5)
+    )
+
+
+def test_a_component_has_to_be_named_where_there_are_any(local: Local) -> None:
+    with pytest.raises(ClientError, match="Inference Component Name header is required"):
+        local.invoke(inspect=1)
+
+
+def test_a_slow_container_is_a_model_error(local: Local) -> None:
+    started = time.monotonic()
+    with pytest.raises(ClientError, match="Your invocation timed out") as timed_out:
+        local.invoke(BASE, sleep=6)
+    assert 2.9 < time.monotonic() - started < 5.9
+    assert timed_out.value.response["OriginalStatusCode"] == 0
+
+
+def test_a_stream_without_end_is_ended(local: Local, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    stream = local.stream(BASE, endless=1000, journal=journal)
+    with pytest.raises(EventStreamError, match="ModelStreamError") as ended:
+        list(stream)
+    assert "did not finish its response within 5 seconds" in str(ended.value)
+    _wait_for(Path(f"{journal}.closed").exists)
+
+
+def test_a_client_that_leaves_ends_the_handlers_stream(local: Local, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    stream = local.stream(BASE, endless=1000, journal=journal)
+    next(iter(stream))
+    stream.close()
+    _wait_for(Path(f"{journal}.closed").exists)
+
+
+def test_a_payload_above_six_megabytes_is_refused(local: Local) -> None:
+    with pytest.raises(ClientError, match="HTTP content length exceeded 6291456 bytes") as refused:
+        local.runtime.invoke_endpoint(EndpointName=NAME, Body=b"x" * (6 * 1024 * 1024 + 1), **BASE)
+    assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 413
+
+
+def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> None:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    moto.start()
+    try:
+        host, port = moto.get_host_and_port()
+        environment = {
+            "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "local",
+            "AWS_SECRET_ACCESS_KEY": "local",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            # As in the container's image or a user's shell; the container that is started gets a port of its own.
+            "SAGEMAKER_BIND_TO_PORT": "8080",
+            "SERVING_PORT": "8080",
+        }
+        with (
+            contextlib.closing(_client("s3", environment["AWS_ENDPOINT_URL_S3"])) as s3,
+            start("--async-output", "s3://bucket/out", environment=environment) as local,
+        ):
+            s3.create_bucket(Bucket="bucket")
+            s3.put_object(Bucket="bucket", Key="in/a", Body=b"from S3")
+
+            def accepted(**arguments: str) -> dict[str, str]:
+                answer: dict[str, str] = local.runtime.invoke_endpoint_async(EndpointName=NAME, **arguments)
+                return answer
+
+            def content(location: str) -> bytes:
+                key = location.removeprefix("s3://bucket/")
+                _wait_for(lambda: s3.list_objects_v2(Bucket="bucket", Prefix=key)["KeyCount"] == 1)
+                data: bytes = s3.get_object(Bucket="bucket", Key=key)["Body"].read()
+                return data
+
+            found = accepted(InputLocation="s3://bucket/in/a", ContentType="application/x-mine")
+            assert content(found["OutputLocation"]) == b"from S3"
+            missing = accepted(InputLocation="s3://bucket/in/none")
+            assert b"s3://bucket/in/none cannot be read" in content(missing["FailureLocation"])
+            with pytest.raises(ClientError, match=r"expected s3://bucket/key"):
+                accepted(InputLocation="https://example.com/x")
+    finally:
+        moto.stop()
+
+
+def test_a_container_that_is_killed_breaks_its_streams_and_ends_the_command(start: Start, tmp_path: Path) -> None:
+    with start() as local:
+        stream = local.stream(endless=1000, journal=tmp_path / "journal")
+        events = iter(stream)
+        next(events)
+        os.killpg(local.container.pid, signal.SIGKILL)
+        with pytest.raises(EventStreamError, match="was reset or closed") as broken:
+            list(events)
+        assert broken.value.response["Error"]["Code"] == "ModelStreamError"
+        assert local.process.wait(20) == 128 + signal.SIGKILL
+
+
+def test_sigterm_lets_a_running_answer_out_and_ends_the_container(start: Start) -> None:
+    with start() as local, ThreadPoolExecutor(1) as pool:
+        container = local.container
+        answer = pool.submit(local.invoke, sleep=2)
+        time.sleep(0.7)
+        local.process.terminate()
+        assert answer.result(20) == b"slept"
+        assert local.process.wait(30) == 0
+        assert not container.is_running()
+
+
+def test_settings_that_cannot_be_used_end_the_command_with_the_containers_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("option.model_id=/tmp\noption.dtype=nonsense\n")
+    command = [sys.executable, "-m", "deploy", "local", "--model-dir", str(tmp_path), "--port", str(free_port())]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2
+    assert "dtype" in finished.stderr
+    assert "the container ended with exit code 2" in finished.stdout
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,259 @@
+"""SageMaker's runtime API on this machine, asked by its real clients, unmodified: no AWS account, no network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from huggingface_hub import InferenceClient
+from openai import OpenAI
+
+from tests.live.local_command import local_command
+from tests.live.server import Server, records, write_model
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "The capital of France is"
+JSON = "application/json"
+NAME = "my-endpoint"
+MESSAGES = [{"role": "user", "content": "Say hello."}]
+RUNNING, ABORTED = "slipway_engine_running", "slipway_generations_aborted_total"
+
+
+def environment(url: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": url,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REGION_NAME": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "local",
+        "AWS_SECRET_ACCESS_KEY": "local",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+    """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes."""
+    directory = tmp_path_factory.mktemp("local")
+    server = Server(
+        write_model(directory / "model", rolling_batch="vllm", **engine_options),
+        directory / "server.log",
+        program=("deploy", "serve"),
+        arguments=("--local-endpoint", NAME, "--async-output", str(directory / "results")),
+    )
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def in_front(container: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`slipway local --container`, before the same container."""
+    directory = tmp_path_factory.mktemp("in-front")
+    with local_command(directory, "--container", container.url, "--endpoint-name", NAME) as (url, _):
+        yield url
+
+
+@pytest.fixture(params=["serve --local-endpoint", "local --container"])
+def url(request: pytest.FixtureRequest, container: Server, in_front: str) -> str:
+    """Where the runtime API is, in either way of having it."""
+    return container.url if request.param.startswith("serve") else in_front
+
+
+@pytest.fixture
+def aws(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The variables that clients go by."""
+    for name, value in environment(url).items():
+        monkeypatch.setenv(name, value)
+    return url
+
+
+@pytest.fixture
+def runtime(aws: str) -> Iterator[Any]:
+    with contextlib.closing(runtime_client()) as client:
+        yield client
+
+
+def runtime_client(connections: int = 10) -> Any:
+    config = Config(retries={"total_max_attempts": 1}, max_pool_connections=connections)
+    return boto3.session.Session().client("sagemaker-runtime", config=config)
+
+
+def document(stream: bool | None = None, **parameters: object) -> str:
+    body: dict[str, object] = {"inputs": PROMPT, "parameters": {"max_new_tokens": 5, **parameters}}
+    return json.dumps(body if stream is None else body | {"stream": stream})
+
+
+def invoke(client: Any, body: str, **more: str) -> bytes:
+    answer = client.invoke_endpoint(EndpointName=NAME, ContentType=JSON, Body=body, **more)
+    with answer["Body"] as stream:
+        data: bytes = stream.read()
+    return data
+
+
+def streamed(client: Any, body: str, **more: str) -> bytes:
+    answer = client.invoke_endpoint_with_response_stream(EndpointName=NAME, ContentType=JSON, Body=body, **more)
+    return b"".join(event["PayloadPart"]["Bytes"] for event in answer["Body"])
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"details": True}, {"output_formatter": "jsonlines"}, {"output_formatter": "sse"}]
+)
+def test_boto3_gets_the_very_bytes_of_the_container(container: Server, runtime: Any, more: dict[str, object]) -> None:
+    for body in (document(**more), document(stream=True, **more)):
+        # The first answer fills the prefix cache, with which the last digits of log probabilities change.
+        whole, again = (
+            container.client.post("/invocations", content=body, headers={"content-type": JSON}) for _ in "12"
+        )
+        assert whole.status_code == again.status_code == 200
+        assert invoke(runtime, body) == again.content
+        assert streamed(runtime, body) == again.content
+
+
+def test_boto3_sees_types_ids_and_the_variant(runtime: Any) -> None:
+    answer = runtime.invoke_endpoint(EndpointName=NAME, ContentType=JSON, Accept=JSON, Body=document())
+    assert (answer["ContentType"], answer["InvokedProductionVariant"]) == (JSON, "AllTraffic")
+    assert len(answer["ResponseMetadata"]["RequestId"]) == 36
+    answer["Body"].close()
+    stream = runtime.invoke_endpoint_with_response_stream(
+        EndpointName=NAME, ContentType=JSON, Accept="*/*", Body=document(stream=True)
+    )
+    assert (stream["ContentType"], stream["InvokedProductionVariant"]) == ("application/jsonlines", "AllTraffic")
+    assert len(list(stream["Body"])) >= 2
+
+
+def test_boto3_streams_chats(runtime: Any) -> None:
+    chat = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0}
+    whole = json.loads(invoke(runtime, json.dumps(chat)))["choices"][0]["message"]["content"]
+    lines = streamed(runtime, json.dumps(chat | {"stream": True})).decode().splitlines()
+    parts = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines if line]
+    assert "".join(parts) == whole
+
+
+@pytest.mark.parametrize("call", [invoke, streamed])
+def test_boto3_raises_what_it_raises_on_sagemaker(runtime: Any, call: Any) -> None:
+    with pytest.raises(runtime.exceptions.ModelError) as refused:
+        call(runtime, '{"inputs": 5}')
+    response = refused.value.response
+    assert response["Error"]["Code"] == "ModelError"
+    assert response["OriginalStatusCode"] == 424
+    assert "inputs" in json.loads(response["OriginalMessage"])["error"]
+    assert response["LogStreamArn"].endswith(f"/aws/sagemaker/Endpoints/{NAME}")
+    with pytest.raises(ClientError, match="Inference component nope of account 000000000000 not found") as unknown:
+        call(runtime, document(), InferenceComponentName="nope")
+    assert unknown.value.response["Error"]["Code"] == "ValidationError"
+    with pytest.raises(ClientError, match="Endpoint other of account 000000000000 not found"):
+        runtime.invoke_endpoint(EndpointName="other", Body=b"{}")
+
+
+def test_an_asynchronous_call_leaves_its_answer_or_its_failure(container: Server, tmp_path: Path) -> None:
+    with contextlib.closing(_client_of(container.url)) as client:
+
+        def result(body: str, key: str, **more: Any) -> bytes:
+            accepted = client.invoke_endpoint_async(EndpointName=NAME, ContentType=JSON, Body=body, **more)
+            assert accepted["InferenceId"] == more.get("InferenceId", accepted["InferenceId"])
+            path = Path(accepted[key].removeprefix("file://"))
+            deadline = time.monotonic() + 30
+            while not path.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            return path.read_bytes()
+
+        named = result(document(), "OutputLocation", InferenceId="i-1", S3OutputPathExtension="a/b", Filename="c.json")
+        assert named == invoke(client, document())
+        failure = json.loads(result('{"inputs": 5}', "FailureLocation"))
+        assert failure["OriginalStatusCode"] == 424
+        with pytest.raises(ClientError, match="s3OutputPathExtension"):
+            client.invoke_endpoint_async(EndpointName=NAME, Body=document(), S3OutputPathExtension="../x")
+
+
+def _client_of(url: str) -> Any:
+    return boto3.session.Session(
+        aws_access_key_id="local", aws_secret_access_key="local", region_name="us-east-1"
+    ).client("sagemaker-runtime", endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
+
+
+@pytest.mark.parametrize("example", ["local_boto3.py", "local_langchain.py", "local_litellm.py"])
+def test_the_examples_run_as_they_stand(container: Server, example: str) -> None:
+    finished = subprocess.run(
+        [sys.executable, ROOT / "examples" / example],
+        env=os.environ | environment(container.url),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    shown = dict(line.partition(":")[::2] for line in finished.stdout.splitlines() if ":" in line)
+    pairs = {
+        "local_boto3.py": [("whole", "streamed")],
+        "local_langchain.py": [("whole", "streamed"), ("chat", "chat streamed")],
+    }
+    litellm = [(f"{provider}, whole", f"{provider}, streamed") for provider in ("sagemaker", "sagemaker_chat")]
+    for whole, stream in pairs.get(example, litellm):
+        assert shown[whole].strip() == shown[stream].strip() != ""
+    if example == "local_boto3.py":
+        assert shown["refused"].strip().startswith("424 ")
+
+
+def test_sagemakers_own_sdk_invokes_the_endpoint(aws: str) -> None:
+    from sagemaker.core.resources import Endpoint
+
+    answer = Endpoint(endpoint_name=NAME).invoke(body=document(), content_type=JSON, custom_attributes="trace=1")
+    assert answer.invoked_production_variant == "AllTraffic"
+    assert json.loads(answer.body.read())["generated_text"]
+
+
+def test_openais_client_and_the_hubs_speak_to_the_openai_path(url: str) -> None:
+    base = f"{url}/endpoints/{NAME}/openai/v1"
+    with OpenAI(base_url=base, api_key="a-bearer-token", max_retries=0) as client:
+        arguments: dict[str, Any] = {"model": "", "messages": MESSAGES, "max_tokens": 5, "temperature": 0.0}
+        whole = client.chat.completions.create(**arguments).choices[0].message.content
+        chunks = list(client.chat.completions.create(**arguments, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    hub = InferenceClient(base_url=base, api_key="a-bearer-token")
+    assert hub.chat_completion(MESSAGES, max_tokens=5, temperature=0).choices[0].message.content == whole
+
+
+def test_the_containers_own_routes_are_there_too(container: Server, url: str) -> None:
+    with httpx.Client(base_url=url) as client:
+        assert client.get("/ping").json() == container.client.get("/ping").json()
+        assert "slipway_ready 1" in client.get("/metrics").text
+        assert client.get("/endpoints/nope").headers["x-amzn-errortype"] == "UnknownOperationException"
+
+
+def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation_alone(
+    container: Server, aws: str
+) -> None:
+    aborted = container.metric(ABORTED)
+    crowd = 64
+    with contextlib.closing(runtime_client(crowd + 1)) as client, ThreadPoolExecutor(crowd) as pool:
+        leaver = client.invoke_endpoint_with_response_stream(
+            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, max_new_tokens=900, ignore_eos_token=True)
+        )
+        next(iter(leaver["Body"]))
+        bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))
+        threading.Timer(0.5, leaver["Body"].close).start()
+        answers = [records(body.decode()) for body in bodies]
+        container.wait_for_metric(ABORTED, aborted + 1, seconds=20)
+        texts = {answer[-1]["generated_text"] for answer in answers}
+    assert len(texts) == 1, texts
+    assert all("".join(r["token"]["text"] for r in answer) == answer[-1]["generated_text"] for answer in answers)
+    container.wait_for_metric(RUNNING, 0, seconds=20)
+    assert container.metric(ABORTED) == aborted + 1

@@ -1,0 +1,44 @@
+"""The command line of the local endpoint: what it refuses, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["local", "--container", "http://x", "--model-dir", "/m"], "has a model already"),
+        (["local", "--container", "localhost:8080"], "expected http://host:port"),
+        (["local", "--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
+        (["local", "--container", "http://x", "--adapter", "=source"], "a name is missing"),
+        (["local", "--container", "http://x", "--max-payload-mb", "0"], "Input should be greater than or equal to 1"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_options_of_the_local_endpoint_mean_nothing_without_it() -> None:
+    environment = {"HF_MODEL_ID": "org/model", "COLUMNS": "200", "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["serve", "--adapter", "fr"], env=environment)
+    assert result.exit_code == 2
+    assert "has no meaning without --local-endpoint" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("entry", ["container.cli import serve_command", "deploy.cli import main"])
+def test_each_command_that_serves_has_the_containers_options(entry: str) -> None:
+    name = entry.split()[-1]
+    arguments = ["serve", "--help"] if name == "serve_command" else ["slipway", "serve", "--help"]
+    code = f"import sys; from {entry}; sys.argv = {arguments}; {name}()"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert all(option in shown for option in ("--model-dir", "--port", "--host", "--model-name"))
+    assert ("--local-endpoint" in shown) == (name == "main")
