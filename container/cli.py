@@ -11,8 +11,9 @@ from typing import Annotated, Optional
 import typer
 
 from container import logs
-from container.config_report import render_json, render_text
-from container.settings import Settings, SettingsError, load_settings
+from container.config_report import startup_json, startup_text
+from container.settings import SettingsError
+from container.startup_models import Startup, load_startup
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -31,13 +32,13 @@ ModelName = Annotated[
 @app.command()
 def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, model_name: ModelName = None) -> None:
     """Serve a model until told to stop."""
-    settings = _settings(model_dir, port, host, model_name)
-    logs.configure(settings.server.log_format, settings.server.log_level)
-    for warning in settings.warnings:
+    startup = _startup(model_dir, port, host, model_name)
+    logs.configure(startup.server.log_format, startup.server.log_level)
+    for warning in startup.warnings:
         logging.getLogger("container.settings").warning("%s", warning)
     from container import server
 
-    sys.exit(server.serve(settings))
+    sys.exit(server.serve(startup))
 
 
 @app.command()
@@ -49,8 +50,8 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the effective settings and where each comes from."""
-    settings = _settings(model_dir, port, host, model_name)
-    typer.echo(render_json(settings) if as_json else render_text(settings))
+    startup = _startup(model_dir, port, host, model_name)
+    typer.echo(startup_json(startup) if as_json else startup_text(startup))
 
 
 @app.command()
@@ -66,11 +67,11 @@ def sample_model() -> None:
         sys.exit(1)
 
 
-def _settings(model_dir: Path | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
+def _startup(model_dir: Path | None, port: int | None, host: str | None, model_name: str | None) -> Startup:
     given = {"port": port, "host": host, "model_name": model_name}
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:
-        return load_settings(model_dir, os.environ, command_line)
+        return load_startup(model_dir, os.environ, command_line)
     except SettingsError as error:
         for problem in error.problems:
             typer.echo(f"slipway: {problem}", err=True)

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from container.masking import masked
 from container.option_parsers import Scalar
-from container.settings import SettingEntry, Settings
+from container.settings import SettingEntry
+from container.startup_models import Startup
 
 _HEAD = ("setting", "value", "source")
 
 
-def render_text(settings: Settings) -> str:
+class Report(Protocol):
+    """Settings with the record of where each came from."""
+
+    @property
+    def entries(self) -> tuple[SettingEntry, ...]:
+        """A line each."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line each."""
+
+
+def startup_text(startup: Startup) -> str:
+    """The table of the one model's settings, or one of the server's and one of each model's."""
+    if startup.report is None:
+        return render_text(startup.models[0].settings)
+    parts = [render_text(startup.report)]
+    parts += [f"model {m.settings.model.name} ({_one_line(m.url)})\n{render_text(m.settings)}" for m in startup.models]
+    return "\n\n".join(parts)
+
+
+def startup_json(startup: Startup) -> str:
+    """The same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
+    if startup.report is None:
+        return render_json(startup.models[0].settings)
+    models = {
+        m.settings.model.name + (f":{m.version}" if m.version else ""): _report(m.settings) for m in startup.models
+    }
+    return json.dumps({"server": _report(startup.report), "models": models}, indent=2, ensure_ascii=False)
+
+
+def render_text(settings: Report) -> str:
     """An aligned table of name, value and source, then the warnings; credentials are masked."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
@@ -21,10 +53,13 @@ def render_text(settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def render_json(settings: Settings) -> str:
+def render_json(settings: Report) -> str:
     """`{"settings": [{"name", "value", "source", "note"?}], "warnings": [...]}`; credentials are masked."""
-    report = {"settings": [_object(entry) for entry in settings.entries], "warnings": list(settings.warnings)}
-    return json.dumps(report, indent=2, ensure_ascii=False)
+    return json.dumps(_report(settings), indent=2, ensure_ascii=False)
+
+
+def _report(settings: Report) -> dict[str, Any]:
+    return {"settings": [_object(entry) for entry in settings.entries], "warnings": list(settings.warnings)}
 
 
 def _row(entry: SettingEntry) -> tuple[str, str, str]:

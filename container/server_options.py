@@ -110,6 +110,20 @@ SERVED = (
         meaning="/ping answers 500 while a custom handler has fewer workers than `minWorkers`",
     ),
     Option(
+        key="management_address",
+        parser=ANYTHING,
+        field="management_address",
+        meaning="`http://<host>:<port>` of a listener of its own for the management API; the main one has it otherwise",
+    ),
+    Option(
+        key="multi_model",
+        parser=BOOLEAN,
+        default="false",
+        field="multi_model",
+        variables=("SAGEMAKER_MULTI_MODEL",),
+        meaning="Start without a model and speak SageMaker's form of the management API",
+    ),
+    Option(
         key="coalesce_above",
         parser=integer(0),
         default="32",
@@ -155,8 +169,15 @@ MODEL_NAME_OPTION = Option(
 MODEL_STORE_OPTION = Option(
     key="model_store", parser=TEXT, default="/opt/ml/model", meaning="Directory with serving.properties or the model"
 )
-FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION)
-ADDRESS_KEYS = ("inference_address", "management_address")
+LOAD_MODELS_OPTION = Option(
+    key="load_models",
+    parser=Parser(lambda text: text.upper() if text.upper() in ("ALL", "NONE") else text, "ALL, NONE, or urls"),
+    default="ALL",
+    meaning="Models that are loaded at the start: all of the model store, none, or a list of `[<name>[:<version>]=]<url>` "
+    "with commas between",
+)
+FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION, LOAD_MODELS_OPTION)
+ADDRESS_KEYS = ("inference_address",)
 
 
 def _leftover(key: str, remark: str) -> Option:
@@ -165,18 +186,11 @@ def _leftover(key: str, remark: str) -> Option:
 
 NOT_SERVED = (
     Option(
-        key="load_models",
-        parser=Parser(lambda text: "ALL" if text.lower() == "all" else text, "ALL"),
-        serves=frozenset({"ALL"}),
-        meaning="Models to load",
-        advice="one model is served, from the model directory",
-    ),
-    Option(
         key="model_url_pattern",
         parser=TEXT,
         serves=frozenset(),
         meaning="Models that requests may load",
-        advice="one model is served",
+        advice="load models with POST /models",
     ),
     *(
         Option(key=key, parser=TEXT, serves=frozenset(), meaning="TLS", advice=_TLS)

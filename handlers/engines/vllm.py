@@ -56,7 +56,7 @@ class VllmEngine:
         self._typical = settings.rolling_batch == "lmi-dist"
         self.meter = Meter()
         self._status = EngineStatus(0, 0, 0.0)
-        self._stopped = False
+        self._stopped = self._abandoned = False
 
     async def start(self) -> None:
         """See `Engine.start`. Takes half a minute and more; other tasks go on meanwhile."""
@@ -64,14 +64,22 @@ class VllmEngine:
         started = time.monotonic()
         try:
             self._llm = await asyncio.wait_for(in_daemon_thread(self._load), self._settings.model_loading_timeout)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            raise
         except TimeoutError:
+            self._abandoned = True
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         except EngineStartError:
             raise
         except Exception as error:
             raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
-        await self._attach()
+        try:
+            await self._attach()
+        except BaseException:
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+            raise
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     def _load(self) -> CheckingLLM:
@@ -86,6 +94,8 @@ class VllmEngine:
         config = self._args.create_engine_config()
         choose_backend(config)
         llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+        if self._abandoned:
+            llm.shutdown(_SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
         return llm
 
     async def _attach(self) -> None:
