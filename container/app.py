@@ -141,7 +141,7 @@ def create_app(models: Models, settings: ServerSettings, registrar: Registrar) -
 
 
 def _add_management(routes: Routes, site: Site, registrar: Registrar) -> None:
-    paths = {}
+    paths: dict[str, None] = {}
     for path, method, endpoint in management_endpoints(site, registrar):
         routes.add(path, method, endpoint)
         paths[path] = None

@@ -30,7 +30,7 @@ def startup_text(startup: Startup) -> str:
     if startup.report is None:
         return render_text(startup.models[0].settings)
     parts = [render_text(startup.report)]
-    parts += [f"model {m.settings.model.name} ({_one_line(m.url)})\n{render_text(m.settings)}" for m in startup.models]
+    parts += [f"model {m.title} ({_one_line(m.url)})\n{render_text(m.settings)}" for m in startup.models]
     return "\n\n".join(parts)
 
 
@@ -38,9 +38,7 @@ def startup_json(startup: Startup) -> str:
     """The same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
     if startup.report is None:
         return render_json(startup.models[0].settings)
-    models = {
-        m.settings.model.name + (f":{m.version}" if m.version else ""): _report(m.settings) for m in startup.models
-    }
+    models = {model.title: _report(model.settings) for model in startup.models}
     return json.dumps({"server": _report(startup.report), "models": models}, indent=2, ensure_ascii=False)
 
 

@@ -20,7 +20,7 @@ from handlers.reply import ReplyWriter, Running
 
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _NAME, _VERSION = "model_name", "model_version"
-_NAME_NEEDED = "Parameter model_name is required."
+_NAME_NEEDED = "Parameter model_name is required:"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Whether there is room for one more model, told before it is loaded. Source: contracts/lmi.md sections 1.10, 2.5, 2.9."""
+"""Whether there is room for one more model, told before it is loaded.
+
+Source: contracts/lmi.md sections 1.10, 2.5 and 2.9.
+"""
 
 from __future__ import annotations
 

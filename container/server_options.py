@@ -173,8 +173,8 @@ LOAD_MODELS_OPTION = Option(
     key="load_models",
     parser=Parser(lambda text: text.upper() if text.upper() in ("ALL", "NONE") else text, "ALL, NONE, or urls"),
     default="ALL",
-    meaning="Models that are loaded at the start: all of the model store, none, or a list of `[<name>[:<version>]=]<url>` "
-    "with commas between",
+    meaning="Models that are loaded at the start: all of the model store, none, or a list of "
+    "`[<name>[:<version>]=]<url>` with commas between",
 )
 FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION, LOAD_MODELS_OPTION)
 ADDRESS_KEYS = ("inference_address",)

@@ -34,6 +34,12 @@ class StartupModel:
     url: str
     version: str | None = None
 
+    @property
+    def title(self) -> str:
+        """Its name, and its version if it has one."""
+        name = self.settings.model.name
+        return f"{name}:{self.version}" if self.version else name
+
 
 @dataclass(frozen=True, slots=True)
 class Startup:
