@@ -119,11 +119,14 @@ def model_of(models: Models, family: Family, names: Mapping[str, str], body: byt
     """The model that a call is for: by its path, by its body where the family's bodies name one, or the startup one.
 
     Raises:
+        UnknownModel: its path names another.
         ModelNotNamed: none of these, and there is not exactly one startup model.
     """
     if models.single:
         return models.startup()
-    name = names.get("model") or (_named_in(body) if family.body_names_model else "")
+    if "model" in names:
+        return models.choose(names["model"])
+    name = _named_in(body) if family.body_names_model else ""
     found = next((model for model in models if name in (model.name, *model.lifecycle.model.served_model_names)), None)
     return models.choose(found.name) if found is not None else models.startup()
 

@@ -44,12 +44,15 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
+    name: str | None = "model"
+    """None: what the server calls it, or them."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
         command = [sys.executable, "-m", "container", "serve", "--model-dir", str(self.model_dir)]
-        command += ["--model-name", "model", "--port", str(self.port), "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--host", "127.0.0.1"]
+        command += ["--model-name", self.name] if self.name else []
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
