@@ -148,6 +148,8 @@ def _add_management(routes: Routes, site: Site, registrar: Registrar) -> None:
     for path in paths:
         allow = (("allow", ", ".join(routes.methods(path))),)
         routes.add(path, _ANY, answered_early(site, path, partial(_always, replace(wrong_method(), headers=allow))))
+        if site.settings.cors_allowed_origin:
+            routes.add(path, "OPTIONS", answered_early(site, path, partial(_always, Reply(200, "", b"", allow))))
 
 
 class _Description:

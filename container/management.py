@@ -120,7 +120,8 @@ class _Api:
         return contract.unregistered(models[0].name)
 
     def _named(self, call: Call) -> list[Model]:
-        return self._models.versions(call.path_parameters["model"], call.path_parameters.get("version"))
+        names = call.path_parameters
+        return self._models.versions(names["model"], names.get("version"), exact=True)
 
 
 def _refusal(error: Exception) -> ContractError:

@@ -140,15 +140,15 @@ class Models:
             return self.choose(found[0].name)
         raise ModelNotNamed("", f"the request has to name one of this server's models ({self._names()})")
 
-    def versions(self, name: str, version: str | None = None) -> list[Model]:
-        """All versions of a model, or the one that is asked for; a model without versions answers for any.
+    def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
+        """All versions of a model, or the one that is asked for; unless `exact`, one without versions answers for any.
 
         Raises:
             UnknownModel: there is none.
         """
         found = [model for (known, _), model in self._models.items() if known == name]
         if version is not None:
-            found = [model for model in found if model.version in (version, None)]
+            found = [model for model in found if model.version == version or (model.version is None and not exact)]
         if found:
             return found
         named = name if version is None else f"{name}:{version}"
