@@ -16,7 +16,8 @@ from container.response_headers import NO_CACHE
 from container.settings import SettingsError
 from handlers.contracts.lmi import management as contract
 from handlers.contracts.lmi.errors import JSON, front_end_error
-from handlers.contracts.lmi.management import Described, Listed, WorkerShown, refused
+from handlers.contracts.lmi.management import Described, Listed, WorkerShown
+from handlers.contracts.lmi.management_request import read_page, read_registration, read_scale, refused
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.errors import BodyTooLarge, NotReady, Overloaded, RequestError, UnknownModel
 from handlers.reply import ReplyWriter
@@ -79,16 +80,16 @@ class _Api:
         self._sagemaker = site.settings.multi_model
 
     async def models(self, call: Call) -> Reply:
-        start, limit = contract.read_page(call)
+        start, limit = read_page(call)
         make = contract.sagemaker_list if self._sagemaker else contract.model_list
         return make([_listed(model) for model in self._models], start, limit)
 
     async def workflows(self, call: Call) -> Reply:
-        start, limit = contract.read_page(call)
+        start, limit = read_page(call)
         return contract.workflow_list([_listed(model) for model in self._models], start, limit)
 
     async def register(self, call: Call) -> Reply:
-        asked = contract.read_registration(call)
+        asked = read_registration(call)
         order = Order(asked.url, asked.name, asked.version, asked.settings)
         try:
             model, loading = await self._registrar.register(order)
@@ -109,7 +110,7 @@ class _Api:
     async def scale(self, call: Call) -> Reply:
         models = self._named(call)
         shown = described(models[0])
-        least, most = contract.read_scale(call, (shown.min_workers, shown.max_workers))
+        least, most = read_scale(call, (shown.min_workers, shown.max_workers))
         for model in models:
             actual = self._registrar.scale(model, least, most)
         return contract.scaled(models[0].name, *actual)

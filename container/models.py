@@ -138,7 +138,8 @@ class Models:
             return found[0]
         if len({model.name for model in found}) == 1:
             return self.choose(found[0].name)
-        raise ModelNotNamed("", f"the request has to name one of this server's models ({self._names()})")
+        models = f" ({self._names()})" if self._models else ", and it has none yet"
+        raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
         """All versions of a model, or the one that is asked for; unless `exact`, one without versions answers for any.
@@ -152,8 +153,8 @@ class Models:
         if found:
             return found
         named = name if version is None else f"{name}:{version}"
-        models = f"the model {self._names()}" if len(self._models) == 1 else f"the models {self._names()}"
-        raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {models}.")
+        kind = {0: "no model", 1: "the model "}.get(len(self._models), "the models ")
+        raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {kind}{self._names()}.")
 
     def choose(self, name: str, version: str | None = None) -> Model:
         """One model: of several versions each in turn, those first that can serve.
@@ -207,4 +208,4 @@ class Models:
     def _names(self) -> str:
         names = [model.title for model in self._models.values()]
         more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        return ", ".join(names[:_NAMES_SHOWN]) + more or "none"
+        return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from container.lifecycle import Lifecycle, State
 from container.memory import Free, OutOfMemory, check_room, free_memory
@@ -22,6 +23,8 @@ from handlers.engines.protocol import EngineStartError
 from handlers.errors import NotReady, Overloaded
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MOST_LOADS = 100
 """Models that may wait to be loaded; one is loaded at a time, as each measures what memory is free."""
@@ -63,7 +66,8 @@ class Registrar:
         self._environ, self._command_line, self._free = environ, command_line or {}, free
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[Model, asyncio.Task[None]] = {}
-        self._unloads: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Registrations that are still being read, and unloads."""
 
     @property
     def loading(self) -> bool:
@@ -93,14 +97,21 @@ class Registrar:
             NotReady: the server is stopping.
             Overloaded: too many models wait to be loaded.
         """
+        self._check_running()
+        if len(self._loads) + len(self._tasks) >= _MOST_LOADS:
+            raise Overloaded(f"{_MOST_LOADS} models wait to be loaded already; try again later")
+        return await asyncio.shield(self._begin(self._register(order)))
+
+    def _check_running(self) -> None:
         if self._models.draining:
             raise NotReady("the server is stopping")
-        if len(self._loads) >= _MOST_LOADS:
-            raise Overloaded(f"{_MOST_LOADS} models wait to be loaded already; try again later")
+
+    async def _register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
         name = order.name or name_of_url(order.url)
         if any((known.name, known.version) == (name, order.version) for known in self._models):
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await asyncio.to_thread(self._settings, name, order)
+        self._check_running()
         model = as_model(StartupModel(settings, order.url, order.version), at_startup=False)
         self._models.add(model)
         task = asyncio.create_task(self._load(model, settings))
@@ -141,7 +152,7 @@ class Registrar:
         """Give up what is being loaded, and wait for what is being unloaded."""
         for task in self._loads.values():
             task.cancel()
-        await asyncio.gather(*self._loads.values(), *self._unloads, return_exceptions=True)
+        await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
 
     def _settings(self, name: str, order: Order) -> Settings:
         directory: Path = local_directory(order.url)
@@ -182,10 +193,11 @@ class Registrar:
         release_memory()
         logger.info("model %s is unregistered", model.title)
 
-    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        """Work that goes on when the client that asked for it goes away."""
         task = asyncio.create_task(work)
-        self._unloads.add(task)
-        task.add_done_callback(self._unloads.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.lmi import management
-from handlers.contracts.lmi.management import Described, Listed, Registration, WorkerShown
+from handlers.contracts.lmi.management import Described, Listed, WorkerShown
+from handlers.contracts.lmi.management_request import Registration, read_page, read_registration, read_scale
 from handlers.contracts.protocol import Call, ContractError, Reply
 
 A = Listed("a", None, "/opt/models/a", "READY")
@@ -23,7 +24,7 @@ def call(body: bytes = b"", content_type: str = "", **query: str) -> Call:
 
 def refusal(asked: Call) -> Reply:
     with pytest.raises(ContractError) as caught:
-        management.read_registration(asked)
+        read_registration(asked)
     return caught.value.reply
 
 
@@ -110,13 +111,13 @@ def test_a_description_has_lmis_fields_in_lmis_order() -> None:
 def test_a_registration_is_read_from_the_query() -> None:
     asked = call(url="/x", model_version="2", batch_size="4", max_worker="2", synchronous="False", other="y")
     settings = {"batch_size": "4", "maxWorkers": "2"}
-    assert management.read_registration(asked) == Registration("/x", None, "2", settings, False)
+    assert read_registration(asked) == Registration("/x", None, "2", settings, False)
 
 
 def test_a_registration_is_read_from_a_json_body() -> None:
     body = b'{"model_name": "abc123", "url": "/x", "job_queue_size": 5, "synchronous": true, "x": {}, "device": null}'
     asked = call(body, "application/json; charset=utf-8")
-    assert management.read_registration(asked) == Registration("/x", "abc123", None, {"job_queue_size": "5"}, True)
+    assert read_registration(asked) == Registration("/x", "abc123", None, {"job_queue_size": "5"}, True)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_body_that_is_no_json_is_400() -> None:
 def test_any_body_is_a_registration_or_a_refusal(body: bytes, kind: str) -> None:
     asked = call(body, kind, url="/x")
     with contextlib.suppress(ContractError):
-        assert management.read_registration(asked).url
+        assert read_registration(asked).url
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_any_body_is_a_registration_or_a_refusal(body: bytes, kind: str) -> None
     ],
 )
 def test_numbers_of_workers_are_read(query: dict[str, str], expected: tuple[int, int]) -> None:
-    assert management.read_scale(call(**query), (1, 2)) == expected
+    assert read_scale(call(**query), (1, 2)) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,13 +169,13 @@ def test_numbers_of_workers_are_read(query: dict[str, str], expected: tuple[int,
 )
 def test_wrong_numbers_of_workers_are_400(query: dict[str, str]) -> None:
     with pytest.raises(ContractError, match="_worker") as caught:
-        management.read_scale(call(**query), (1, 1))
+        read_scale(call(**query), (1, 1))
     assert caught.value.reply.status == 400
 
 
 def test_pages_follow_each_other() -> None:
-    assert management.read_page(call()) == (0, 100)
-    assert management.read_page(call(limit="1000", next_page_token="7")) == (7, 100)
+    assert read_page(call()) == (0, 100)
+    assert read_page(call(limit="1000", next_page_token="7")) == (7, 100)
     for query in ({"limit": "0"}, {"limit": "x"}, {"next_page_token": "-1"}):
         with pytest.raises(ContractError, match=next(iter(query))):
-            management.read_page(call(**query))
+            read_page(call(**query))

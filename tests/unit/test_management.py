@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -137,6 +138,30 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
                 assert await api.names() == []
 
 
+async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_507(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def handle(inputs): ...\nraise MemoryError\n")
+    async with serving() as api:
+        assert error(await api.register("a", str(tmp_path)))[:2] == (507, "WlmOutOfMemoryException")
+        assert await api.names() == []
+
+
+async def test_ping_has_an_entry_for_each_model_and_the_status_of_the_worst() -> None:
+    async with serving("a", "b") as api:
+        ping = await api.client.get("/ping")
+        both = b'{\n  "a": {\n    "status": "Healthy"\n  },\n  "b": {\n    "status": "Healthy"\n  }\n}\n'
+        assert (ping.status_code, ping.content) == (200, both)
+        for worker in service(api, "b").custom.status().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        for _ in range(200):
+            if (ping := await api.client.get("/ping")).status_code == 500:
+                break
+            await asyncio.sleep(0.05)
+        assert (ping.status_code, ping.json()["b"]["status"]) == (500, "FAILED")
+        assert ping.json()["a"] == {"status": "Healthy"}
+        await api.client.delete("/models/b")
+        assert (await api.client.get("/ping")).status_code == 200
+
+
 async def test_a_model_may_be_loaded_in_the_background_and_ping_stays_ready() -> None:
     async with serving("a") as api:
         answer = await api.register("b", synchronous="false")
@@ -166,7 +191,7 @@ async def test_a_client_that_goes_away_while_a_model_is_loaded_does_not_stop_the
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(api.register("a"), 0.05)
         for _ in range(600):
-            if api.models and not api.registrar.loading:
+            if len(api.models) and not api.registrar.loading:
                 break
             await asyncio.sleep(0.05)
         assert (await api.client.post("/models/a/invoke", content=b"x")).content == b"x"
