@@ -150,9 +150,11 @@ class Registrar:
 
     async def stop(self) -> None:
         """Give up what is being loaded, and wait for what is being unloaded."""
-        for task in self._loads.values():
-            task.cancel()
-        await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
+        while self._loads or self._tasks:
+            for task in self._loads.values():
+                task.cancel()
+            await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # their ends are noted by callbacks
 
     def _settings(self, name: str, order: Order) -> Settings:
         directory: Path = local_directory(order.url)
