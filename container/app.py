@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import FileResponse, HTMLResponse, Response
@@ -15,19 +16,25 @@ from container.endpoint import Site, answered_early
 from container.family_endpoints import family_endpoints
 from container.health import ping
 from container.inference import invocations
-from container.lifecycle import Lifecycle
+from container.management import management_endpoints, wrong_method
 from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
+from container.models import Models
 from container.openapi import Document, openapi_document
+from container.registration import Registrar
 from container.settings import ServerSettings
 from handlers.contracts.family import Family
 from handlers.contracts.lmi.errors import JSON, front_end_error
 from handlers.contracts.protocol import Call, Reply
 from handlers.families import FAMILIES
+from handlers.model_settings import ModelSettings
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 _ANY = "*"
 """Stands for all methods for which a path has nothing else."""
+_INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
+_ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
+"""What the API description shows where there are several models, or none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,8 @@ class Routes:
         if pattern is None:
             pattern = _Pattern(path)
             self._patterns.append(pattern)
+            # `/models/{model}/invoke` is no `/models/{model}/{version}`.
+            self._patterns.sort(key=lambda known: known.path.count("{"))
         pattern.methods.setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -101,6 +110,15 @@ class _Pattern:
 
 
 @dataclass(frozen=True, slots=True)
+class Applications:
+    """One for each listener."""
+
+    main: Routes
+    management: Routes | None
+    """None: the main one serves the management API as well."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Page:
     """A route of the server's own, which asks for nothing and is neither counted nor logged."""
 
@@ -110,17 +128,22 @@ class _Page:
         await self.show()(scope, receive, send)
 
 
-def create_app(lifecycle: Lifecycle, settings: ServerSettings, mounts: Sequence[Mount] = ()) -> Routes:
-    """The application for one model's service, and whatever is mounted beside it."""
+def create_app(
+    models: Models, settings: ServerSettings, registrar: Registrar, mounts: Sequence[Mount] = ()
+) -> Applications:
+    """The applications of one server, and whatever is mounted beside them.
+
+    Source of which routes are where: contracts/lmi.md section 1.1.
+    """
     counts = HttpCounts()
-    site = Site(lifecycle, settings, counts)
-    metrics = Metrics(lifecycle, counts)
-    description = _Description(lifecycle)
+    site = Site(models, settings, counts)
+    metrics = Metrics(models, counts)
+    description = _Description(models)
 
     routes = Routes(answered_early(site, "unknown", _not_found), mounts)
-    for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
-        routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
-    routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings, site.error_rates))))
+    for path in _INFERENCE:
+        routes.add(path, _ANY, invocations(site, "/predictions" if path.startswith("/predictions") else path))
+    routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, site.error_rates))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
     routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
     _add_pages(routes, description)
@@ -128,24 +151,45 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings, mounts: Sequence[
     for (path, method), endpoint in family_endpoints(site, FAMILIES).items():
         routes.add(path, method, endpoint)
     _add_wrong_methods(routes, site)
-    return routes
+    if settings.management_address is None:
+        _add_management(routes, site, registrar)
+        return Applications(routes, None)
+    management = Routes(answered_early(site, "unknown", _not_found))
+    management.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
+    _add_management(management, site, registrar)
+    return Applications(routes, management)
+
+
+def _add_management(routes: Routes, site: Site, registrar: Registrar) -> None:
+    paths: dict[str, None] = {}
+    for path, method, endpoint in management_endpoints(site, registrar):
+        routes.add(path, method, endpoint)
+        paths[path] = None
+    for path in paths:
+        allow = (("allow", ", ".join(routes.methods(path))),)
+        routes.add(path, _ANY, answered_early(site, path, partial(_always, replace(wrong_method(), headers=allow))))
+        if site.settings.cors_allowed_origin:
+            routes.add(path, "OPTIONS", answered_early(site, path, partial(_always, Reply(200, "", b"", allow))))
 
 
 class _Description:
-    """The API description, which grows by vLLM's own routes once the model is loaded."""
+    """The API description, which grows by vLLM's own routes once a model is loaded."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self._document = openapi_document(lifecycle.model)
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._document = openapi_document(self._model())
         self._complete = False
 
     def document(self) -> Document:
         """What is served at this moment."""
-        service = self._lifecycle.service
-        if not self._complete and service is not None and service.openai is not None:
-            self._document = openapi_document(self._lifecycle.model, service.openai.openapi())
+        openai = next((s.openai for m in self._models if (s := m.lifecycle.service) and s.openai), None)
+        if not self._complete and openai is not None:
+            self._document = openapi_document(self._model(), openai.openapi())
             self._complete = True
         return self._document
+
+    def _model(self) -> ModelSettings:
+        return self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
 
 
 def _add_pages(routes: Routes, description: _Description) -> None:

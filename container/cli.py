@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 import typer
 
 from container import logs
-from container.config_report import render_json, render_text
-from container.settings import Settings, SettingsError, load_settings
+from container.config_report import startup_json, startup_text
+from container.settings import SettingsError
+from container.startup_models import Startup, load_startup
 
 if TYPE_CHECKING:
     from container.app import Mount
@@ -34,17 +35,17 @@ ModelName = Annotated[
 @app.command()
 def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, model_name: ModelName = None) -> None:
     """Serve a model until told to stop."""
-    run(read_settings(model_dir, port, host, model_name))
+    run(read_startup(model_dir, port, host, model_name))
 
 
-def run(settings: Settings, mounts: Sequence[Mount] = ()) -> NoReturn:
+def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
     """Serve, and end the process with the server's exit code."""
-    logs.configure(settings.server.log_format, settings.server.log_level)
-    for warning in settings.warnings:
+    logs.configure(startup.server.log_format, startup.server.log_level)
+    for warning in startup.warnings:
         logging.getLogger("container.settings").warning("%s", warning)
     from container import server
 
-    sys.exit(server.serve(settings, mounts))
+    sys.exit(server.serve(startup, mounts))
 
 
 @app.command()
@@ -56,8 +57,8 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the effective settings and where each comes from."""
-    settings = read_settings(model_dir, port, host, model_name)
-    typer.echo(render_json(settings) if as_json else render_text(settings))
+    startup = read_startup(model_dir, port, host, model_name)
+    typer.echo(startup_json(startup) if as_json else startup_text(startup))
 
 
 @app.command()
@@ -73,12 +74,12 @@ def sample_model() -> None:
         sys.exit(1)
 
 
-def read_settings(model_dir: str | None, port: int | None, host: str | None, model_name: str | None) -> Settings:
-    """The settings with what the command line says; ends the process with 2, and says why, if they cannot be used."""
+def read_startup(model_dir: str | None, port: int | None, host: str | None, model_name: str | None) -> Startup:
+    """The models with what the command line says; ends the process with 2, and says why, if they cannot be used."""
     given = {"port": port, "host": host, "model_name": model_name}
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:
-        return load_settings(model_dir, os.environ, command_line)
+        return load_startup(model_dir, os.environ, command_line)
     except SettingsError as error:
         for problem in error.problems:
             typer.echo(f"slipway: {problem}", err=True)

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
+from container.aliases import AppliedAlias
 from container.masking import masked
 from container.option_parsers import Scalar
-from container.settings import SettingEntry, Settings
+from container.settings import SettingEntry
+from container.startup_models import Startup
 
 _HEAD = ("setting", "value", "source")
 
 
-def render_text(settings: Settings) -> str:
+class Report(Protocol):
+    """Settings with the record of where each came from."""
+
+    @property
+    def entries(self) -> tuple[SettingEntry, ...]:
+        """A line each."""
+
+    @property
+    def aliases(self) -> tuple[AppliedAlias, ...]:
+        """Environment variables that stood for others."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line each."""
+
+
+def startup_text(startup: Startup) -> str:
+    """The table of the one model's settings, or one of the server's and one of each model's."""
+    if startup.report is None:
+        return render_text(startup.models[0].settings)
+    parts = [render_text(startup.report)]
+    parts += [f"model {m.title} ({_one_line(m.url)})\n{render_text(m.settings)}" for m in startup.models]
+    return "\n\n".join(parts)
+
+
+def startup_json(startup: Startup) -> str:
+    """The same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
+    if startup.report is None:
+        return render_json(startup.models[0].settings)
+    models = {model.title: _report(model.settings) for model in startup.models}
+    return json.dumps({"server": _report(startup.report), "models": models}, indent=2, ensure_ascii=False)
+
+
+def render_text(settings: Report) -> str:
     """An aligned table of name, value and source, then the aliases and the warnings; credentials are masked."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
@@ -22,14 +57,17 @@ def render_text(settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def render_json(settings: Settings) -> str:
+def render_json(settings: Report) -> str:
     """Settings (name, value, source, a note), aliases (variable, of, setting), warnings; secrets are masked."""
-    report = {
+    return json.dumps(_report(settings), indent=2, ensure_ascii=False)
+
+
+def _report(settings: Report) -> dict[str, Any]:
+    return {
         "settings": [_object(entry) for entry in settings.entries],
         "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],
         "warnings": list(settings.warnings),
     }
-    return json.dumps(report, indent=2, ensure_ascii=False)
 
 
 def _row(entry: SettingEntry) -> tuple[str, str, str]:

@@ -17,8 +17,9 @@ from urllib.parse import parse_qsl
 from container.access_log import log_request
 from container.cork import BREAK_OFF
 from container.error_rates import CLIENT_GONE, ErrorRates
-from container.lifecycle import Lifecycle, State
+from container.lifecycle import Lifecycle
 from container.metrics import HttpCounts
+from container.models import Models
 from container.push import Continued, Headers, Message, Pacer, PushedReply, Send
 from container.request_headers import request_headers
 from container.request_id import INFERENCE_ID, request_id
@@ -39,8 +40,8 @@ Refuse = Callable[[RequestError], Reply]
 class Site:
     """What all endpoints of one server share."""
 
-    def __init__(self, lifecycle: Lifecycle, settings: ServerSettings, counts: HttpCounts) -> None:
-        self.lifecycle, self.settings, self.counts = lifecycle, settings, counts
+    def __init__(self, models: Models, settings: ServerSettings, counts: HttpCounts) -> None:
+        self.models, self.settings, self.counts = models, settings, counts
         self.error_rates = ErrorRates(
             {
                 "wlm": settings.error_rate_wlm,
@@ -54,18 +55,23 @@ class Site:
         self.pacer = Pacer(settings.coalesce_above)
         self.cors_headers = cors_headers(settings)
 
-    def service(self) -> Service:
-        """The loaded model.
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """That of the model that a call means which names none.
 
         Raises:
+            ModelNotNamed: there is not exactly one that was there at the start.
+        """
+        return self.models.startup().lifecycle
+
+    def service(self) -> Service:
+        """The same model, loaded.
+
+        Raises:
+            ModelNotNamed: there is not exactly one that was there at the start.
             NotReady: it is still loading, or the server is stopping.
         """
-        state, service = self.lifecycle.state, self.lifecycle.service
-        if service is not None and state in (State.READY, State.FAILED):  # failed: the engine's own error says more
-            return service
-        if state is State.STARTING:
-            raise NotReady(f"model {self.lifecycle.model.name} is not loaded yet")
-        raise NotReady("the server is stopping")
+        return self.models.startup().service()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +103,17 @@ class Endpoint:
         identity = request_id(headers.get(site.id_header) or headers.get(INFERENCE_ID))
         reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
         writer = PushedReply(send, reply_headers, site.pacer, scope.get("extensions", _NONE).get(BREAK_OFF, _nothing))
-        site.lifecycle.open_calls += 1
+        site.models.open_calls += 1
         try:
             await self._serve(scope, headers, identity, receive, writer, reply_headers)
         finally:
             writer.close()
-            site.lifecycle.open_calls -= 1
+            site.models.open_calls -= 1
         seconds = time.perf_counter() - started
         # A client that went away before the end is counted as proxies do.
         status = writer.status if writer.finished else CLIENT_GONE
         site.counts.count(self._route, status, seconds)
-        if site.error_rates.limited and site.lifecycle.service is not None:  # before that, refusals are no errors
+        if site.error_rates.limited and not site.models.starting:  # before that, refusals are no errors
             site.error_rates.count(status)
         log_request(scope, identity, status, seconds, writer.bytes_sent)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import msgspec
 
 from container.endpoint import Endpoint, Scope, Site, Target
+from container.models import Model, Models
 from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Route, Tells
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import NotServed
@@ -52,7 +53,10 @@ def _target(site: Site, family: Family, route: Route, threads: Executor) -> Targ
 
 def _telling(site: Site, family: Family, route: Tells, threads: Executor) -> Target:
     async def answer(call: Call, writer: ReplyWriter) -> None:
-        view = site.lifecycle.view()
+        if route.tell_all is not None and not site.models.single:
+            writer.reply(route.tell_all(call, [model.lifecycle.view() for model in site.models]))
+            return
+        view = model_of(site.models, family, call.path_parameters, call.body).lifecycle.view()
         if len(call.body) < _LONG_TEXT:
             writer.reply(route.tell(call, view))
         else:
@@ -65,38 +69,73 @@ def _telling(site: Site, family: Family, route: Tells, threads: Executor) -> Tar
 
 
 def _generating(site: Site, family: Family, route: Generates) -> Target:
-    async def answer(call: Call, writer: ReplyWriter) -> Running:
-        service = site.service()
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+        model = model_of(site.models, family, call.path_parameters, call.body)
+        service = model.service()
         handler = service.generation.get(route.path)
         if handler is None:
             raise NotServed(_UNUSABLE if service.custom is None else OWN_HANDLER)
-        return await handler.handle(call, writer)
+        return await model.answer(handler, call, writer)
 
     def early(scope: Scope, _: dict[bytes, bytes]) -> Reply | None:
+        names: dict[str, str] = scope.get("path_params", {})
+        if family.body_names_model and not site.models.single:
+            return None  # what the body says is not known yet
+        model = model_of(site.models, family, names)
         if route.refuse_path is not None:
-            refusal = route.refuse_path(scope.get("path_params", {}), site.lifecycle.model)
+            refusal = route.refuse_path(names, model.lifecycle.model)
             if refusal is not None:
                 return refusal
-        _when_ready(site)
+        model.service()  # a body that nobody is going to read need not be waited for
         return None
 
     return Target(answer, family.refuse, early=early)
 
 
 def _forwarding(site: Site, family: Family) -> Target:
-    async def answer(call: Call, writer: ReplyWriter) -> Running:
-        service = site.service()
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+        model = model_of(site.models, family, call.path_parameters, call.body)
+        service = model.service()
         handler: Handler | None = service.openai
         if handler is None:
             raise NotServed(_NOT_VLLM if service.custom is None else OWN_HANDLER)
-        return await handler.handle(call, writer)
+        return await model.answer(handler, call, writer)
 
-    return Target(answer, family.refuse, early=lambda *_: _when_ready(site))
+    def early(_: Scope, __: dict[bytes, bytes]) -> None:
+        if site.models.single:
+            site.service()  # a body that nobody is going to read need not be waited for
+
+    return Target(answer, family.refuse, early=early)
 
 
-def _when_ready(site: Site) -> None:
-    """A body that nobody is going to read need not be waited for."""
-    site.service()
+class _NamedModel(msgspec.Struct):
+    model: str = ""
+
+
+_decode_model = msgspec.json.Decoder(_NamedModel).decode
+
+
+def model_of(models: Models, family: Family, names: Mapping[str, str], body: bytes = b"") -> Model:
+    """The model that a call is for: by its path, by its body where the family's bodies name one, or the startup one.
+
+    Raises:
+        UnknownModel: its path names another.
+        ModelNotNamed: none of these, and there is not exactly one startup model.
+    """
+    if models.single:
+        return models.startup()
+    if "model" in names:
+        return models.choose(names["model"])
+    name = _named_in(body) if family.body_names_model else ""
+    found = next((model for model in models if name in (model.name, *model.lifecycle.model.served_model_names)), None)
+    return models.choose(found.name) if found is not None else models.startup()
+
+
+def _named_in(body: bytes) -> str:
+    try:
+        return _decode_model(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # whoever answers says what is wrong with it
 
 
 def _where(route: Route) -> str | None:

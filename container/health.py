@@ -1,46 +1,61 @@
-"""`/ping`: the truth about the model, at once. Source: contracts/lmi.md section 1.9."""
+"""`/ping`: the truth about the models, at once. Source: contracts/lmi.md section 1.9."""
 
 from __future__ import annotations
 
 from json.encoder import encode_basestring
 
 from container.error_rates import ErrorRates
-from container.lifecycle import Lifecycle, State
+from container.lifecycle import State
+from container.models import Model, Models
 from container.settings import ServerSettings
 from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.protocol import Reply
 
-_STATUS = {
-    State.STARTING: (503, "PENDING"),
-    State.READY: (200, "Healthy"),
-    State.FAILED: (500, "FAILED"),
-    State.DRAINING: (503, "DRAINING"),
-    State.STOPPED: (503, "STOPPED"),
+_TEXT = {
+    State.STARTING: "PENDING",
+    State.READY: "Healthy",
+    State.FAILED: "FAILED",
+    State.DRAINING: "DRAINING",
+    State.STOPPED: "STOPPED",
 }
 
 
-def ping(lifecycle: Lifecycle, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
-    """LMI's body and status texts, and a `reason` where something is wrong. Unlike LMI, 200 means that it can serve.
+def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
+    """LMI's body and status texts, and a `reason` where something is wrong. Unlike LMI, 200 means that all can serve.
 
     `allow_multi_status`: a model that is loading is 207, which some probes take for alive, instead of 503.
     `workers_health_check`: a custom handler with fewer workers than it should have is 500, as in LMI.
     An engine that is stalled is `Unhealthy`, since it may go on; `FAILED` is for good.
+
+    A model that the management API loads is PENDING here until it is ready, but leaves the status as it is.
     """
-    state, reason = lifecycle.state, ""
-    status, text = _STATUS[state]
-    if state is State.STARTING and settings.allow_multi_status:
-        status = 207
-    if state is State.FAILED:
-        reason = lifecycle.reason
+    exceeded = error_rates.exceeded
+    entries = [_entry(model, exceeded) for model in models]
+    body = "{\n" + ",\n".join(entries) + "\n}\n" if entries else "{}\n"
+    return Reply(503 if exceeded else _status(models, settings), JSON, body.encode())
+
+
+def _status(models: Models, settings: ServerSettings) -> int:
+    """The first that holds, in LMI's order."""
+    states = [(model, model.lifecycle.state) for model in models]
+    if any(state is State.FAILED or model.lifecycle.stalled for model, state in states):
+        return 500
+    if settings.workers_health_check and any(s is State.READY and m.lifecycle.short_of_workers for m, s in states):
+        return 500
+    if any(model.at_startup and state is State.STARTING for model, state in states):
+        return 207 if settings.allow_multi_status else 503
+    ending = any(state in (State.DRAINING, State.STOPPED) for _, state in states)
+    return 503 if models.draining or ending else 200
+
+
+def _entry(model: Model, exceeded: str) -> str:
+    lifecycle = model.lifecycle
+    state = lifecycle.state
+    text, reason = _TEXT[state], lifecycle.reason if state is State.FAILED else ""
     if state is State.READY and lifecycle.short_of_workers:
-        status, text = (500 if settings.workers_health_check else 200), "Unhealthy"
+        text = "Unhealthy"
     if stalled := lifecycle.stalled:
-        status, text, reason = 500, "Unhealthy", stalled
-    if error_rates.exceeded:
-        status, reason = 503, reason or error_rates.exceeded
-    return _reply(status, lifecycle.model.name, text, reason)
-
-
-def _reply(status: int, name: str, text: str, reason: str) -> Reply:
+        text, reason = "Unhealthy", stalled
+    reason = reason or exceeded
     why = f',\n    "reason": {encode_basestring(reason)}' if reason else ""
-    return Reply(status, JSON, f'{{\n  "{name}": {{\n    "status": "{text}"{why}\n  }}\n}}\n'.encode())
+    return f'  "{model.title}": {{\n    "status": "{text}"{why}\n  }}'

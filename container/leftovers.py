@@ -72,10 +72,5 @@ LEFTOVERS = (
     ),
     *(_leftover(f"option.{name}", _ONE_PROCESS) for name in ("waiting_steps", "cluster_size", "device_id")),
     _leftover("load_on_devices", _ONE_PROCESS),
-    *(
-        _leftover(f"{device}{key}", "memory is the engine's business; see `option.gpu_memory_utilization`")
-        for device in ("", "gpu.", "cpu.")
-        for key in ("required_memory_mb", "reserved_memory_mb")
-    ),
     *(_leftover(key, "metrics are at /metrics") for key in ("log_request_metric", "metrics_aggregation")),
 )

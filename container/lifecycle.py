@@ -99,6 +99,8 @@ class Lifecycle:
             self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
         except BaseException as error:
             self._state, self._failure = State.FAILED, str(error)
+            if self.service is not None:
+                await self.service.runtime.stop()
             raise
         # What exists now lives as long as the process; the collector need not look at it again.
         gc.collect()

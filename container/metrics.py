@@ -6,14 +6,16 @@ The counting is in `handlers.meter` and in `HttpCounts`, as plain numbers; only 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from container.known_metrics import known_metrics
-from container.lifecycle import Lifecycle, State
+from container.lifecycle import State
+from container.models import Model, Models
 from handlers.engines.protocol import EngineStatus
 from handlers.meter import Distribution, Meter
 from handlers.workers.pool_status import PoolStatus
@@ -38,8 +40,8 @@ class HttpCounts:
 class Metrics(Collector):
     """Everything that /metrics shows."""
 
-    def __init__(self, lifecycle: Lifecycle, counts: HttpCounts) -> None:
-        self._lifecycle, self._counts = lifecycle, counts
+    def __init__(self, models: Models, counts: HttpCounts) -> None:
+        self._models, self._counts = models, counts
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -55,13 +57,19 @@ class Metrics(Collector):
         """See `prometheus_client`."""
         yield from self._http()
         yield from self._container()
-        service = self._lifecycle.service
+        if self._models.single:
+            yield from self._model(self._models.startup())
+        else:
+            yield from labelled({model.title: self._model(model) for model in self._models})
+
+    def _model(self, model: Model) -> Iterable[Metric]:
+        service = model.lifecycle.service
         if service is not None and service.engine is not None:
             yield from self._generation(service.engine.meter)
             yield _gauge(
                 "slipway_engine_stalled",
                 "1 while requests run and the engine makes nothing of them.",
-                float(bool(self._lifecycle.stalled)),
+                float(bool(model.lifecycle.stalled)),
             )
             status = service.engine.status()
             yield from self._engine(status)
@@ -79,13 +87,13 @@ class Metrics(Collector):
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        ready = float(self._lifecycle.state is State.READY and not self._lifecycle.stalled)
-        yield _gauge("slipway_ready", "1 when the model can serve.", ready)
-        if remote := self._lifecycle.remote_models:
+        ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in self._models)
+        yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
+        if remote := [weights for model in self._models for weights in model.lifecycle.remote_models]:
             there, total = sum(m.progress.bytes for m in remote), sum(m.progress.total_bytes for m in remote)
             yield _gauge("slipway_download_bytes", "Bytes of remote weights that are on this machine.", there)
             yield _gauge("slipway_download_total_bytes", "Bytes of remote weights in all.", total)
-        yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._lifecycle.open_calls)
+        yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._models.open_calls)
 
     def _generation(self, meter: Meter) -> Iterable[Metric]:
         yield _counter("slipway_generations", "Prompts given to the engine.", meter.started_requests)
@@ -110,6 +118,22 @@ class Metrics(Collector):
         yield _gauge("slipway_workers_busy", "Worker processes that have a call.", status.busy)
         yield _gauge("slipway_queue_length", "Calls that wait for a worker.", status.queue_length)
         yield _counter("slipway_worker_failures", "Crashes and hangs of worker processes.", status.failures)
+
+
+def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
+    """The series of several models together: each with the label `model`, but where one names its model already."""
+    merged: dict[str, Metric] = {}
+    for model, metrics in families.items():
+        for metric in metrics:
+            whole = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            whole.samples += [_with_model(sample, model) for sample in metric.samples]
+    return merged.values()
+
+
+def _with_model(sample: Sample, model: str) -> Sample:
+    if "model" in sample.labels or "model_name" in sample.labels:
+        return sample
+    return sample._replace(labels={"model": model, **sample.labels})
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

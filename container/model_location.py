@@ -31,6 +31,21 @@ def find_model_dir(given: Path | str | None, store: Value | None) -> Path:
     Raises:
         ModelNotFound: a directory was named that is none, or it holds several models.
     """
+    directories = find_model_dirs(given, store)
+    if len(directories) > 1:
+        listed = ", ".join(directory.name for directory in directories)
+        raise ModelNotFound(f"model directory: {directories[0].parent} holds several models ({listed}): name one")
+    return directories[0]
+
+
+def find_model_dirs(given: Path | str | None, store: Value | None) -> tuple[Path, ...]:
+    """The same, where several models are allowed: one directory each, in the order of their names.
+
+    Source: contracts/lmi.md section 2.6.
+
+    Raises:
+        ModelNotFound: a directory was named that is none.
+    """
     if given is None and store is None:
         return _descend(DEFAULT_MODEL_DIR)
     source = "--model-dir" if given is not None else (store.source if store else "")
@@ -42,21 +57,15 @@ def find_model_dir(given: Path | str | None, store: Value | None) -> Path:
     return _descend(path)
 
 
-def _descend(path: Path) -> Path:
+def _descend(path: Path) -> tuple[Path, ...]:
     try:
         names = [name for name in os.listdir(path) if not name.startswith(".")]
     except OSError:
-        return path
+        return (path,)
     if not all(os.path.isdir(path / name) for name in names):
-        return path
-    models = [path / name for name in names if any(os.path.isfile(path / name / mark) for mark in _MARKS)]
-    if len(models) > 1:
-        listed = ", ".join(sorted(model.name for model in models))
-        raise ModelNotFound(
-            f"model directory: {path} holds several models ({listed}): not served by this version of Slipway; "
-            "name one of them with --model-dir"
-        )
-    return models[0] if models and len(names) == 1 else path
+        return (path,)
+    models = sorted(path / name for name in names if any(os.path.isfile(path / name / mark) for mark in _MARKS))
+    return tuple(models) if len(models) > 1 or len(models) == len(names) == 1 else (path,)
 
 
 def is_model_dir(path: Path) -> bool:
@@ -94,6 +103,11 @@ def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
     if not named_by_variable and _occupied(model_dir):
         return _word(model_dir.name)
     return _word(Path(model_id).name if os.path.isabs(model_id) else model_id)
+
+
+def name_of_url(url: str) -> str:
+    """The name of a model that has none: the last segment of its url (contracts/lmi.md 2.6)."""
+    return _word(url.rstrip("/").rpartition("/")[2])
 
 
 def _occupied(model_dir: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from container.openapi_families import family_paths, forwarded
+from container.openapi_management import management_paths
 from container.openapi_merging import joined
 from container.openapi_schemas import SCHEMAS
 from handlers.families import FAMILIES
@@ -68,6 +69,8 @@ def _paths(model: ModelSettings, forwarded: dict[str, Any]) -> dict[str, Any]:
     return {
         "/invocations": {"post": {**inference, "operationId": "invocations"}},
         f"/predictions/{model.name}": {"post": {**inference, "operationId": "predictions"}},
+        "/models/{model}/invoke": {"post": _invoke(inference)},
+        **management_paths(),
         "/ping": {"get": _get("Health: 200 when the model generates", "ping", "application/json", ("500", "503"))},
         "/metrics": {"get": _get("Prometheus metrics", "metrics", "text/plain")},
         "/openapi.json": {"get": _get("This document", "openapi", "application/json")},
@@ -186,6 +189,11 @@ def _rolling_batch(model: ModelSettings) -> dict[str, Any]:
             "503": _error("The queue is full, or the model is not ready", "FrontEndError"),
         },
     }
+
+
+def _invoke(inference: dict[str, Any]) -> dict[str, Any]:
+    parameters = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {**inference, "operationId": "invoke", "parameters": parameters}
 
 
 def _get(summary: str, operation: str, media_type: str, failures: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -288,5 +288,14 @@ ENGINE_ASYNC_MODE = Option(
 )
 """Without a custom handler."""
 
-MODEL_OPTIONS = (*SERVED, *HANDLER, *NOT_SERVED, *LEFTOVERS)
+MEMORY = tuple(
+    Option(key=f"{device}{key}", parser=integer(0), default=default, meaning=meaning)
+    for device in ("", "gpu.", "cpu.")
+    for key, default, meaning in (
+        ("required_memory_mb", "", "MiB that the model needs, where it is loaded into a running server"),
+        ("reserved_memory_mb", "" if device else "500", "MiB that have to stay free then"),
+    )
+)
+"""`container.memory` compares them with what is free."""
+MODEL_OPTIONS = (*SERVED, *HANDLER, *MEMORY, *NOT_SERVED, *LEFTOVERS)
 BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in (option.key, *option.aliases)}

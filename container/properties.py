@@ -52,7 +52,8 @@ VARIABLES = frozenset(
         *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS", "HF_HUB_OFFLINE"),
         *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
         *("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_BIND_TO_PORT"),
-        *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_SECURE_MODE", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
+        *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
+        *("SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),
     }
 )
 """Those that count by themselves."""
@@ -212,6 +213,8 @@ def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) 
     layer: dict[str, Value] = {}
     if "SAGEMAKER_BIND_TO_PORT" in variables:
         layer["port"] = variables["SAGEMAKER_BIND_TO_PORT"]
+    if "SAGEMAKER_MULTI_MODEL" in variables:
+        layer["multi_model"] = variables["SAGEMAKER_MULTI_MODEL"]
     if "SAGEMAKER_HEALTH_CHECK_OVERRIDE" in variables:
         layer["workers_health_check"] = variables["SAGEMAKER_HEALTH_CHECK_OVERRIDE"]
     if "SAGEMAKER_MAX_REQUEST_SIZE" in variables:

@@ -17,11 +17,15 @@ from collections.abc import Iterator, Sequence
 import psutil
 import uvicorn
 
+from container.addresses import Address
 from container.app import Application, Mount, create_app
 from container.cork import CorkedHttpProtocol
 from container.home import ensure_home
-from container.lifecycle import Lifecycle, State
-from container.settings import Settings
+from container.lifecycle import State
+from container.models import Model, Models
+from container.properties import Value
+from container.registration import Registrar, as_model
+from container.startup_models import Startup
 from handlers.engines.protocol import EngineStartError
 
 logger = logging.getLogger(__name__)
@@ -62,40 +66,67 @@ def http_server(application: Application) -> uvicorn.Server:
     )
 
 
-class Process:
-    """One container process serving one model."""
+class _Listener:
+    """One address, and the application behind it."""
 
-    def __init__(self, settings: Settings, mounts: Sequence[Mount] = ()) -> None:
-        self._settings = settings
+    def __init__(self, application: Application, host: str, port: int) -> None:
+        self._address = (host, port)
+        self.server = http_server(application)
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._socket = listen(*self._address)
+
+    async def serve(self) -> None:
+        """Serve until told to stop."""
+        assert self._socket is not None
+        with self._socket:
+            await self.server.serve([self._socket])
+
+
+class Process:
+    """One container process and its models."""
+
+    def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
+        self._settings = startup.server
         self._mounts = mounts
-        self._lifecycle = Lifecycle(settings)
-        self._server = http_server(create_app(self._lifecycle, settings.server, mounts))
+        self._models = Models(as_model(model, at_startup=True) for model in startup.models)
+        line = {key: str(value) for key, value in (("host", startup.server.host), ("port", startup.server.port))}
+        self._registrar = Registrar(self._models, startup.server, os.environ, line)
+        applications = create_app(self._models, startup.server, self._registrar, mounts)
+        self._listeners = [_Listener(applications.main, startup.server.host, startup.server.port)]
+        if applications.management is not None and startup.server.management_address is not None:
+            address = Address.parse(Value(startup.server.management_address, ""))
+            self._listeners.append(_Listener(applications.management, address.host, int(address.port)))
         self._exit_code = EXIT_OK
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serve until told to stop; returns the process's exit code."""
-        listener = listen(self._settings.server.host, self._settings.server.port)
+        for listener in self._listeners:
+            listener.open()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loading = asyncio.create_task(self._load())
-        with listener:
-            await self._server.serve([listener])
+        await asyncio.gather(*(listener.serve() for listener in self._listeners))
         for mount in self._mounts:
             await mount.close()
         loading.cancel()
         if self._stopping is not None:
             await self._stopping
-        if self._exit_code == EXIT_FAILED_TO_START:
+        unfinished = self._exit_code == EXIT_FAILED_TO_START or self._registrar.loading
+        await self._registrar.stop()
+        if self._exit_code != EXIT_FAILED_TO_START:
+            await self._models.stop()
+        if unfinished:
             _kill_children()  # an engine that was still being started
-        elif self._lifecycle.state is not State.STOPPED:
-            await self._lifecycle.stop()
         return self._exit_code
 
     async def _load(self) -> None:
         try:
-            await self._lifecycle.start()
+            await self._registrar.start()
         except EngineStartError as error:
             logger.critical("the model cannot be served: %s", error)
             await self._fail_to_start()
@@ -104,46 +135,56 @@ class Process:
             logger.critical("the model cannot be served: internal error", exc_info=True)
             await self._fail_to_start()
             return
-        await self._watch_engine()
+        await self._watch_engines()
 
     async def _fail_to_start(self) -> None:
         """Let /ping say why for a while, as LMI does (lmi.md 1.9), then exit."""
         self._exit_code = EXIT_FAILED_TO_START
         await asyncio.sleep(_FAILED_SECONDS)
-        self._server.should_exit = True
+        self._end()
 
-    async def _watch_engine(self) -> None:
-        server = self._settings.server
-        exit_when_stalled = server.fail_fast and server.fail_fast_when_stalled
-        while self._lifecycle.state is not State.FAILED:
+    async def _watch_engines(self) -> None:
+        server = self._settings
+        ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
+        reported: set[Model] = set()
+        while True:
+            for model in self._models:
+                lifecycle = model.lifecycle
+                stalled = lifecycle.stalled  # looked at in any case, for the log
+                over = lifecycle.state is State.FAILED or (
+                    stalled and server.fail_fast and server.fail_fast_when_stalled
+                )
+                if over and model not in reported:
+                    reported.add(model)
+                    logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
+            if reported and server.fail_fast:
+                await self._models.drain(1.0)  # its clients get their errors first
+                self._exit_code = EXIT_ENGINE_DIED
+                self._end()
+                return
+            reported.intersection_update(self._models)
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
-            if self._lifecycle.stalled and exit_when_stalled:  # looked at in any case, for the log
-                break
-        logger.critical("%s; /ping now answers 500", self._lifecycle.reason or self._lifecycle.stalled)
-        if server.fail_fast:
-            await self._lifecycle.drain(1.0)  # its clients get their errors first
-            self._exit(EXIT_ENGINE_DIED)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._stopping is not None or self._lifecycle.state is State.STARTING:
+        if self._stopping is not None or self._models.starting:
             logger.warning("%s: ending at once", name)
             _kill_children()
-            os._exit(EXIT_OK if self._lifecycle.state is State.STARTING else 128 + number)
-        logger.info("%s: draining for at most %g s", name, self._settings.server.drain_timeout)
+            os._exit(EXIT_OK if self._models.starting else 128 + number)
+        logger.info("%s: draining for at most %g s", name, self._settings.drain_timeout)
         self._stopping = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         try:
-            await self._lifecycle.drain(self._settings.server.drain_timeout)
-            await self._lifecycle.stop()
+            await self._models.drain(self._settings.drain_timeout)
+            await self._models.stop()
             logger.info("drained")
         finally:
-            self._server.should_exit = True
+            self._end()
 
-    def _exit(self, code: int) -> None:
-        self._exit_code = code
-        self._server.should_exit = True
+    def _end(self) -> None:
+        for listener in self._listeners:
+            listener.server.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -167,19 +208,20 @@ def _kill_children() -> None:
             child.kill()
 
 
-def serve(settings: Settings, mounts: Sequence[Mount] = ()) -> int:
-    """Run a server process with these settings, and with further applications, until it is told to stop.
+def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
+    """Run a server process with these models, and with further applications, until it is told to stop.
 
     Returns:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
     ensure_home()
-    os.environ.update(settings.exports)
+    for model in startup.models:
+        os.environ.update(model.settings.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     import uvloop
 
-    if settings.model.formatters is not None:
+    if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
         # LMI runs a model's code in its directory, and the code may read files from there.
-        os.chdir(settings.model.model_dir)
-    return uvloop.run(Process(settings, mounts).run())
+        os.chdir(only.model_dir)
+    return uvloop.run(Process(startup, mounts).run())

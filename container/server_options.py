@@ -134,6 +134,20 @@ SERVED = (
         meaning="/ping answers 500 while a custom handler has fewer workers than `minWorkers`",
     ),
     Option(
+        key="management_address",
+        parser=ANYTHING,
+        field="management_address",
+        meaning="`http://<host>:<port>` of a listener of its own for the management API; the main one has it otherwise",
+    ),
+    Option(
+        key="multi_model",
+        parser=BOOLEAN,
+        default="false",
+        field="multi_model",
+        variables=("SAGEMAKER_MULTI_MODEL",),
+        meaning="Start without a model and speak SageMaker's form of the management API",
+    ),
+    Option(
         key="coalesce_above",
         parser=integer(0),
         default="32",
@@ -192,8 +206,15 @@ DOWNLOAD_DIR_OPTION = Option(
     variables=("DJL_CACHE_DIR",),
     meaning="Where models of S3 are kept; without it, the user's cache, on SageMaker `/tmp/slipway`",
 )
-FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION, DOWNLOAD_DIR_OPTION)
-ADDRESS_KEYS = ("inference_address", "management_address")
+LOAD_MODELS_OPTION = Option(
+    key="load_models",
+    parser=Parser(lambda text: text.upper() if text.upper() in ("ALL", "NONE") else text, "ALL, NONE, or urls"),
+    default="ALL",
+    meaning="Models that are loaded at the start: all of the model store, none, or a list of "
+    "`[<name>[:<version>]=]<url>` with commas between",
+)
+FOR_MODEL = (MODEL_NAME_OPTION, MODEL_STORE_OPTION, LOAD_MODELS_OPTION, DOWNLOAD_DIR_OPTION)
+ADDRESS_KEYS = ("inference_address",)
 
 
 def _leftover(key: str, remark: str) -> Option:
@@ -202,18 +223,11 @@ def _leftover(key: str, remark: str) -> Option:
 
 NOT_SERVED = (
     Option(
-        key="load_models",
-        parser=Parser(lambda text: "ALL" if text.lower() == "all" else text, "ALL"),
-        serves=frozenset({"ALL"}),
-        meaning="Models to load",
-        advice="one model is served, from the model directory",
-    ),
-    Option(
         key="model_url_pattern",
         parser=TEXT,
         serves=frozenset(),
         meaning="Models that requests may load",
-        advice="one model is served",
+        advice="load models with POST /models",
     ),
     *(
         Option(key=key, parser=TEXT, serves=frozenset(), meaning="TLS", advice=_TLS)

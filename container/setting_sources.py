@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from container import model_location as location
-from container import properties
+from container import options, properties
 from container.addresses import AddressError, expand_address
 from container.aliases import AppliedAlias, read_variables
 from container.masking import quoted
@@ -20,6 +20,14 @@ from container.properties import Value
 from container.remote_models import RemoteModels, SourceError, is_s3
 from container.resolution import DEFAULT, Resolution, SettingEntry
 from container.sources.local_copy import download_dir
+
+_FOR_ONE_MODEL = ("HF_MODEL_ID", "HF_REVISION", "SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS")
+"""Variables that are about one model or about which there are; all others are for every model of the server."""
+
+
+def for_every_model(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of the environment counts for a further model of the server (contracts/lmi.md 2.1)."""
+    return {name: text for name, text in environ.items() if name not in _FOR_ONE_MODEL}
 
 
 @dataclass(slots=True)
@@ -30,45 +38,58 @@ class Sources:
     variables: Mapping[str, Value]
     server: dict[str, Value]
     model: dict[str, Value]
+    given: Mapping[str, Value]
+    """What whoever brings the model says of it: its file, the environment and the management API."""
     remote_models: RemoteModels
     aliases: tuple[AppliedAlias, ...]
     """Variables that stand for others, and do so here."""
 
 
 def read_sources(
-    model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str], found: Resolution
+    model_dir: Path | str | None,
+    environ: Mapping[str, str],
+    command_line: Mapping[str, str],
+    found: Resolution,
+    arguments: Mapping[str, Value],
 ) -> Sources:
     """Read everything and put it in order; what is wrong with it is added to `found.problems`."""
     variables, applied = read_variables(environ, found.problems, found.warnings)
-    server = _server_layer(variables, command_line, found)
+    server = server_layer(variables, command_line, found)
     server.pop("download_dir", None)
     remote = RemoteModels(download_dir(environ), offline=_is_true(variables.get("DJL_OFFLINE")))
     directory = _model_dir(model_dir, server.pop("model_store", None), variables, remote, found)
     file = properties.read_properties(directory / properties.FILE_NAME)
     found.problems.extend(file.problems)
     found.warnings.extend(file.warnings)
+    written = properties.option_layer(variables, found.problems)
     model = properties.merged(
+        arguments,
         properties.sagemaker_model_layer(variables),
         file.values,
-        properties.option_layer(variables, found.problems),
+        written,
         {
             model_key: server.pop(key)
             for key, model_key in properties.SERVER_DEFAULTS_OF_MODEL_KEYS.items()
             if key in server
         },
     )
+    for key in arguments:
+        for alias in options.BY_KEY[key].aliases if key in options.BY_KEY else ():
+            model.pop(alias, None)  # another source's, for the same
     if (queue := model.pop("job_queue_size", None)) is not None:
         server["job_queue_size"] = queue
-    return Sources(directory, variables, server, model, remote, applied)
+    given = properties.merged(arguments, file.values, written)
+    return Sources(directory, variables, server, model, given, remote, applied)
 
 
 def _is_true(value: Value | None) -> bool:
     return value is not None and value.text.strip().lower() in TRUE
 
 
-def _server_layer(
+def server_layer(
     variables: Mapping[str, Value], command_line: Mapping[str, str], found: Resolution
 ) -> dict[str, Value]:
+    """The server's keys; what is wrong with them is added to `found.problems`."""
     given = {key: Value(text, f"command line: --{key.replace('_', '-')}") for key, text in command_line.items() if text}
     layers = [
         properties.sagemaker_server_layer(variables, found.problems),

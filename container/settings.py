@@ -13,20 +13,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from container import likely_names, server_options
+from container import likely_names, options, server_options
 from container.addresses import Address, AddressError
-from container.aliases import AppliedAlias, overruled
+from container.aliases import AppliedAlias, overruled, read_variables
+from container.devices import gpu_count
 from container.handler_fields import is_offline
-from container.masking import quoted
 from container.model_fields import model_fields
 from container.option_parsers import names
-from container.properties import Value
+from container.properties import SERVER_DEFAULTS_OF_MODEL_KEYS, Value
 from container.resolution import Resolution, SettingEntry
-from container.setting_sources import Sources, read_sources
+from container.secure_mode import GivenModel, SecureMode, check_model, read_secure_mode
+from container.setting_sources import Sources, read_sources, server_layer
 from container.sources.remote_model import RemoteModel
 from handlers.model_settings import ModelSettings
 
-__all__ = ["ServerSettings", "SettingEntry", "Settings", "SettingsError", "load_settings"]
+__all__ = ["ServerSettings", "SettingEntry", "Settings", "SettingsError", "load_server", "load_settings"]
 
 _VLLM = ("auto", "vllm", "lmi-dist")
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
@@ -55,6 +56,10 @@ class ServerSettings:
     allow_multi_status: bool = False
     health_check_override: bool = False
     workers_health_check: bool = False
+    management_address: str | None = None
+    """None: the main listener serves the management API."""
+    multi_model: bool = False
+    """The server starts without a model, and its platform loads and unloads them."""
     coalesce_above: int = 32
     error_rate_wlm: str | None = None
     """This and the following: `container.error_rates` reads them."""
@@ -71,19 +76,41 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredMemory:
+    """What is said of a model's memory, in MiB (contracts/lmi.md 2.9 and 2.10)."""
+
+    required: int | None = None
+    """None: to be estimated."""
+    reserved: int = 500
+    """What has to stay free."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings, with the record of where each came from."""
+    """All settings of a model and of its server, with the record of where each came from."""
 
     server: ServerSettings
     model: ModelSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
+    memory: DeclaredMemory = DeclaredMemory()
+    secure_mode: SecureMode | None = None
     remote_models: tuple[RemoteModel, ...] = ()
     """Their weights are to be fetched before the model is loaded."""
     aliases: tuple[AppliedAlias, ...] = ()
     """Environment variables that stood for others."""
     exports: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the libraries below are to see."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """The server's settings alone."""
+
+    server: ServerSettings
+    entries: tuple[SettingEntry, ...]
+    warnings: tuple[str, ...]
+    aliases: tuple[AppliedAlias, ...]
 
 
 class SettingsError(Exception):
@@ -95,22 +122,29 @@ class SettingsError(Exception):
 
 
 def load_settings(
-    model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str] | None = None
+    model_dir: Path | str | None,
+    environ: Mapping[str, str],
+    command_line: Mapping[str, str] | None = None,
+    arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
-    """Read and check all settings; of a model on S3, all but the weights are fetched for that.
+    """Read and check all settings of one model and of the server; of a model on S3, all but the weights are fetched.
 
     `model_dir` is --model-dir, a directory or `s3://`; without it SERVING_MODEL_STORE counts, else /opt/ml/model.
-    `command_line` holds server keys such as "port", "host", "model_name".
+    `command_line` holds server keys such as "port", "host", "model_name". `arguments`: keys of the model, such as
+    "batch_size", that go before all other sources, as those of the management API do.
 
     Raises:
         SettingsError: something is wrong; all that is wrong is listed.
     """
     found = Resolution()
-    sources = read_sources(model_dir, environ, command_line or {}, found)
-    _refuse_modes(sources, found)
-    server = _server_fields(sources, found)
+    sources = read_sources(model_dir, environ, command_line or {}, found, arguments or {})
+    server = _server_fields(sources.server, found)
     model = model_fields(sources, found)
     _warn_of_names(environ, sources, model, found)
+    memory = _declared_memory(sources, found)
+    secure_mode = read_secure_mode(sources.variables, found.problems)
+    if secure_mode is not None:
+        found.problems += check_model(secure_mode, _given_model(sources, model))
     if server["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
     if found.problems:
@@ -120,6 +154,8 @@ def load_settings(
         ModelSettings(**model),
         tuple(found.entries),
         tuple(dict.fromkeys(found.warnings)),
+        memory,
+        secure_mode,
         sources.remote_models.opened,
         sources.aliases,
         _exports(sources),
@@ -145,26 +181,55 @@ def _exports(sources: Sources) -> dict[str, str]:
     return exports
 
 
-def _refuse_modes(sources: Sources, found: Resolution) -> None:
-    for name, what in (("SAGEMAKER_MULTI_MODEL", "several models"), ("SAGEMAKER_SECURE_MODE", "the secure mode")):
-        value = sources.variables.get(name)
-        if value is not None and value.text.strip().lower() == "true":
-            found.problems.append(f"{name} is true ({value.source}): {what}: not served by this version of Slipway")
+def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> ServerReport:
+    """Read and check the server's settings alone, of a server that has no model yet or several.
+
+    Raises:
+        SettingsError: something is wrong; all that is wrong is listed.
+    """
+    found = Resolution()
+    variables, applied = read_variables(environ, found.problems, found.warnings)
+    layer = server_layer(variables, command_line, found)
+    for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server_options.FOR_MODEL)):
+        layer.pop(key, None)
+    server = _server_fields(layer, found)
+    found.warnings.extend(likely_names.unknown_variables(environ))
+    read_secure_mode(variables, found.problems)
+    if found.problems:
+        raise SettingsError(tuple(dict.fromkeys(found.problems)))
+    return ServerReport(ServerSettings(**server), tuple(found.entries), tuple(dict.fromkeys(found.warnings)), applied)
 
 
-def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
-    layer = sources.server
+def _declared_memory(sources: Sources, found: Resolution) -> DeclaredMemory:
+    """`gpu.required_memory_mb` and the like go before `required_memory_mb` on such a machine (lmi.md 2.10)."""
+    values = {option.key: found.take(option, sources.model) for option in options.MEMORY}
+    device = "gpu." if gpu_count() else "cpu."
+    required, reserved = (
+        next((value for value in (values[device + key], values[key]) if value is not None), None)
+        for key in ("required_memory_mb", "reserved_memory_mb")
+    )
+    return DeclaredMemory(None if required is None else int(required), int(reserved or 0))
+
+
+def _given_model(sources: Sources, model: Mapping[str, Any]) -> GivenModel:
+    directories = [sources.model_dir]
+    if model.get("model_id") is not None and os.path.isdir(model["model_id"]):
+        directories.append(Path(model["model_id"]))
+    return GivenModel(sources.given, sources.variables, tuple(dict.fromkeys(directories)))
+
+
+def _server_fields(layer: dict[str, Value], found: Resolution) -> dict[str, Any]:
     if "request_id_header_key" not in layer and os.path.exists(SAGEMAKER_METADATA):
         layer["request_id_header_key"] = Value("X-Amzn-SageMaker-Inference-Id", "default on SageMaker")
     fields: dict[str, Any] = {
         option.field: found.take(option, layer) for option in server_options.SERVED if option.field
     }
     fields["model_aliases"] = names(str(fields["model_aliases"]))
-    for option in (*server_options.NOT_SERVED, *server_options.LEFTOVERS):
+    for option in (server_options.LOAD_MODELS_OPTION, *server_options.NOT_SERVED, *server_options.LEFTOVERS):
         found.take(option, layer)
     _check_management(layer, fields, found)
     known = {option.key for option in server_options.SERVER_OPTIONS}
-    known |= {server_options.MODEL_NAME_OPTION.key, *server_options.ADDRESS_KEYS}
+    known |= {option.key for option in server_options.FOR_MODEL} | {*server_options.ADDRESS_KEYS}
     for key in sorted(layer.keys() - known):
         if layer[key].source.startswith("command line"):
             found.problems.append(f"{layer[key].source}: there is no such option")
@@ -173,18 +238,17 @@ def _server_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
     return fields
 
 
-def _check_management(layer: Mapping[str, Value], fields: Mapping[str, Any], found: Resolution) -> None:
-    """A listener of its own may be meant to hide the management API; serving it to all would undo that."""
+def _check_management(layer: Mapping[str, Value], fields: dict[str, Any], found: Resolution) -> None:
+    """A management address that is the main listener's own is no other listener."""
     management = layer.get("management_address")
-    if management is None or management.text == layer.get("inference_address", Value("", "")).text:
+    if management is None:
         return
     try:
         address = Address.parse(management)
     except AddressError as error:
         found.problems.append(str(error))
         return
-    if (address.host, address.port) != (fields["host"], str(fields["port"])):
-        found.problems.append(
-            f"management_address is {quoted('', management.text)} ({management.source}): a second listener is not "
-            f"served by this version of Slipway; leave it out (served: http://{fields['host']}:{fields['port']})"
-        )
+    inference = layer.get("inference_address")
+    same = inference is not None and inference.text == management.text
+    if same or (address.host, address.port) == (fields["host"], str(fields["port"])):
+        fields["management_address"] = None

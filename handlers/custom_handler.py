@@ -84,6 +84,10 @@ class CustomHandler:
         """Workers and queue."""
         return self._running_pool().status()
 
+    def scale(self, min_workers: int, max_workers: int) -> None:
+        """Have other numbers of workers from now on."""
+        self._running_pool().scale(min_workers, max_workers)
+
     async def stop(self) -> None:
         """End all workers with all that they started; calls that run have a few seconds to finish."""
         if self._pool is not None:

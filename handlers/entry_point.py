@@ -94,6 +94,16 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     make_engine = await asyncio.to_thread(engine_factory, settings)
     engine = make_engine(settings)
     await engine.start()
+    try:
+        return await _with_engine(settings, limits, engine, formatters, sessions)
+    except BaseException:
+        await engine.stop()
+        raise
+
+
+async def _with_engine(
+    settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None, sessions: Sessions
+) -> Service:
     handler = EngineHandler(engine, _running(settings) + limits.queue_size)
     openai = await openai_handler(engine, handler, settings, limits.model_aliases)
     return Service(

@@ -67,21 +67,21 @@ def serve(
     async_output: _AsyncOutput = None,
 ) -> None:
     """Serve a model until told to stop."""
-    settings = cli.read_settings(model_dir, port, host, model_name)
+    startup = cli.read_startup(model_dir, port, host, model_name)
     given = {"--adapter": adapter, "--component": component, "--async-output": async_output}
     if not local_endpoint:
         for option in (name for name, value in given.items() if value):
             raise typer.BadParameter("has no meaning without --local-endpoint", param_hint=option)
-        cli.run(settings)
+        cli.run(startup)
     mount = _mount(
         LocalSettings(
-            container=_url(settings.server.host, settings.server.port),
+            container=_url(startup.server.host, startup.server.port),
             endpoints=_checked("--local-endpoint", local_endpoint),
             async_output=async_output,
             **_named(component, adapter),
         )
     )
-    cli.run(settings, [mount])
+    cli.run(startup, [mount])
 
 
 def local(

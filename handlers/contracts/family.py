@@ -180,6 +180,8 @@ class Tells:
     tell: Callable[[Call, ModelView], Reply]
     """May raise ContractError, which has its reply, and RequestError, which the family answers. Long bodies are
     answered in one of few threads."""
+    tell_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
+    """What tells it of several models, or of none; None: the route is about one."""
     methods: tuple[str, ...] = ("GET",)
     where: str | None = None
     """The route is meant only where the body's object has this field; another family's takes the rest."""
@@ -209,6 +211,8 @@ class Family:
     """Its error reply for anything in `handlers.errors`, on routes of all kinds."""
     wrong_method: Callable[[Call], Reply]
     """The reply where the path is one of the family's, but not with this method; the server adds `allow`."""
+    body_names_model: bool = False
+    """The bodies of its calls may name the model, in `model`."""
     prefix: str | None = None
     """Unknown paths below it are this family's as well ..."""
     not_found: Callable[[Call], Reply] | None = None

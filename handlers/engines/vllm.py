@@ -63,7 +63,7 @@ class VllmEngine:
         self._progress = Progress()
         self.reports = 0
         """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
-        self._stopped = False
+        self._stopped = self._abandoned = False
 
     async def start(self) -> None:
         """See `Engine.start`. Takes half a minute and more; other tasks go on meanwhile."""
@@ -74,13 +74,22 @@ class VllmEngine:
         except BaseException:
             self._thread.end()
             raise
-        await self._attach()
+        try:
+            await self._attach()
+        except BaseException:
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+            self._thread.end()
+            raise
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     async def _load_in_thread(self) -> None:
         try:
             self._llm = await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            raise
         except TimeoutError:
+            self._abandoned = True
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         except EngineStartError:
@@ -101,6 +110,8 @@ class VllmEngine:
         choose_backend(config)
         with tied_to_this_thread():
             llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+        if self._abandoned:
+            llm.shutdown(_SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
         return llm
 
     async def _attach(self) -> None:

@@ -14,6 +14,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,14 +37,28 @@ _run_engine_core = _original(EngineCoreProc, "run_engine_core")
 _worker_main = _original(WorkerProc, "worker_main")
 
 
+_lock = threading.Lock()
+_open = 0
+
+
 @contextlib.contextmanager
 def tied_to_this_thread() -> Iterator[None]:
-    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them."""
-    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them.
+
+    Several threads may be at it at a time, one for each model.
+    """
+    _replace(+1)
     try:
         yield
     finally:
-        EngineCoreProc.run_engine_core = staticmethod(_run_engine_core)
+        _replace(-1)
+
+
+def _replace(change: int) -> None:
+    global _open
+    with _lock:
+        _open += change
+        EngineCoreProc.run_engine_core = staticmethod(run_engine_core if _open else _run_engine_core)
 
 
 def run_engine_core(*arguments: Any, **options: Any) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
@@ -90,6 +91,16 @@ class Pool:
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(worker.stop(grace) for worker in (*self._lanes, *self._starting)), *self._ends)
         self._lanes.clear()
+
+    def scale(self, min_workers: int, max_workers: int) -> None:
+        """Have other numbers of workers from now on. Surplus ones end as they become idle; calls are not touched."""
+        self._settings = replace(self._settings, min_workers=min_workers, max_workers=max_workers)
+        for _ in range(min_workers - len(self._lanes) - self._to_come):
+            self._add_worker()
+        surplus = len(self._lanes) - max_workers
+        idle = [worker for worker, lane in self._lanes.items() if not lane.busy]
+        for worker in idle[: max(surplus, 0)]:
+            self._end_idle(worker)
 
     def submit(self, job: Job) -> None:
         """Give a job to a worker, or have it wait for one.

@@ -48,6 +48,8 @@ class Server:
     program: tuple[str, ...] = ("container", "serve")
     """A module of ours, and its command."""
     arguments: tuple[str, ...] = ()
+    name: str | None = "model"
+    """None: what the server calls it, or them."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
@@ -55,7 +57,8 @@ class Server:
         command = [sys.executable, "-m", *self.program]
         command += ["--model-dir", str(self.model_dir)] if self.model_dir is not None else []
         command += self.arguments
-        command += ["--model-name", "model", "--port", str(self.port), "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--host", "127.0.0.1"]
+        command += ["--model-name", self.name] if self.name else []
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,

@@ -10,6 +10,7 @@ import pytest
 
 from container.endpoint import Endpoint, Site, Target
 from container.metrics import HttpCounts
+from container.models import Models
 from container.settings import ServerSettings
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import GenerationFailed
@@ -71,8 +72,7 @@ Answering = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
 
 def endpoint(answer: Answering) -> tuple[Endpoint, Counts]:
     counts = Counts()
-    lifecycle: Any = type("L", (), {"open_calls": 0})()
-    site = Site(lifecycle, ServerSettings(), counts)
+    site = Site(Models(), ServerSettings(), counts)
     return Endpoint(site, "/x", [Target(answer, lambda error: Reply(424, "", error.message.encode()))]), counts
 
 

@@ -43,7 +43,9 @@ class Text:
             refuse=lambda error: Reply(500, "", b""),
             wrong_method=lambda call: Reply(405, "", b""),
         )
-        site = cast(Site, SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None), cors_headers=()))
+        model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
+        models = SimpleNamespace(single=True, startup=lambda: model)
+        site = cast(Site, SimpleNamespace(models=models, cors_headers=()))
         target = family_endpoints(site, [family])["/t", "POST"]._targets[0]
         writer: Any = SimpleNamespace(reply=lambda reply: None)
         calls = [Call(body=b"x" * length, request_id="r") for length in lengths]

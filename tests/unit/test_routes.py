@@ -13,6 +13,8 @@ import pytest_asyncio
 
 from container.app import create_app
 from container.lifecycle import Lifecycle, State
+from container.models import Models
+from container.registration import Registrar
 from container.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.family import ContractSetting, Generates, Tells
@@ -72,7 +74,8 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
     settings = ServerSettings(**server)
     lifecycle = Lifecycle(Settings(settings, MODEL))
     lifecycle._state = state
-    transport = httpx.ASGITransport(create_app(lifecycle, settings))
+    models = Models.of(lifecycle)
+    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, {})).main)
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
 
 

@@ -231,12 +231,8 @@ def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: 
 @pytest.mark.parametrize(
     "environ",
     [
-        {"SERVING_LOAD_MODELS": "m=/x"},
         {"SERVING_INFERENCE_ADDRESS": "https://0.0.0.0:8443"},
-        {"SERVING_MANAGEMENT_ADDRESS": "http://127.0.0.1:8081"},
         {"SERVING_CERTIFICATE_FILE": "/x"},
-        {"SAGEMAKER_MULTI_MODEL": "true"},
-        {"SAGEMAKER_SECURE_MODE": "TRUE"},
         {"HF_TASK": "feature-extraction"},
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +23,17 @@ def liveness(call: Call, view: ModelView) -> Reply:
 
 def readiness(call: Call, view: ModelView) -> Reply:
     """`GET /readiness`: always 200; the body says whether the model answers."""
-    return _reply({"ready": "ok" if view.state == "ready" else "ko"})
+    return all_readiness(call, (view,))
+
+
+def all_liveness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of a server with several models."""
+    return _reply({"alive": "ok"})
+
+
+def all_readiness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of a server with several models: whether all answer."""
+    return _reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
 
 
 def info(call: Call, view: ModelView) -> Reply:

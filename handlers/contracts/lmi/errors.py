@@ -17,7 +17,7 @@ FAILED_DEPENDENCY = 424
 """LMI's status for whatever goes wrong with an inference request."""
 
 # LMI's front end writes its JSON safe for embedding in HTML.
-_HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
+HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
 
 
 def front_end_error(code: int, kind: str, message: str) -> bytes:
@@ -91,4 +91,4 @@ def _reason(message: str, code: int, error_type: str | None) -> str:
 
 
 def _safe(text: str) -> str:
-    return encode_basestring(text).translate(_HTML_SAFE)
+    return encode_basestring(text).translate(HTML_SAFE)

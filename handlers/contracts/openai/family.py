@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -76,9 +77,17 @@ def _of_status(status: HTTPStatus) -> Reply:
 
 def models(call: Call, view: ModelView) -> Reply:
     """GET /v1/models: every name of the model, whatever runs it and whether it is loaded yet."""
+    return all_models(call, (view,))
+
+
+def all_models(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of every model."""
     created = int(time.time())
-    max_model_len = view.loaded.max_model_len if view.loaded is not None else None
-    cards = [_card(name, created, max_model_len) for name in view.settings.public_names]
+    cards = [
+        _card(name, created, view.loaded.max_model_len if view.loaded is not None else None)
+        for view in views
+        for name in view.settings.public_names
+    ]
     return Reply(200, JSON, _encode({"object": "list", "data": cards}))
 
 
@@ -126,7 +135,10 @@ def _routes() -> tuple[Route, ...]:
     return (
         *_VERSIONED,
         *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
-        *(Tells(path=prefix + "/v1/models", tell=models, about=_MODELS) for prefix in ("", ALIASED)),
+        *(
+            Tells(path=prefix + "/v1/models", tell=models, tell_all=all_models, about=_MODELS)
+            for prefix in ("", ALIASED)
+        ),
         Forwards(path="/tokenize"),
         Forwards(path="/detokenize"),
         Forwards(path="/version", methods=("GET",)),
@@ -138,6 +150,7 @@ OPENAI = Family(
     routes=_routes(),
     refuse=refuse,
     wrong_method=wrong_method,
+    body_names_model=True,
     prefix=ALIASED + "/",
     not_found=not_found,
 )

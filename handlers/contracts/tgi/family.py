@@ -14,7 +14,7 @@ from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, R
 from handlers.contracts.tgi.answer import GenerationAnswer, Show, StreamAnswer
 from handlers.contracts.tgi.body import Body, read, unknown_fields
 from handlers.contracts.tgi.errors import refuse, refuse_stream, wrong_method
-from handlers.contracts.tgi.model import tell_chat_tokens, tell_health, tell_info, tell_tokens
+from handlers.contracts.tgi.model import tell_all_health, tell_chat_tokens, tell_health, tell_info, tell_tokens
 from handlers.contracts.tgi.operations import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
 from handlers.contracts.tgi.operations import VERTEX as ABOUT_VERTEX
 from handlers.contracts.tgi.parameters import TgiParameters, parameter_rules, shown_seed, validate
@@ -127,8 +127,8 @@ TGI = Family(
             path="/generate_stream", contract=partial(TgiContract, style=Style(streams=True)), about=GENERATE_STREAM
         ),
         Generates(path="/vertex", contract=VertexContract, long_body=LONG_CHATS, about=ABOUT_VERTEX),
-        Tells(path="/", tell=tell_health, methods=("GET", "HEAD"), about=HEALTH),
-        Tells(path="/health", tell=tell_health, methods=("GET", "HEAD"), about=HEALTH),
+        Tells(path="/", tell=tell_health, tell_all=tell_all_health, methods=("GET", "HEAD"), about=HEALTH),
+        Tells(path="/health", tell=tell_health, tell_all=tell_all_health, methods=("GET", "HEAD"), about=HEALTH),
         Tells(path="/info", tell=tell_info, about=INFO),
         Tells(path="/tokenize", tell=tell_tokens, methods=("POST",), where="inputs", about=TOKENIZE),
         Tells(path="/chat_tokenize", tell=tell_chat_tokens, methods=("POST",), about=CHAT_TOKENIZE),

@@ -35,7 +35,12 @@ _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode(
 
 def tell_health(_: Call, view: ModelView) -> Reply:
     """200 without a body where the model can serve."""
-    return Reply(200, "", b"") if view.state == "ready" else _UNHEALTHY
+    return tell_all_health(_, (view,))
+
+
+def tell_all_health(_: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of a server with several models: 200 where all can serve."""
+    return Reply(200, "", b"") if all(view.state == "ready" for view in views) else _UNHEALTHY
 
 
 def tell_info(_: Call, view: ModelView) -> Reply:

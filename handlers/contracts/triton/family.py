@@ -49,16 +49,36 @@ def _unknown_model(names: Mapping[str, str], settings: ModelSettings) -> Reply |
 _ROUTES: tuple[Route, ...] = (
     *_generates("/generate", GENERATE, events=False),
     *_generates("/generate_stream", GENERATE_STREAM, events=True),
-    Tells(path="/v2", tell=model.server_metadata, about=document("Server metadata (KServe)")),
-    Tells(path="/v2/health/live", tell=model.live, about=probe("Does the server live? (KServe)")),
-    Tells(path="/v2/health/ready", tell=model.ready, about=probe("Is the server ready? (KServe)")),
-    Tells(path="/v2/models/stats", tell=model.statistics, about=document("Statistics of all models (Triton)")),
+    Tells(
+        path="/v2", tell=model.server_metadata, tell_all=model.all_metadata, about=document("Server metadata (KServe)")
+    ),
+    Tells(
+        path="/v2/health/live", tell=model.live, tell_all=model.all_live, about=probe("Does the server live? (KServe)")
+    ),
+    Tells(
+        path="/v2/health/ready",
+        tell=model.ready,
+        tell_all=model.all_ready,
+        about=probe("Is the server ready? (KServe)"),
+    ),
+    Tells(
+        path="/v2/models/stats",
+        tell=model.statistics,
+        tell_all=model.all_statistics,
+        about=document("Statistics of all models (Triton)"),
+    ),
     *_of_model("", model.metadata, document("Model metadata (KServe)")),
     *_of_model("/ready", model.model_ready, probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, document("Model configuration (Triton)")),
     *_of_model("/stats", model.model_statistics, document("Statistics of the model (Triton)")),
     *_of_model("/infer", model.infer, INFER, method="POST"),
-    Tells(path="/v2/repository/index", tell=model.repository_index, methods=("POST",), about=INDEX),
+    Tells(
+        path="/v2/repository/index",
+        tell=model.repository_index,
+        tell_all=model.all_index,
+        methods=("POST",),
+        about=INDEX,
+    ),
     Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=LOAD),
     Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=UNLOAD),
 )

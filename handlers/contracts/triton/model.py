@@ -7,7 +7,7 @@ backend does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,8 @@ from handlers.meter import Meter
 PROTOCOL_VERSION = "2.68.0"
 """The release of Triton whose protocol this is."""
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
+
+_SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
 
 _EMPTY = Reply(200, "", b"")
 _DATA_TYPES = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
@@ -63,6 +65,21 @@ def ready(call: Call, view: ModelView) -> Reply:
     return _EMPTY if view.state == "ready" else Reply(400, "", b"")
 
 
+def all_live(call: Call, views: Sequence[ModelView]) -> Reply:
+    """200 as long as no engine has failed."""
+    return next((reply for view in views if (reply := live(call, view)).status != 200), _EMPTY)
+
+
+def all_ready(call: Call, views: Sequence[ModelView]) -> Reply:
+    """200 when all models generate."""
+    return next((reply for view in views if (reply := ready(call, view)).status != 200), _EMPTY)
+
+
+def all_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
+    """Of the server; there is nothing of a model in it."""
+    return _json(_SERVER)
+
+
 def model_ready(call: Call, view: ModelView) -> Reply:
     """The same of one model; one that is not served is not ready, as Triton says it."""
     names = call.path_parameters
@@ -73,7 +90,7 @@ def model_ready(call: Call, view: ModelView) -> Reply:
 
 def server_metadata(call: Call, view: ModelView) -> Reply:
     """Clients look for the name and the extensions of Triton."""
-    return _json({"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS})
+    return _json(_SERVER)
 
 
 @of_served_model
@@ -146,11 +163,20 @@ def model_statistics(call: Call, view: ModelView) -> Reply:
 
 def statistics(call: Call, view: ModelView) -> Reply:
     """Calls of all clients since the start, whatever their contract; times in nanoseconds, `last_inference` in ms."""
+    return all_statistics(call, (view,))
+
+
+def all_statistics(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of every model."""
+    return _json({"model_stats": [_statistics(view) for view in views]})
+
+
+def _statistics(view: ModelView) -> dict[str, Any]:
     meter = view.loaded.meter if view.loaded is not None else Meter()
     calls = meter.calls
     # The engine times each sequence's wait, and a call may have several; a call waits no longer than it takes.
     waited = min(meter.queue_time.total, calls.succeeded_seconds)
-    model = {
+    return {
         "name": view.settings.name,
         "version": VERSION,
         "last_inference": int(calls.last_at * 1000),
@@ -170,11 +196,15 @@ def statistics(call: Call, view: ModelView) -> Reply:
         "batch_stats": [],
         "memory_usage": [],
     }
-    return _json({"model_stats": [model]})
 
 
 def repository_index(call: Call, view: ModelView) -> Reply:
     """The one model and its state; with `{"ready": true}` only if it is ready."""
+    return all_index(call, (view,))
+
+
+def all_index(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of every model."""
     only_ready: Any = False
     if call.body.strip():
         try:
@@ -186,11 +216,13 @@ def repository_index(call: Call, view: ModelView) -> Reply:
         only_ready = document.get("ready", False)
     if not isinstance(only_ready, bool):
         return error_reply(400, "Unable to parse 'ready': attempt to access JSON non-boolean as boolean")
-    if only_ready and view.state != "ready":
-        return _json([])
+    return _json([_indexed(view) for view in views if view.state == "ready" or not only_ready])
+
+
+def _indexed(view: ModelView) -> dict[str, str]:
     state = _REPOSITORY_STATES.get(view.state, "UNAVAILABLE")
     model = {"name": view.settings.name, "version": VERSION, "state": state}
-    return _json([model | {"reason": view.reason} if view.reason else model])
+    return model | {"reason": view.reason} if view.reason else model
 
 
 def load(call: Call, view: ModelView) -> Reply:

@@ -1,0 +1,182 @@
+"""LMI's management routes. Source: contracts/lmi.md sections 1.1, 1.2 and 1.10; sagemaker_hosting.md section 8."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+from container.devices import gpu_count
+from container.endpoint import Endpoint, Site, Target
+from container.lifecycle import State
+from container.memory import OutOfMemory
+from container.model_url import UrlNotFound
+from container.models import AlreadyRegistered, Model
+from container.registration import LoadFailed, Order, Registrar
+from container.response_headers import NO_CACHE
+from container.settings import SettingsError
+from handlers.contracts.lmi import management as contract
+from handlers.contracts.lmi.errors import JSON, front_end_error
+from handlers.contracts.lmi.management import Described, Listed, WorkerShown
+from handlers.contracts.lmi.management_request import read_page, read_registration, read_scale, refused
+from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.errors import BodyTooLarge, NotReady, Overloaded, RequestError, UnknownModel
+from handlers.reply import ReplyWriter
+
+Tell = Callable[[Call], Awaitable[Reply]]
+
+_COLLECTIONS = ("/models", "/workflows")
+_LIST_STATUS = {State.STARTING: "PENDING", State.READY: "READY", State.FAILED: "FAILED"}
+_STATUS = {State.STARTING: "PENDING", State.READY: "Healthy", State.FAILED: "FAILED"}
+
+
+def management_endpoints(site: Site, registrar: Registrar) -> Iterator[tuple[str, str, Endpoint]]:
+    """Path, method and endpoint of each route."""
+    api = _Api(site, registrar)
+    for collection in _COLLECTIONS:
+        listed = api.models if collection == "/models" else api.workflows
+        yield from _endpoints(site, collection, {"GET": listed, "POST": api.register})
+        for path in (f"{collection}/{{model}}", f"{collection}/{{model}}/{{version}}"):
+            yield from _endpoints(site, path, {"GET": api.describe, "PUT": api.scale, "DELETE": api.unregister})
+
+
+def _endpoints(site: Site, path: str, tellers: dict[str, Tell]) -> Iterator[tuple[str, str, Endpoint]]:
+    for method, tell in tellers.items():
+        yield path, method, Endpoint(site, path, [Target(_answering(tell), refuse)], NO_CACHE)
+
+
+def _answering(tell: Tell) -> Callable[[Call, ReplyWriter], Awaitable[None]]:
+    async def answer(call: Call, writer: ReplyWriter) -> None:
+        writer.reply(await tell(call))
+
+    return answer
+
+
+def wrong_method() -> Reply:
+    """A management path, with a method that it does not have."""
+    message = "Requested method is not allowed, please refer to API document."
+    return Reply(405, JSON, front_end_error(405, "MethodNotAllowedException", message))
+
+
+def refuse(error: RequestError) -> Reply:
+    """See `Family.refuse`."""
+    match error:
+        case BodyTooLarge():
+            return Reply(413, JSON, b"")
+        case UnknownModel():
+            return Reply(404, JSON, front_end_error(404, "ModelNotFoundException", error.message))
+        case NotReady():
+            return Reply(503, JSON, front_end_error(503, "ServiceUnavailableException", error.message))
+        case Overloaded():
+            return Reply(503, JSON, front_end_error(503, "WlmCapacityException", error.message))
+        case _:
+            return Reply(500, JSON, front_end_error(500, "InternalServerException", error.message))
+
+
+class _Api:
+    """What each route does. Every method may raise RequestError and ContractError."""
+
+    def __init__(self, site: Site, registrar: Registrar) -> None:
+        self._models, self._registrar = site.models, registrar
+        self._sagemaker = site.settings.multi_model
+
+    async def models(self, call: Call) -> Reply:
+        start, limit = read_page(call)
+        make = contract.sagemaker_list if self._sagemaker else contract.model_list
+        return make([_listed(model) for model in self._models], start, limit)
+
+    async def workflows(self, call: Call) -> Reply:
+        start, limit = read_page(call)
+        return contract.workflow_list([_listed(model) for model in self._models], start, limit)
+
+    async def register(self, call: Call) -> Reply:
+        asked = read_registration(call)
+        order = Order(asked.url, asked.name, asked.version, asked.settings)
+        try:
+            model, loading = await self._registrar.register(order)
+            if not asked.synchronous:
+                return contract.registration_scheduled(model.name)
+            # The load is the registrar's: a client that goes away leaves no half of a model behind.
+            await asyncio.shield(loading)
+        except (UrlNotFound, AlreadyRegistered, SettingsError, OutOfMemory, LoadFailed) as error:
+            raise _refusal(error) from None
+        return contract.registered(model.name)
+
+    async def describe(self, call: Call) -> Reply:
+        models = self._named(call)
+        if self._sagemaker:
+            return contract.sagemaker_description(_listed(models[0]))
+        return contract.description([described(model) for model in models])
+
+    async def scale(self, call: Call) -> Reply:
+        models = self._named(call)
+        shown = described(models[0])
+        least, most = read_scale(call, (shown.min_workers, shown.max_workers))
+        for model in models:
+            actual = self._registrar.scale(model, least, most)
+        return contract.scaled(models[0].name, *actual)
+
+    async def unregister(self, call: Call) -> Reply:
+        models = self._named(call)
+        await asyncio.gather(*(self._registrar.unregister(model) for model in models))
+        return contract.unregistered(models[0].name)
+
+    def _named(self, call: Call) -> list[Model]:
+        names = call.path_parameters
+        return self._models.versions(names["model"], names.get("version"), exact=True)
+
+
+def _refusal(error: Exception) -> ContractError:
+    message = str(error)
+    match error:
+        case UrlNotFound():
+            return refused(404, "ModelNotFoundException", message)
+        case AlreadyRegistered():
+            return refused(409, "IllegalArgumentException", message)
+        case SettingsError():
+            return refused(400, "IllegalConfigurationException", "; ".join(error.problems))
+        case OutOfMemory():
+            return refused(507, "WlmOutOfMemoryException", message)
+        case _:
+            return refused(500, "EngineException", message)
+
+
+def _listed(model: Model) -> Listed:
+    return Listed(model.name, model.version, model.url, _LIST_STATUS.get(model.lifecycle.state, "PENDING"))
+
+
+def described(model: Model) -> Described:
+    """A model with its workers; an engine is shown as one worker."""
+    lifecycle = model.lifecycle
+    settings, state, service = lifecycle.model, lifecycle.state, lifecycle.service
+    status = _STATUS.get(state, "Unhealthy")
+    if state is State.READY and lifecycle.short_of_workers:
+        status = "Unhealthy"
+    least = most = 0 if model.scaled_to_zero else 1
+    workers: list[WorkerShown] = []
+    waiting = 0
+    on_gpu = gpu_count() > 0
+    if settings.handler is not None:
+        least, most, on_gpu = settings.handler.min_workers, settings.handler.max_workers, bool(settings.handler.devices)
+    if service is not None and service.custom is not None:
+        pool = service.custom.status()
+        least, most, waiting = pool.min_workers, pool.max_workers, pool.queue_length
+        workers = [WorkerShown(w.id, w.started, "READY") for w in pool.workers if w.state == "READY"]
+    elif service is not None and service.engine is not None and not model.scaled_to_zero:
+        waiting = service.engine.status().waiting_requests
+        workers = [WorkerShown(1, model.registered_at, "READY")] if state is State.READY else []
+    return Described(
+        name=model.name,
+        version=model.version,
+        url=model.url,
+        batch_size=settings.batch_size,
+        max_batch_delay=settings.max_batch_delay,
+        max_idle_time=model.max_idle_time,
+        queue_size=model.job_queue_size,
+        waiting=waiting,
+        status=status,
+        at_startup=model.at_startup,
+        on_gpu=on_gpu,
+        min_workers=least,
+        max_workers=most,
+        workers=workers,
+    )

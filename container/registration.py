@@ -1,0 +1,223 @@
+"""Loads, scales and unloads models while the server runs. Source: contracts/lmi.md section 1.10."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from container.lifecycle import Lifecycle, State
+from container.memory import Free, OutOfMemory, check_room, free_memory
+from container.model_location import name_of_url
+from container.model_url import model_place
+from container.models import AlreadyRegistered, Model, Models
+from container.properties import Value
+from container.settings import ServerSettings, Settings
+from container.startup_models import StartupModel, further_settings
+from handlers.engines.protocol import EngineStartError
+from handlers.errors import NotReady, Overloaded
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_LOADS = 100
+"""Models that may wait to be loaded; one is loaded at a time, as each measures what memory is free."""
+_NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|No available memory for the cache blocks|larger than the available KV cache memory"
+    r"|less than desired GPU memory utilization|Cannot allocate memory|MemoryError|core proc\(s\): \{[^}]*: -9\b",
+    re.IGNORECASE,
+)
+"""What engines say when memory is short; -9 is how the kernel ends a process then."""
+
+
+class LoadFailed(Exception):
+    """A model that was to be loaded cannot be; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A model to be loaded."""
+
+    url: str
+    name: str | None = None
+    version: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the model, such as `batch_size`."""
+
+
+class Registrar:
+    """Owns every load and unload that the management API asks for."""
+
+    def __init__(
+        self,
+        models: Models,
+        server: ServerSettings,
+        environ: Mapping[str, str],
+        command_line: Mapping[str, str] | None = None,
+        free: Callable[[], Free] = free_memory,
+    ) -> None:
+        self._models, self._server = models, server
+        self._environ, self._command_line, self._free = environ, command_line or {}, free
+        self._one_at_a_time = asyncio.Lock()
+        self._loads: dict[Model, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Registrations that are still being read, and unloads."""
+
+    @property
+    def loading(self) -> bool:
+        """A model is being loaded."""
+        return bool(self._loads)
+
+    async def start(self) -> None:
+        """Load the models that the server starts with, one after the other.
+
+        Raises:
+            EngineStartError: one of them cannot be loaded.
+        """
+        async with self._one_at_a_time:
+            for model in self._models:
+                if model.at_startup:
+                    await model.lifecycle.start()
+
+    async def register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
+        """Register a model, and begin to load it; the task ends when it is loaded, whoever waits for it.
+
+        The task raises OutOfMemory or LoadFailed; nothing of the model is left then.
+
+        Raises:
+            UrlNotFound: there is no model at the url.
+            AlreadyRegistered: there is one with this name and version.
+            SettingsError: its settings are wrong, or refused by the secure mode.
+            NotReady: the server is stopping.
+            Overloaded: too many models wait to be loaded.
+        """
+        self._check_running()
+        if len(self._loads) + len(self._tasks) >= _MOST_LOADS:
+            raise Overloaded(f"{_MOST_LOADS} models wait to be loaded already; try again later")
+        return await asyncio.shield(self._begin(self._register(order)))
+
+    def _check_running(self) -> None:
+        if self._models.draining:
+            raise NotReady("the server is stopping")
+
+    async def _register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
+        name = order.name or name_of_url(order.url)
+        if any((known.name, known.version) == (name, order.version) for known in self._models):
+            raise AlreadyRegistered(f"Model {name} is already registered.")
+        settings = await asyncio.to_thread(self._settings, name, order)
+        self._check_running()
+        model = as_model(StartupModel(settings, order.url, order.version), at_startup=False)
+        self._models.add(model)
+        task = asyncio.create_task(self._load(model, settings))
+        self._loads[model] = task
+        task.add_done_callback(lambda done: self._on_loaded(model, done))
+        return model, task
+
+    async def unregister(self, model: Model) -> None:
+        """Let its calls finish, within `drain_timeout`, and free all that it has. Goes on when nobody waits for it.
+
+        Raises:
+            NotReady: it is still loaded, and the server starts with it.
+        """
+        if model.at_startup and model.lifecycle.state is State.STARTING:
+            raise NotReady(f"model {model.name} is not loaded yet")
+        self._models.remove(model)
+        self._models.leaving.add(model)
+        if (load := self._loads.get(model)) is not None:
+            load.cancel()
+        await asyncio.shield(self._begin(self._unload(model, load)))
+
+    def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
+        """Set the numbers of workers, and say what they are; an engine has one or, scaled down, none.
+
+        Raises:
+            NotReady: the model is not ready.
+        """
+        if model.lifecycle.state is not State.READY or model.lifecycle.service is None:
+            raise NotReady(f"model {model.name} is not ready to be scaled: {model.lifecycle.state.value}")
+        model.scaled_to_zero = max_workers == 0
+        custom = model.lifecycle.service.custom
+        if custom is None:
+            return (0, 0) if model.scaled_to_zero else (1, 1)
+        custom.scale(min_workers, max_workers)
+        return min_workers, max_workers
+
+    async def stop(self) -> None:
+        """Give up what is being loaded, and wait for what is being unloaded."""
+        while self._loads or self._tasks:
+            for task in self._loads.values():
+                task.cancel()
+            await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # their ends are noted by callbacks
+
+    def _settings(self, name: str, order: Order) -> Settings:
+        directory = model_place(order.url)
+        arguments = {key: Value(text, "POST /models") for key, text in order.arguments.items()}
+        return further_settings(directory, name, self._environ, self._command_line, arguments)
+
+    async def _load(self, model: Model, settings: Settings) -> None:
+        try:
+            async with self._one_at_a_time:
+                check_room(settings, await asyncio.to_thread(self._free))
+                await model.lifecycle.start()
+        except (OutOfMemory, EngineStartError) as error:
+            self._models.remove(model)
+            text = str(error)
+            short = isinstance(error, OutOfMemory) or _NO_MEMORY.search(text)
+            raise (OutOfMemory if short else LoadFailed)(f"model {model.name} cannot be loaded: {text}") from None
+        except Exception as error:
+            self._models.remove(model)
+            logger.exception("model %s cannot be loaded: internal error", model.title)
+            raise LoadFailed(f"model {model.name} cannot be loaded: internal error; the log has more") from error
+        except asyncio.CancelledError:
+            self._models.remove(model)
+            raise LoadFailed(f"model {model.name} was unregistered while it was loaded") from None
+
+    def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:
+        del self._loads[model]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s", error)
+            release_memory()
+
+    async def _unload(self, model: Model, load: asyncio.Task[None] | None) -> None:
+        if load is not None:
+            await asyncio.wait([load])
+        await model.lifecycle.drain(self._server.drain_timeout)
+        await model.lifecycle.stop()
+        self._models.leaving.discard(model)
+        model.lifecycle.service = None
+        release_memory()
+        logger.info("model %s is unregistered", model.title)
+
+    def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        """Work that goes on when the client that asked for it goes away."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def as_model(given: StartupModel, *, at_startup: bool) -> Model:
+    """A model that is yet to be loaded."""
+    settings = given.settings
+    handler = settings.model.handler
+    return Model(
+        Lifecycle(settings),
+        given.url,
+        given.version,
+        at_startup,
+        settings.server.job_queue_size,
+        handler.max_idle_time if handler is not None else 60.0,
+    )
+
+
+def release_memory() -> None:
+    """Collect what a model has left behind. What was there when one was loaded is exempt from collection otherwise."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,155 @@
+"""Several models in one server, loaded and unloaded while others serve: engines of two kinds and a customer's handler.
+
+Source: contracts/lmi.md sections 1.1, 1.4, 1.9, 1.10 and 2.6; sagemaker_hosting.md section 8.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.live.server import Server, free_port, records, write_model
+
+HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
+PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 4}}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> dict[str, Path]:
+    """A model directory for each engine, and one with a handler."""
+    root = tmp_path_factory.mktemp("models")
+    options = {**engine_options, "kv_cache_memory_bytes": 256 << 20, "max_rolling_batch_size": 8}
+    found = {name: write_model(root / name, rolling_batch=name, **options) for name in ("vllm", "scheduler")}
+    shutil.copytree(HANDLERS / "echo", root / "echo", ignore=shutil.ignore_patterns("__pycache__"))
+    return found | {"echo": root / "echo"}
+
+
+@pytest.fixture(scope="module")
+def multi_model(tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]) -> Iterator[Server]:
+    """A multi-model endpoint, with one model on vLLM."""
+    log = tmp_path_factory.mktemp("multi") / "server.log"
+    server = Server(directories["echo"].parent, log, {"SAGEMAKER_MULTI_MODEL": "true"}, name=None)
+    server.client.timeout = httpx.Timeout(280)
+    try:
+        server.wait_until_ready()
+        assert (server.client.get("/ping").content, server.client.get("/models").content) == (b"{}\n", b'{"models":[]}')
+        load(server, "v", directories["vllm"])
+        yield server
+    finally:
+        server.stop()
+
+
+def load(server: Server, name: str, directory: Path) -> None:
+    answer = server.client.post("/models", json={"model_name": name, "url": str(directory)})
+    assert (answer.status_code, answer.json()) == (200, {"status": f'Model "{name}" registered.'}), answer.text
+
+
+def engine_cores(server: Server) -> list[int]:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [child.pid for child in children if "EngineCore" in child.name()]
+
+
+def test_a_second_engine_is_loaded_called_and_unloaded_while_the_first_serves(
+    multi_model: Server, directories: dict[str, Path]
+) -> None:
+    server, stop = multi_model, False
+
+    def busy() -> set[str]:
+        texts = set()
+        while not stop:
+            answer = server.client.post("/models/v/invoke", json=PROMPT)
+            assert answer.status_code == 200, answer.text
+            texts.add(answer.json()["generated_text"])
+        return texts
+
+    with ThreadPoolExecutor() as threads:
+        traffic = threads.submit(busy)
+        try:
+            load(server, "s", directories["scheduler"])
+            ping = server.client.get("/ping")
+            assert (ping.status_code, ping.json()) == (200, {"v": {"status": "Healthy"}, "s": {"status": "Healthy"}})
+            text = server.client.post("/models/s/invoke", json=PROMPT).json()["generated_text"]
+            assert server.client.delete("/models/s").status_code == 200
+            assert server.client.post("/models/s/invoke", json=PROMPT).status_code == 404
+        finally:
+            stop = True
+        assert traffic.result() == {text}
+
+
+def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Server) -> None:
+    server = multi_model
+    streamed = server.client.post("/models/v/invoke", json={**PROMPT, "stream": True})
+    assert streamed.headers["content-type"] == "application/jsonlines"
+    assert len(records(streamed.text)) == 4
+    triton = server.client.post("/v2/models/v/generate", json={"text_input": "The", "max_tokens": 2})
+    assert triton.json()["model_name"] == "v"
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        chat = client.chat.completions.create(
+            model="v", messages=[{"role": "user", "content": "Hello"}], max_tokens=2, extra_headers={}
+        )
+        assert chat.model == "v"
+        with pytest.raises(openai.NotFoundError, match="name one of this server's models"):
+            client.completions.create(model="another", prompt="x")
+    unnamed = server.client.post("/invocations", json=PROMPT)
+    assert (unnamed.status_code, unnamed.json()["type"]) == (400, "BadRequestException")
+
+
+def test_a_stream_ends_whole_before_its_model_is_gone_with_its_engine_process(multi_model: Server) -> None:
+    server = multi_model
+    (core,) = engine_cores(server)
+    long = {"inputs": "Once", "parameters": {"max_new_tokens": 150, "do_sample": False, "ignore_eos_token": True}}
+    with (
+        ThreadPoolExecutor() as threads,
+        server.client.stream("POST", "/models/v/invoke", json={**long, "stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        first = next(lines)
+        unloading = threads.submit(server.client.delete, "/models/v")
+        body = "\n".join([first, *lines])
+        assert unloading.result().status_code == 200
+    assert "generated_text" in records(body)[-1]
+    assert not psutil.pid_exists(core) or psutil.Process(core).status() == psutil.STATUS_ZOMBIE
+    assert engine_cores(server) == []
+    assert server.client.get("/models").content == b'{"models":[]}'
+    assert server.client.get("/ping").status_code == 200
+
+
+def test_a_store_of_several_models_has_a_management_port_and_one_failed_model_ends_the_process(
+    tmp_path: Path, directories: dict[str, Path]
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(directories["echo"], tmp_path / "store" / name)
+    port = free_port()
+    environment = {"SERVING_MANAGEMENT_ADDRESS": f"http://127.0.0.1:{port}"}
+    server = Server(tmp_path / "store", tmp_path / "server.log", environment, name=None)
+    try:
+        server.wait_until_ready()
+        assert server.client.get("/ping").json() == {"a": {"status": "Healthy"}, "b": {"status": "Healthy"}}
+        assert server.client.post("/predictions/b", content=b"x").content == b"x"
+        assert server.client.get("/models").status_code == 404
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as management:
+            listed = management.get("/models").json()["models"]
+            assert [(model["modelName"], model["status"]) for model in listed] == [("a", "READY"), ("b", "READY")]
+            assert management.post("/invocations").status_code == 404
+            assert management.delete("/models/b").status_code == 200
+        assert server.client.post("/invocations", content=b"x").content == b"x"
+    finally:
+        assert server.stop() == 0
+    (tmp_path / "store" / "b" / "model.py").write_text("def handle(inputs): ...\nimport no_such_module\n")
+    failing = Server(tmp_path / "store", tmp_path / "failing.log", name=None)
+    try:
+        deadline = time.monotonic() + 60
+        while failing.process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        assert failing.stop() == 1
+    assert "no_such_module" in failing.log_text()
