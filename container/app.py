@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
+from container.adapter_routes import adapter_routes
 from container.docs_page import plain_page, swagger_assets, swagger_page
 from container.endpoint import Site, answered_early
 from container.family_endpoints import family_endpoints
@@ -105,6 +106,8 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Routes:
     routes = Routes(answered_early(site, "unknown", _not_found))
     for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
         routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
+    for path, method, endpoint in adapter_routes(site):
+        routes.add(path, method, endpoint)
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
     routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))

@@ -113,6 +113,7 @@ class Lifecycle:
             max_requests=engine_handler.limit if engine_handler is not None else self._server.job_queue_size,
             model_aliases=self._server.model_aliases,
             abort=service.abort if service is not None else _nothing_to_abort,
+            adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )
 
     async def drain(self, limit: float) -> None:
@@ -128,7 +129,7 @@ class Lifecycle:
         """Free the engine or end the workers."""
         self._state = State.STOPPED
         if self.service is not None:
-            await self.service.runtime.stop()
+            await self.service.stop()
 
 
 def _nothing_to_abort(_: str) -> None:

@@ -75,6 +75,8 @@ class ModelSettings:
     """Tokens carry their log probability; computing them costs the engine time, and `log_prob` may be null."""
     strict_parameters: bool = False
     """Refuse unknown generation parameters instead of ignoring them."""
+    enable_lora: bool = False
+    """LoRA adapters can be registered; requests name the one they want."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
     """None: one device, or with `tensor_parallel_max` as many GPUs as there are."""

@@ -24,6 +24,8 @@ _SHARE_OF_FREE_MEMORY = 0.3
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 """Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
+_MAX_LORAS = 4
+"""LMI's default, where vLLM's is 1 (contracts/lmi.md section 2.12)."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
 
@@ -57,6 +59,8 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
         "pipeline_parallel_size": settings.pipeline_parallel_degree,
         "enable_log_requests": False,
     }
+    if settings.enable_lora:
+        arguments |= {"enable_lora": True, "max_loras": _MAX_LORAS}
     if on_cpu:
         # Compiling takes minutes on a CPU and gains little there.
         arguments["enforce_eager"] = True

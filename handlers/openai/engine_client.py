@@ -23,16 +23,18 @@ from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded
+from handlers.engines.vllm_adapters import Claim, VllmAdapters
+from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.parameter_limits import check_parameters
@@ -73,10 +75,11 @@ class EngineClient:
     `predict_timeout`: seconds without a new token after which a request fails.
     """
 
-    def __init__(self, llm: Any, meter: Meter, predict_timeout: float) -> None:
+    def __init__(self, llm: Any, meter: Meter, predict_timeout: float, adapters: VllmAdapters | None = None) -> None:
         """Raises EngineStartError on a vLLM that it is not written for."""
         check_seam()
         self._llm, self._meter, self._predict_timeout = llm, meter, predict_timeout
+        self._adapters = adapters
         self._tokenizer = llm.get_tokenizer()
         self._vocabulary_size: int = llm.model_config.get_vocab_size()
 
@@ -141,6 +144,15 @@ class EngineClient:
             call.release(params.n)
 
     async def _added(self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+        if self._adapters is None or options.get("lora_request") is None:
+            return await self._given(prompt, params, request_id, options)
+        claim = await _claim(self._adapters, options["lora_request"].lora_int_id)
+        try:
+            return await self._given(prompt, params, request_id, {**options, "lora_request": claim.request})
+        finally:
+            claim.release()
+
+    async def _given(self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         try:
             return await self._llm.add_request(request_id, prompt, params, **options)
         except OverflowError as error:  # a number that the engine's message cannot hold
@@ -250,6 +262,19 @@ class _StepCounter:
             elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
                 self._meter.queue_time.observe(event.timestamp - self._queued_at)
                 self._queued_at = None
+
+
+async def _claim(adapters: VllmAdapters, adapter_id: int) -> Claim:
+    try:
+        return await adapters.claim_id(adapter_id)
+    except UnknownAdapter as error:  # it was there when the front end looked
+        raise VLLMNotFoundError(error.message) from None
+    except Overloaded as error:
+        raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
+    except GenerationFailed as error:
+        raise GenerationError(error.message) from None
+    except EngineDead:
+        raise EngineDeadError from None
 
 
 def _take(call: OpenAICall, sequences: int) -> None:
