@@ -30,7 +30,7 @@ from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStat
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_adapters import VllmAdapters
-from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU, engine_arguments
 from handlers.engines.vllm_constraints import CheckingLLM, ConstraintTranslator, choose_backend, in_thread
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
@@ -121,7 +121,8 @@ class VllmEngine:
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         """Where the model's own generation config differs from vLLM's defaults."""
         if llm.vllm_config.lora_config is not None:
-            self.adapters = VllmAdapters(llm, self._settings.predict_timeout)
+            empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
+            self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
         self._watchdog = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:

@@ -101,11 +101,12 @@ class _Held:
 class VllmAdapters:
     """See `handlers.engines.protocol.EngineAdapters`."""
 
-    def __init__(self, llm: AsyncLLM, patience: float) -> None:
-        """`patience`: seconds that loading may take, and a wait for a place in memory."""
+    def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
+        """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
+        places that vLLM has stay empty."""
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
-        self._places: int = lora.max_cpu_loras or lora.max_loras
+        self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}
         self._by_name: dict[str, _Held] = {}

@@ -1,4 +1,4 @@
-"""LoRA adapters for the sample model, made with peft: their weights are random, and large enough to change what it says."""
+"""LoRA adapters for the sample model, made with peft: random weights, large enough to change what it says."""
 
 from __future__ import annotations
 

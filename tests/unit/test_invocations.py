@@ -45,9 +45,13 @@ class OpenAI(Lmi):
         self.writer: ReplyWriter | None = None
         self.path = ""
         self.any_model = False
+        self.adapter: str | None = None
 
-    def begin(self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool) -> Running:
+    def begin(
+        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+    ) -> Running:
         self.calls.append(call)
+        self.adapter = adapter
         self.writer, self.path, self.any_model = writer, path, any_model
         return self
 
