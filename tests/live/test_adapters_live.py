@@ -25,12 +25,7 @@ from djl_python.output_formatter import TextGenerationOutput, output_formatter
 
 @output_formatter
 def loud(output: TextGenerationOutput) -> str:
-    sequence = output.sequences[output.best_sequence_index]
-    text = ""
-    while sequence.has_next_token():
-        token, first, last = sequence.get_next_token()
-        text += token.text.upper()
-    return text
+    return "".join(token.text for token in output.best_sequence.tokens).upper() if output.finished else ""
 """
 
 
