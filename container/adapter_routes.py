@@ -70,7 +70,6 @@ async def _register(call: Call, registry: AdapterRegistry) -> Reply:
 
 
 async def _update(call: Call, registry: AdapterRegistry) -> Reply:
-    registry.get(call.path_parameters["adapter"])
     order = lmi.change(call)
     return lmi.done(call, order.name, "updated", await registry.update(order))
 

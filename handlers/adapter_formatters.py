@@ -18,6 +18,9 @@ from handlers.reply import Handler, ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
+Loaded = tuple[Handler, str]
+"""What answers with an adapter's formatters, and the name of their module."""
+
 
 class AdapterFormatters:
     """What answers `/invocations` for adapters with a `model.py` of their own."""
@@ -26,7 +29,7 @@ class AdapterFormatters:
         """`make`: what answers with these formatters. `base`: the model's own, where an adapter has none of a kind.
         `time_limit`: seconds that running a `model.py` may take."""
         self._make, self._base, self._time_limit = make, base, time_limit
-        self._handlers: dict[str, tuple[Handler, str]] = {}
+        self._handlers: dict[str, Loaded] = {}
 
     def __bool__(self) -> bool:
         return bool(self._handlers)
@@ -36,8 +39,8 @@ class AdapterFormatters:
         found = self._handlers.get(adapter)
         return found[0] if found is not None else None
 
-    async def load(self, adapter: str, directory: Path) -> None:
-        """Run the adapter's `model.py`, if it has one; its formatters count from now on.
+    async def load(self, adapter: str, directory: Path) -> Loaded | None:
+        """Run the adapter's `model.py`, if it has one; None if it has no formatters. They count after `put`.
 
         Raises:
             AdapterFailed: it cannot be run; the message has its file and line.
@@ -47,10 +50,16 @@ class AdapterFormatters:
         except TimeoutError:
             raise AdapterFailed(f"{MODEL_FILE} of the adapter took longer than {self._time_limit:g} s") from None
         if found is None:
-            self.forget(adapter)
-            return
+            return None
         formatters, module = found
-        self._handlers[adapter] = self._make(self._completed(formatters)), module
+        return self._make(self._completed(formatters)), module
+
+    def put(self, adapter: str, loaded: Loaded | None) -> None:
+        """Have an adapter's formatters count, in the place of those that it had."""
+        if loaded is None:
+            self.forget(adapter)
+        else:
+            self._handlers[adapter] = loaded
 
     def forget(self, adapter: str) -> None:
         """The adapter is not there any more, and its module neither."""

@@ -42,6 +42,11 @@ class AdapterOrder:
     options: Mapping[str, str] = field(default_factory=dict)
     """Anything else, for a custom handler."""
 
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.alias or self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
@@ -105,9 +110,7 @@ class AdapterRegistry:
         Raises:
             UnknownAdapter: there is none.
         """
-        if (adapter := self._adapters.get(name)) is None:
-            raise UnknownAdapter(name)
-        return adapter
+        return self._known(name, name)
 
     async def preload(self, model_dirs: Sequence[Path]) -> None:
         """Register the adapters that come with the model: what is in `adapters/` below these directories.
@@ -142,7 +145,7 @@ class AdapterRegistry:
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
         if order.name in self._adapters and not replacing:
-            raise AdapterConflict(f"the adapter {order.name!r} is registered already")
+            raise AdapterConflict(f"the adapter {order.shown!r} is registered already")
         adapter = Adapter(
             name=order.name,
             src=order.src or "",
@@ -163,13 +166,13 @@ class AdapterRegistry:
             UnknownAdapter: there is none of this name.
             AdapterError: it cannot be done; everything is as before.
         """
-        adapter = self.get(order.name)
+        adapter = self._known(order.name, order.shown)
         if order.src is not None and order.src != adapter.src:
             raise AdapterFailed(
                 f"src of a registered adapter cannot be changed: it is {adapter.src!r}; unregister it first"
             )
         if adapter.pin and order.pin is False:
-            raise AdapterFailed(f"the adapter {order.name!r} is pinned, which cannot be undone; unregister it first")
+            raise AdapterFailed(f"the adapter {order.shown!r} is pinned, which cannot be undone; unregister it first")
         changed = replace(
             adapter,
             preload=adapter.preload if order.preload is None else order.preload,
@@ -187,7 +190,7 @@ class AdapterRegistry:
             UnknownAdapter: there is none of this name.
             AdapterError: a custom handler refuses; it stays registered.
         """
-        adapter = self.get(name)
+        adapter = self._known(name, alias or name)
         self._check_free(name)
         return await self._outliving(self._unregister(replace(adapter, alias=alias or adapter.alias)))
 
@@ -246,6 +249,11 @@ class AdapterRegistry:
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
+
+    def _known(self, name: str, shown: str) -> Adapter:
+        if (adapter := self._adapters.get(name)) is None:
+            raise UnknownAdapter(shown)
+        return adapter
 
     def _path(self, order: AdapterOrder) -> Path:
         """Where the adapter is.

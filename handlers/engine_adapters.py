@@ -17,16 +17,12 @@ class EngineAdapterHost:
 
     async def register(self, adapter: Adapter) -> str:
         """See `AdapterHost.register`."""
-        former = self._current.get(adapter.name)
+        formatters = await self._formatters.load(adapter.name, adapter.path)
         await self._engine.add(_for_engine(adapter), preload=adapter.preload)
-        try:
-            await self._formatters.load(adapter.name, adapter.path)
-        except BaseException:
-            await self._engine.remove(adapter.id)
-            raise
-        self._current[adapter.name] = adapter.id
+        self._formatters.put(adapter.name, formatters)
+        former, self._current[adapter.name] = self._current.get(adapter.name), adapter.id
         if former is not None:
-            await self._engine.remove(former)
+            await self._engine.remove(former, wait=False)
         return ""
 
     async def update(self, adapter: Adapter) -> str:

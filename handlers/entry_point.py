@@ -120,9 +120,10 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
 async def _serving(settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None) -> Service:
     handler = EngineHandler(engine, _running(settings) + limits.queue_size)
     openai = await openai_handler(engine, handler, settings, limits.model_aliases)
-    invocations, adapters = _invocations(settings, limits, handler, formatters, openai), None
+    thread = FormatterThread(settings.predict_timeout)
+    invocations, adapters = _invocations(settings, limits, handler, thread, formatters, openai), None
     if engine.adapters is not None:
-        make = partial(_formatted, settings, limits, handler)
+        make = partial(_formatted, settings, limits, handler, thread)
         own = AdapterFormatters(make, formatters, settings.predict_timeout)
         invocations = AdapterInvocations(invocations, own)
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits.model_aliases)
@@ -157,16 +158,19 @@ def _invocations(
     settings: ModelSettings,
     limits: Limits,
     handler: EngineHandler,
+    thread: FormatterThread,
     formatters: Formatters | None,
     openai: OpenAIHandler | None,
 ) -> Handler:
     if formatters is None:
         contract = _contract(settings, limits, handler.engine)
         return InvocationsHandler(ContractHandler(handler, contract), openai, settings, limits.overload_status)
-    return _formatted(settings, limits, handler, formatters)
+    return _formatted(settings, limits, handler, thread, formatters)
 
 
-def _formatted(settings: ModelSettings, limits: Limits, handler: EngineHandler, formatters: Formatters) -> Handler:
+def _formatted(
+    settings: ModelSettings, limits: Limits, handler: EngineHandler, thread: FormatterThread, formatters: Formatters
+) -> Handler:
     contract = _contract(settings, limits, handler.engine)
     formatted = FormatterContract(
         contract,
@@ -177,7 +181,7 @@ def _formatted(settings: ModelSettings, limits: Limits, handler: EngineHandler, 
         tokenizer=handler.engine.tokenizer,
         overload_status=limits.overload_status,
     )
-    return ContractHandler(handler, formatted, FormatterThread(settings.predict_timeout))
+    return ContractHandler(handler, formatted, thread)
 
 
 def _generation(settings: ModelSettings, handler: EngineHandler) -> dict[str, Handler]:

@@ -94,10 +94,10 @@ class EngineAdapters(Protocol):
             AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
         """
 
-    async def remove(self, adapter_id: int) -> None:
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
         """Let no new request have the adapter, and free it when those that run with it have ended.
 
-        Returns when it is free, or after half a minute, while it is being freed as soon as may be.
+        `wait`: return when it is free, or after half a minute, while it is being freed as soon as may be.
         """
 
 

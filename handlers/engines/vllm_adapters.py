@@ -147,14 +147,16 @@ class VllmAdapters:
             held.adapter = before
             raise
 
-    async def remove(self, adapter_id: int) -> None:
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
         """See `EngineAdapters.remove`."""
         held = self._held.get(adapter_id)
         if held is None:
             return
         if self._by_name.get(held.adapter.name) is held:
             del self._by_name[held.adapter.name], self.public[held.adapter.name]
-        await asyncio.wait({self._spawn(self._free(held))}, timeout=_REMOVE_SECONDS)
+        freeing = self._spawn(self._free(held))
+        if wait:
+            await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
 
     async def claim(self, name: str) -> Claim:
         """The adapter of this name, in memory, where it stays until the claim is released and no request has it.
