@@ -11,14 +11,16 @@ that fails; it also takes adapters of one name for one and the same. So
 vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
 filling batches with as many adapters as there are slots.
 
-Written for vLLM 0.32 and 0.33. It relies on `AsyncLLM.add_lora`, which raises what loading raises, and `remove_lora`;
-on `OutputProcessor.request_states`, whose states have `lora_request`; and on `VllmConfig.lora_config`.
+Written for vLLM 0.32 and 0.33. What it relies on is checked by `check_seam` when an engine starts, and by
+tests/live/test_adapters_live.py: `AsyncLLM.add_lora`, which raises what loading raises, and `remove_lora`;
+`OutputProcessor.request_states`, whose states have `lora_request`; and `VllmConfig.lora_config`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Coroutine, Iterable
@@ -29,9 +31,10 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestState
 
 from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter
-from handlers.engines.protocol import EngineAdapter
+from handlers.engines.protocol import EngineAdapter, EngineStartError
 from handlers.errors import (
     AdapterFailed,
     EngineDead,
@@ -49,6 +52,24 @@ _REMOVE_SECONDS = 30.0
 """How long `remove` waits for requests."""
 _FAILURE = "Call to add_lora method failed: "
 """What vLLM writes before an error of its engine process."""
+
+
+def check_seam() -> None:
+    """Refuse to start on a vLLM whose internals have moved.
+
+    Raises:
+        EngineStartError: naming what is missing.
+    """
+    wanted: tuple[tuple[Any, str], ...] = (
+        (AsyncLLM.add_lora, "lora_request"),
+        (AsyncLLM.remove_lora, "lora_id"),
+        (RequestState.__init__, "lora_request"),
+    )
+    for function, parameter in wanted:
+        if parameter not in inspect.signature(function).parameters:
+            raise EngineStartError(
+                f"this vLLM is not one that Slipway knows: {function.__qualname__} has no parameter {parameter}"
+            )
 
 
 class PublicAdapters(dict[str, LoRARequest]):
@@ -103,7 +124,8 @@ class VllmAdapters:
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
         """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
-        places that vLLM has stay empty."""
+        places that vLLM has stay empty. Raises EngineStartError on a vLLM that this is not written for."""
+        check_seam()
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
@@ -210,7 +232,9 @@ class VllmAdapters:
         loading = held.loading
         if loading is None or loading.done():
             loading = held.loading = self._spawn(self._load(held))
-        await asyncio.wait({loading})
+        await asyncio.wait({loading}, timeout=self._patience)
+        if not loading.done():
+            raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._settings()}")
         if loading.cancelled():
             raise EngineDead
         loading.result()
@@ -266,8 +290,8 @@ class VllmAdapters:
 
     async def _drop(self, held: _Held) -> None:
         held.resident = False  # first: who claims it now has it loaded again
-        with contextlib.suppress(EngineDeadError):
-            await self._llm.remove_lora(held.adapter.id)
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            await asyncio.wait_for(self._llm.remove_lora(held.adapter.id), self._patience)
 
     async def _free(self, held: _Held) -> None:
         """Drop an adapter that has no name any more, once nothing uses it."""
