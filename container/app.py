@@ -106,14 +106,14 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings) -> Routes:
     routes = Routes(answered_early(site, "unknown", _not_found))
     for path in ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}"):
         routes.add(path, _ANY, invocations(site, "/predictions" if "{" in path else path))
-    for path, method, endpoint in adapter_routes(site):
-        routes.add(path, method, endpoint)
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(lifecycle, settings))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
     routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
     _add_pages(routes, description)
     routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
     for (path, method), endpoint in family_endpoints(site, FAMILIES).items():
+        routes.add(path, method, endpoint)
+    for path, method, endpoint in adapter_routes(site):
         routes.add(path, method, endpoint)
     _add_wrong_methods(routes, site)
     return routes

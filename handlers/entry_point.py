@@ -23,7 +23,7 @@ from handlers.engine_adapters import EngineAdapterHost
 from handlers.engine_choice import chosen, engine_factory, is_vllm
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
-from handlers.errors import AdapterError
+from handlers.errors import RequestError
 from handlers.families import FAMILIES
 from handlers.formatter_thread import FormatterThread
 from handlers.formatters import Formatters, add_packages, load_formatters
@@ -149,7 +149,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, aliases: Sequenc
     model = Path(settings.model_id)
     try:
         await registry.preload((settings.model_dir, *((model,) if model.is_absolute() else ())))
-    except AdapterError as error:
+    except RequestError as error:
         raise EngineStartError(error.message) from None
     return registry
 

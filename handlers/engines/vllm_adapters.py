@@ -201,6 +201,10 @@ class VllmAdapters:
             raise UnknownAdapter(held.adapter.name if held is not None else str(adapter_id))
         return await self._claimed(held)
 
+    def request(self, adapter_id: int) -> LoRARequest:
+        """What vLLM is told of an adapter that somebody has a claim to."""
+        return self._held[adapter_id].request
+
     async def stop(self) -> None:
         """End what waits for something."""
         for task in self._tasks:

@@ -118,7 +118,7 @@ class EngineClient:
         queue: Any = None
         request: _Request | None = None
         try:
-            queue = await self._added(prompt, params, request_id, options)
+            queue = await self._added(call, prompt, params, request_id, options)
             request = _Request(self._llm, request_id, queue, self._meter, self._predict_timeout)
             finished = False
             while not finished:
@@ -143,16 +143,12 @@ class EngineClient:
         finally:
             call.release(params.n)
 
-    async def _added(self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
-        if self._adapters is None or options.get("lora_request") is None:
-            return await self._given(prompt, params, request_id, options)
-        claim = await _claim(self._adapters, options["lora_request"].lora_int_id)
-        try:
-            return await self._given(prompt, params, request_id, {**options, "lora_request": claim.request})
-        finally:
-            claim.release()
-
-    async def _given(self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+    async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+        if self._adapters is not None and options.get("lora_request") is not None:
+            named = options["lora_request"].lora_int_id
+            if named not in call.adapters:
+                call.keep(named, await _claim(self._adapters, named))
+            options = {**options, "lora_request": self._adapters.request(named)}
         try:
             return await self._llm.add_request(request_id, prompt, params, **options)
         except OverflowError as error:  # a number that the engine's message cannot hold

@@ -153,6 +153,8 @@ def test_every_contract_has_its_own_way_to_name_an_adapter(lora: Server, alone: 
         by_header = lora.client.post(path, json=given, headers={HEADER: "red"}).json()
         assert by_header["choices"][0]["text"] == red
         assert by_header["model"] == "red"
+    several = lora.client.post("/v1/completions", json={**named, "prompt": [prompt, PROMPTS[1]]}).json()["choices"]
+    assert [choice["text"] for choice in several] == alone["red"][:2]
     by_body = lora.client.post("/invocations", json={**completion, "model": "anything", "adapters": "red"}).json()
     assert by_body["choices"][0]["text"] == red
 
@@ -222,7 +224,7 @@ def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
     with ThreadPoolExecutor(9) as pool:
         clients = [pool.submit(crowd, number) for number in range(9)]
         try:
-            for turn in range(12):
+            for turn in range(6):
                 like = ("red", "blue")[turn % 2]
                 assert register(lora, "guest", made / like).status_code == 200
                 assert text(lora, PROMPTS[0], "guest") == alone[like][0]

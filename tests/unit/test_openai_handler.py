@@ -274,3 +274,23 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
     assert await asked("mine", b"[1]") == [1]
     with pytest.raises(UnknownAdapter, match="'other' is not registered"):
         await asked("other")
+
+
+class Hold:
+    def __init__(self) -> None:
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
+    call = OpenAICall(handler_of())
+    first, second, late = Hold(), Hold(), Hold()
+    call.keep(1, first)
+    call.keep(1, second)
+    assert (first.released, second.released) == (0, 1)
+    call.close()
+    assert first.released == 1
+    call.keep(1, late)
+    assert late.released == 1
