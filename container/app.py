@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
+from container.adapter_routes import adapter_routes
 from container.docs_page import plain_page, swagger_assets, swagger_page
 from container.endpoint import Site, answered_early
 from container.family_endpoints import family_endpoints
@@ -161,6 +162,8 @@ def create_app(
 
 
 def _add_management(routes: Routes, site: Site, registrar: Registrar) -> None:
+    for path, method, endpoint in adapter_routes(site):
+        routes.add(path, method, endpoint)
     paths: dict[str, None] = {}
     for path, method, endpoint in management_endpoints(site, registrar):
         routes.add(path, method, endpoint)

@@ -127,8 +127,15 @@ def model_of(models: Models, family: Family, names: Mapping[str, str], body: byt
     if "model" in names:
         return models.choose(names["model"])
     name = _named_in(body) if family.body_names_model else ""
-    found = next((model for model in models if name in (model.name, *model.lifecycle.model.served_model_names)), None)
+    found = next((model for model in models if name in _names(model)), None)
     return models.choose(found.name) if found is not None else models.startup()
+
+
+def _names(model: Model) -> set[str]:
+    """What a body may call it: its names, and those of its adapters."""
+    service = model.lifecycle.service
+    adapters = service.adapters.all() if service is not None and service.adapters is not None else ()
+    return {model.name, *model.lifecycle.model.served_model_names, *(adapter.name for adapter in adapters)}
 
 
 def _named_in(body: bytes) -> str:

@@ -7,8 +7,10 @@ import gc
 import logging
 import time
 from enum import Enum
+from functools import partial
 
 from container.model_download import fetch_weights
+from container.secure_mode import check_adapter, check_model
 from container.settings import Settings
 from container.stall import StallWatch
 from handlers.contracts.family import ModelView
@@ -40,6 +42,7 @@ class Lifecycle:
     def __init__(self, settings: Settings) -> None:
         self.model = settings.model
         self.remote_models = settings.remote_models
+        self._secure_mode, self._given = settings.secure_mode, settings.given
         self._server = settings.server
         self.service: Service | None = None
         """None until the model is loaded."""
@@ -91,8 +94,10 @@ class Lifecycle:
                 overload_status=self._server.throttle_error_http_code,
                 unavailable_status=self._server.wlm_error_http_code,
                 model_aliases=self._server.model_aliases,
+                adapter_faults=partial(check_adapter, self._secure_mode) if self._secure_mode is not None else None,
             )
             await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+            await self._check_fetched()
             self.service = await load_service(self.model, limits)
             if self.service.engine is not None:
                 await _warm_up(self.service.engine)
@@ -100,7 +105,7 @@ class Lifecycle:
         except BaseException as error:
             self._state, self._failure = State.FAILED, str(error)
             if self.service is not None:
-                await self.service.runtime.stop()
+                await self.service.stop()
             raise
         # What exists now lives as long as the process; the collector need not look at it again.
         gc.collect()
@@ -109,6 +114,13 @@ class Lifecycle:
         if self._state is State.STARTING:
             self._state = State.READY
             logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)
+
+    async def _check_fetched(self) -> None:
+        """The secure mode once more: what it looks for may have come with the weights."""
+        if not self.remote_models or self._secure_mode is None or self._given is None:
+            return
+        if faults := await asyncio.to_thread(check_model, self._secure_mode, self._given):
+            raise EngineStartError("; ".join(faults))
 
     def view(self) -> ModelView:
         """What routes that generate nothing may know of the model."""
@@ -127,6 +139,7 @@ class Lifecycle:
             max_requests=engine_handler.limit if engine_handler is not None else self._server.job_queue_size,
             model_aliases=self._server.model_aliases,
             abort=service.abort if service is not None else _nothing_to_abort,
+            adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )
 
     async def drain(self, limit: float) -> None:
@@ -142,7 +155,7 @@ class Lifecycle:
         """Free the engine or end the workers."""
         self._state = State.STOPPED
         if self.service is not None:
-            await self.service.runtime.stop()
+            await self.service.stop()
 
 
 def _nothing_to_abort(_: str) -> None:

@@ -24,7 +24,7 @@ _FORMATTERS = ("json", "jsonlines", "sse")
 _FOR_HANDLERS = frozenset(
     {
         *("batch_size", "max_batch_delay", "option.predict_timeout", "option.model_loading_timeout"),
-        "option.max_rolling_batch_size",
+        *("option.max_rolling_batch_size", "option.enable_lora"),
     }
 )
 """What a custom handler's model shares with an engine's."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from container.openapi_adapters import adapter_paths
 from container.openapi_families import family_paths, forwarded
 from container.openapi_management import management_paths
 from container.openapi_merging import joined
@@ -71,6 +72,7 @@ def _paths(model: ModelSettings, forwarded: dict[str, Any]) -> dict[str, Any]:
         f"/predictions/{model.name}": {"post": {**inference, "operationId": "predictions"}},
         "/models/{model}/invoke": {"post": _invoke(inference)},
         **management_paths(),
+        **(adapter_paths() if model.enable_lora else {}),
         "/ping": {"get": _get("Health: 200 when the model generates", "ping", "application/json", ("500", "503"))},
         "/metrics": {"get": _get("Prometheus metrics", "metrics", "text/plain")},
         "/openapi.json": {"get": _get("This document", "openapi", "application/json")},

@@ -168,6 +168,14 @@ SERVED = (
         meaning="The largest `best_of` on TGI's routes",
     ),
     Option(
+        key="option.enable_lora",
+        parser=BOOLEAN,
+        default="false",
+        field="enable_lora",
+        meaning="Serve LoRA adapters, on vLLM or by a custom handler; `option.max_loras` (4 without it), "
+        "`option.max_lora_rank`, `option.max_cpu_loras`, ... are vLLM's",
+    ),
+    Option(
         key="option.dtype",
         parser=DTYPE,
         default="auto",
@@ -262,7 +270,6 @@ NOT_SERVED = (
     _refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
     _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
     _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
-    _refused("option.enable_lora", BOOLEAN, (False,), "Adapters", "merge the adapter into the model"),
     _refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
     Option(
         key="option.task",

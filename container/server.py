@@ -151,9 +151,7 @@ class Process:
             for model in self._models:
                 lifecycle = model.lifecycle
                 stalled = lifecycle.stalled  # looked at in any case, for the log
-                over = lifecycle.state is State.FAILED or (
-                    stalled and server.fail_fast and server.fail_fast_when_stalled
-                )
+                over = lifecycle.state is State.FAILED or (stalled and ends_when_stalled)
                 if over and model not in reported:
                     reported.add(model)
                     logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)

@@ -95,6 +95,8 @@ class Settings:
     warnings: tuple[str, ...] = ()
     memory: DeclaredMemory = DeclaredMemory()
     secure_mode: SecureMode | None = None
+    given: GivenModel | None = None
+    """What the secure mode looks at, again when weights have been fetched; None without it."""
     remote_models: tuple[RemoteModel, ...] = ()
     """Their weights are to be fetched before the model is loaded."""
     aliases: tuple[AppliedAlias, ...] = ()
@@ -143,8 +145,9 @@ def load_settings(
     _warn_of_names(environ, sources, model, found)
     memory = _declared_memory(sources, found)
     secure_mode = read_secure_mode(sources.variables, found.problems)
-    if secure_mode is not None:
-        found.problems += check_model(secure_mode, _given_model(sources, model))
+    given = None if secure_mode is None else _given_model(sources, model)
+    if secure_mode is not None and given is not None:
+        found.problems += check_model(secure_mode, given)
     if server["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
     if found.problems:
@@ -156,6 +159,7 @@ def load_settings(
         tuple(dict.fromkeys(found.warnings)),
         memory,
         secure_mode,
+        given,
         sources.remote_models.opened,
         sources.aliases,
         _exports(sources),

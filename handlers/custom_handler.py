@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Container
 
+from handlers.contracts.lmi.errors import unknown_adapter
 from handlers.contracts.lmi.form_fields import is_form
-from handlers.contracts.lmi.input import input_of, priority_of
-from handlers.contracts.protocol import LONG_BODY, Call
+from handlers.contracts.lmi.input import HandlerInput, input_of, priority_of
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError
 from handlers.engines.protocol import EngineHealth
+from handlers.errors import UnknownAdapter
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.reply import ReplyWriter, Running
+from handlers.workers.adapters import WorkerAdapters
 from handlers.workers.batch_lane import BatchLane
 from handlers.workers.batch_messages import MAX_BATCH
 from handlers.workers.delivery import Delivery
@@ -48,6 +52,11 @@ class CustomHandler:
         self.client_patience = 120.0
         """Seconds that a client may take nothing of its stream; then its worker is freed for others."""
         self._pool: Pool | None = None
+        self.adapter_host = WorkerAdapters(
+            lambda: self._pool.workers if self._pool is not None else (), settings.predict_timeout
+        )
+        self.adapters: Container[str] | None = None
+        """Names that a call's `adapter` may have; None: calls are not looked at."""
 
     async def start(self) -> None:
         """Install the model's requirements, start `min_workers` workers and have them load the handler.
@@ -57,7 +66,7 @@ class CustomHandler:
                 customer's code is to blame.
         """
         python = await prepare_interpreter(self._settings.model_dir, self._handler)
-        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_lane())
+        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_lane(), self.adapter_host.introduce)
         await pool.start()
         self._pool = pool
 
@@ -70,10 +79,20 @@ class CustomHandler:
         # Reading a long form takes seconds.
         slow = len(call.body) > LONG_BODY and is_form(call.content_type)
         given = await asyncio.to_thread(input_of, call) if slow else input_of(call)
+        self._check_adapter(given)
         job = Job(InputMessage(given.properties, given.contents), Delivery(writer), priority_of(given), 0)
         pool = self._running_pool()
         pool.submit(job)
         return _RunningCall(pool, job)
+
+    def _check_adapter(self, given: HandlerInput) -> None:
+        """Refuse a call for an adapter that is not registered. Source: contracts/lmi.md section 9.4."""
+        if self.adapters is None:
+            return
+        named = next((value for key, value in given.contents if key == "adapter"), b"").decode("utf-8", "replace")
+        if named and named not in self.adapters:
+            error = UnknownAdapter(named)
+            raise ContractError(unknown_adapter(error), error.message)
 
     def health(self) -> EngineHealth:
         """Not alive once workers have died or hung more often than `retry_threshold` allows."""

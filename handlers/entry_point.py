@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+from handlers.adapter_formatters import AdapterFormatters, AdapterInvocations
+from handlers.adapters import AdapterHost, AdapterRegistry
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
@@ -15,9 +19,11 @@ from handlers.contracts.lmi.formatters import FormatterContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
 from handlers.custom_handler import CustomHandler
-from handlers.engine_choice import chosen, engine_factory
+from handlers.engine_adapters import EngineAdapterHost
+from handlers.engine_choice import chosen, engine_factory, is_vllm
 from handlers.engine_handler import ContractHandler, EngineHandler
-from handlers.engines.protocol import Engine, EngineHealth
+from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
+from handlers.errors import RequestError
 from handlers.families import FAMILIES
 from handlers.formatter_thread import FormatterThread
 from handlers.formatters import Formatters, add_packages, load_formatters
@@ -42,6 +48,8 @@ class Limits:
     """What a client gets while no worker of a custom handler lives."""
     model_aliases: tuple[str, ...] = ()
     """Names that stand for the model on OpenAI's routes, beside its own."""
+    adapter_faults: Callable[[Path], Sequence[str]] | None = None
+    """Why a directory may not be that of an adapter; may block. None: any may."""
 
 
 class Runtime(Protocol):
@@ -70,6 +78,14 @@ class Service:
     engine: Engine | None = None
     """None where a custom handler generates."""
     custom: CustomHandler | None = None
+    adapters: AdapterRegistry | None = None
+    """None where `option.enable_lora` is off."""
+
+    async def stop(self) -> None:
+        """Free the engine or end the workers."""
+        if self.adapters is not None:
+            await self.adapters.stop()
+        await self.runtime.stop()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -91,45 +107,82 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     formatters = await asyncio.to_thread(load_formatters, settings)
     sessions = await load_sessions(settings, limits.overload_status)
     settings = await asyncio.to_thread(chosen, settings)
+    if settings.enable_lora and not is_vllm(settings):
+        raise EngineStartError(
+            "option.enable_lora is true: adapters need the vLLM engine (option.rolling_batch=vllm), but this model "
+            f"runs with option.rolling_batch={settings.rolling_batch}"
+        )
     make_engine = await asyncio.to_thread(engine_factory, settings)
     engine = make_engine(settings)
     await engine.start()
     try:
-        return await _with_engine(settings, limits, engine, formatters, sessions)
+        return await _serving(settings, limits, engine, formatters, sessions)
     except BaseException:
         await engine.stop()
         raise
 
 
-async def _with_engine(
+async def _serving(
     settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None, sessions: Sessions
 ) -> Service:
     handler = EngineHandler(engine, _running(settings) + limits.queue_size)
     openai = await openai_handler(engine, handler, settings, limits.model_aliases)
+    thread = FormatterThread(settings.predict_timeout)
+    invocations, adapters = _invocations(settings, limits, handler, thread, formatters, openai, sessions), None
+    if engine.adapters is not None:
+        make = partial(_formatted, settings, limits, handler, thread)
+        own = AdapterFormatters(make, formatters, settings.predict_timeout)
+        invocations = AdapterInvocations(invocations, own)
+        adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
     return Service(
         settings,
-        _invocations(settings, limits, handler, formatters, openai, sessions),
+        invocations,
         engine,
         generation=_generation(settings, handler),
         openai=openai,
         engine_handler=handler,
         engine=engine,
+        adapters=adapters,
     )
+
+
+async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:
+    """The registry, with the adapters that come with the model.
+
+    Raises:
+        EngineStartError: one of them cannot be used.
+    """
+    names = {*limits.model_aliases, settings.name, *settings.public_names}
+    registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults)
+    model = Path(settings.model_id)
+    try:
+        await registry.preload((settings.model_dir, *((model,) if model.is_absolute() else ())))
+    except RequestError as error:
+        raise EngineStartError(error.message) from None
+    return registry
 
 
 def _invocations(
     settings: ModelSettings,
     limits: Limits,
     handler: EngineHandler,
+    thread: FormatterThread,
     formatters: Formatters | None,
     openai: OpenAIHandler | None,
     sessions: Sessions,
 ) -> Handler:
-    contract = _contract(settings, limits, handler.engine)
     if formatters is None:
+        contract = _contract(settings, limits, handler.engine)
         return InvocationsHandler(
             ContractHandler(handler, contract), openai, settings, sessions, limits.overload_status
         )
+    return _formatted(settings, limits, handler, thread, formatters)
+
+
+def _formatted(
+    settings: ModelSettings, limits: Limits, handler: EngineHandler, thread: FormatterThread, formatters: Formatters
+) -> Handler:
+    contract = _contract(settings, limits, handler.engine)
     formatted = FormatterContract(
         contract,
         settings,
@@ -139,7 +192,7 @@ def _invocations(
         tokenizer=handler.engine.tokenizer,
         overload_status=limits.overload_status,
     )
-    return ContractHandler(handler, formatted, FormatterThread(settings.predict_timeout))
+    return ContractHandler(handler, formatted, thread)
 
 
 def _generation(settings: ModelSettings, handler: EngineHandler) -> dict[str, Handler]:
@@ -167,7 +220,15 @@ async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
         unavailable_status=limits.unavailable_status,
     )
     await custom.start()
-    return Service(settings, custom, custom, custom=custom)
+    if not settings.enable_lora:
+        return Service(settings, custom, custom, custom=custom)
+    try:
+        adapters = await _adapters(settings, custom.adapter_host, limits)
+    except BaseException:
+        await custom.stop()
+        raise
+    custom.adapters = adapters
+    return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 
 def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:

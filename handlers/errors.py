@@ -7,8 +7,13 @@
     ├── BodyTooLarge             its body is larger than max_request_size
     ├── InvalidRequest           the client sent something wrong; nothing was generated
     │   ├── InvalidParameter     ... in a generation parameter, which is named
+    │   ├── UnknownAdapter       ... the name of an adapter that is not registered
     │   ├── ContextExceeded      ... more tokens than the model's context holds
     │   └── PromptTooLong        ... more tokens than a prompt may have here
+    ├── AdapterError             an adapter cannot be registered, changed or removed
+    │   ├── AdapterConflict      ... its name is taken, or the order contradicts itself
+    │   ├── AdapterFailed        ... it cannot be loaded, or its handler has refused
+    │   └── NoRoomForAdapter     ... the engine's memory for adapters is taken
     ├── Overloaded               the queue is full; to be tried again later
     ├── GenerationFailed         the engine gave up on this request alone
     │   └── InternalError        ... or we did, by a fault of our own
@@ -18,6 +23,9 @@ Messages are shown to clients: they name the field, the value and what is allowe
 """
 
 from __future__ import annotations
+
+_SHOWN = 200
+"""Characters of a client's name that a message repeats."""
 
 
 class RequestError(Exception):
@@ -58,6 +66,30 @@ class InvalidParameter(InvalidRequest):
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(f"`{parameter}` {message}")
         self.parameter = parameter
+
+
+class UnknownAdapter(InvalidRequest):
+    """The call names an adapter that is not registered."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the adapter {name[:_SHOWN]!r} is not registered")
+        self.name = name
+
+
+class AdapterError(RequestError):
+    """What was ordered of an adapter cannot be done; nothing has changed."""
+
+
+class AdapterConflict(AdapterError):
+    """The name is taken, or the order contradicts itself or what is registered."""
+
+
+class AdapterFailed(AdapterError):
+    """The adapter cannot be loaded, or the model's own handler has refused it."""
+
+
+class NoRoomForAdapter(AdapterError):
+    """The engine holds as many adapters as it may, and needs them all."""
 
 
 class ContextExceeded(InvalidRequest):

@@ -11,11 +11,14 @@ from typing import Literal
 
 import msgspec
 
+from handlers.contracts.adapter_header import adapter_header
+from handlers.contracts.lmi.adapter_choice import adapter_query, adapters_in, adapters_of
 from handlers.contracts.lmi.asynchronous_openai import AsyncShape
 from handlers.contracts.lmi.chat import LmiChatShape
-from handlers.contracts.lmi.errors import JSON, payload_refused
+from handlers.contracts.lmi.errors import JSON, payload_refused, unknown_adapter
 from handlers.contracts.lmi.openai_shape import Shape
-from handlers.contracts.protocol import LONG_BODY, Call
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError
+from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
 from handlers.openai.shaped_reply import ShapedReply
@@ -130,12 +133,28 @@ class InvocationsHandler:
                 f"`{body.field}` needs vLLM as the engine (option.rolling_batch=vllm); send `inputs` instead"
             )
         shape = self._shape(body)
-        return self._openai.begin(
-            replace(call, method="POST", content_type=JSON, query=()),
-            writer if shape is None else ShapedReply(writer, shape),
-            _PATHS[body.kind],
-            any_model=True,
-        )
+        try:
+            return self._openai.begin(
+                replace(call, method="POST", content_type=JSON, query=()),
+                writer if shape is None else ShapedReply(writer, shape),
+                _PATHS[body.kind],
+                any_model=True,
+                adapter=self._adapter(call),
+            )
+        except UnknownAdapter as error:
+            raise ContractError(unknown_adapter(error), error.message) from None
+
+    def _adapter(self, call: Call) -> str | None:
+        """What the header, the body's `adapters` or the query says; None if they do not, or there are no adapters."""
+        if not self._settings.enable_lora:
+            return None
+        given = adapters_in(call.body)
+        if (adapter_header(call), given, adapter_query(call)) == (None, None, None):
+            return None
+        try:
+            return adapters_of(call, given, 1)[0] or ""
+        except InvalidRequest as error:
+            raise payload_refused(error.message) from None
 
     async def _read(self, call: Call) -> Body:
         long = len(call.body) >= LONG_BODY

@@ -85,6 +85,8 @@ class ModelSettings:
     """Of a request on TGI's routes; the default is TGI's."""
     max_best_of: int = 2
     """On TGI's routes; the default is TGI's."""
+    enable_lora: bool = False
+    """LoRA adapters can be registered; requests name the one they want."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
     """None: one device, or with `tensor_parallel_max` as many GPUs as there are."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from handlers.adapters import Adapter
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.meter import Meter
@@ -123,6 +124,8 @@ class ModelView:
     """Further names of the model, for clients that must name one; the empty one is among them."""
     abort: Callable[[str], None]
     """Ends the call with this request id, the latest if there are several; its client gets an aborted answer."""
+    adapters: tuple[Adapter, ...] = ()
+    """Those that are registered."""
 
     def text(self) -> LoadedModel:
         """The loaded model.

@@ -41,7 +41,7 @@ class _Beam:
 
 async def submit_beam_search(
     engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, submit: Submit | None = None
-) -> Generation:
+) -> BeamSearchTask:
     """Begin a beam search; the beams reach `sink` when it ends, best first.
 
     The engine has checked the request. `submit` takes the search's steps; by default the engine's own.
@@ -57,17 +57,25 @@ async def submit_beam_search(
         )
     prompt_ids = await engine.prompt_token_ids(request)
     search = _Search(engine, request, beam_search, sink, prompt_ids, submit or engine.submit)
-    return _Task(search, asyncio.create_task(search.run()))
+    return BeamSearchTask(search, asyncio.create_task(search.run()))
 
 
-class _Task:
+class BeamSearchTask:
+    """A running search; see `Generation`."""
+
     def __init__(self, search: _Search, task: asyncio.Task[None]) -> None:
         self._search, self._task = search, task
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have something called when the search has ended, however it did."""
+        self._task.add_done_callback(lambda _: call())
+
     def cancel(self) -> None:
+        """See `Generation.cancel`."""
         self._task.cancel()
 
     def abort(self) -> None:
+        """See `Generation.abort`."""
         if not self._task.done() and self._task.cancelling() == 0:
             self._task.cancel()
             self._search.abort()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from handlers.engines.model_texts import ModelTexts
@@ -63,6 +64,47 @@ class EngineStatus:
     """Share of the KV cache in use, 0 to 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineAdapter:
+    """A LoRA adapter, as an engine knows it."""
+
+    name: str
+    """What requests call it."""
+    id: int
+    """At least 1, and of no other adapter of this engine, former ones included."""
+    path: Path
+    """Its directory."""
+    pin: bool = False
+    """It stays in the engine's memory."""
+
+
+class EngineAdapters(Protocol):
+    """The adapters of one engine. A request that was submitted keeps its adapter to its end, whatever becomes of it."""
+
+    async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
+        """Let requests name an adapter; one of the same name is replaced.
+
+        `preload`: it is loaded first. Otherwise its files are checked, and it is loaded for its first request.
+
+        Raises:
+            AdapterFailed: it cannot be used with this model; the message says why. Nothing is left of it.
+            NoRoomForAdapter: every adapter that is loaded is pinned or in use.
+        """
+
+    async def change(self, adapter: EngineAdapter, *, preload: bool) -> None:
+        """Pin an adapter that was added, or load it now; `adapter` differs from it in `pin` alone.
+
+        Raises:
+            AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
+        """
+
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
+        """Let no new request have the adapter, and free it when those that run with it have ended.
+
+        `wait`: return when it is free, or after half a minute, while it is being freed as soon as may be.
+        """
+
+
 class Engine(Protocol):
     """One model, loaded."""
 
@@ -77,6 +119,10 @@ class Engine(Protocol):
     texts: ModelTexts
     """The same for ourselves, so that it stays as it is."""
 
+    @property
+    def adapters(self) -> EngineAdapters | None:
+        """None where the engine has none, or `option.enable_lora` is off; known once it has started."""
+
     async def start(self) -> None:
         """Load the model.
 
@@ -89,6 +135,9 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: the engine would refuse it (too long, bad value); nothing was started.
+            UnknownAdapter: it names an adapter that was not added.
+            GenerationFailed: its adapter cannot be loaded any more.
+            Overloaded: there is no room for its adapter.
             EngineDead: the engine is gone.
         """
 

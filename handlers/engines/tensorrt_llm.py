@@ -42,6 +42,8 @@ _SHUTDOWN_SECONDS = 10.0
 class TensorRtLlmEngine:
     """One model on TensorRT-LLM, which runs in processes of its own."""
 
+    adapters = None
+
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self.meter = Meter()

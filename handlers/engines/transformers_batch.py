@@ -54,6 +54,8 @@ _STOP_SECONDS = 1.0
 class BatchEngine:
     """One model on transformers, run batch by batch."""
 
+    adapters = None
+
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         streams = settings.enable_streaming != "false"

@@ -55,6 +55,8 @@ _STOP_SECONDS = 5.0
 class SchedulerEngine:
     """One model on transformers' continuous batching."""
 
+    adapters = None
+
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._ids = itertools.count()

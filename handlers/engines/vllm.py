@@ -17,25 +17,27 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.beam_search import BeamSearchTask, submit_beam_search
 from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
-from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_adapters import VllmAdapters
+from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU, engine_arguments
 from handlers.engines.vllm_children import tied_to_this_thread
 from handlers.engines.vllm_constraints import CheckingLLM, ConstraintTranslator, choose_backend, in_thread
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
+from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, Token
@@ -64,6 +66,7 @@ class VllmEngine:
         self.reports = 0
         """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
         self._stopped = self._abandoned = False
+        self.adapters: VllmAdapters | None = None
 
     async def start(self) -> None:
         """See `Engine.start`. Takes half a minute and more; other tasks go on meanwhile."""
@@ -143,6 +146,9 @@ class VllmEngine:
         self.eos_token_ids = _eos_token_ids(llm)
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         """Where the model's own generation config differs from vLLM's defaults."""
+        if llm.vllm_config.lora_config is not None:
+            empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
+            self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
         self._watchdog = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -156,6 +162,8 @@ class VllmEngine:
             self._progress.look(bool(self._processor.request_states), self.reports)
             await self._end_overdue()
         self._fail_all(EngineDead())
+        if self.adapters is not None:
+            await self.adapters.stop()
 
     async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
@@ -183,9 +191,30 @@ class VllmEngine:
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`."""
         self._check_alive()
+        if request.adapter is None:
+            return await self._submit(request, sink, None)
+        if self.adapters is None:
+            raise UnknownAdapter(request.adapter)
+        claim = await self.adapters.claim(request.adapter)
+        try:
+            generation = await self._submit(request, sink, claim.request)
+        except BaseException:
+            claim.release()
+            raise
+        if isinstance(generation, _VllmGeneration):
+            claim.release()
+        else:
+            generation.when_done(claim.release)
+        return generation
+
+    async def _submit(
+        self, request: GenerationRequest, sink: Sink, adapter: LoRARequest | None
+    ) -> _VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
             self._translator.check(request)
-            return await submit_beam_search(self, request, request.beam_search, sink)
+            return await submit_beam_search(
+                self, request, request.beam_search, sink, partial(self._submit, adapter=adapter)
+            )
         token_ids = await self.prompt_token_ids(request)
         structured_outputs = await self._constraints.structured_outputs(request.sampling)
         params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
@@ -198,9 +227,8 @@ class VllmEngine:
             for index in range(request.candidates):
                 if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
-                await self._add(
-                    request, token_ids, params if index == 0 else sibling(params, index), index, target, generation
-                )
+                own = params if index == 0 else sibling(params, index)
+                await self._add(request, token_ids, own, index, target, generation, adapter)
         except EngineDeadError:
             raise EngineDead from None
         except (VLLMClientError, ValueError) as error:
@@ -225,6 +253,7 @@ class VllmEngine:
         index: int,
         sink: Sink,
         generation: _VllmGeneration,
+        adapter: LoRARequest | None,
     ) -> None:
         processed = partial(
             self._input.process_inputs,
@@ -232,6 +261,7 @@ class VllmEngine:
             TokensPrompt(type="token", prompt_token_ids=token_ids),
             params,
             supported_tasks=self._tasks,
+            lora_request=adapter,
             priority=request.priority,
         )
         constrained = params.structured_outputs is not None
@@ -289,6 +319,8 @@ class VllmEngine:
             return
         self._stopped = True
         self._watchdog.cancel()
+        if self.adapters is not None:
+            await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         await self._constraints.stop()
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)

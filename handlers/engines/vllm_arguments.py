@@ -24,6 +24,11 @@ _SHARE_OF_FREE_MEMORY = 0.3
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 """Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
+_MAX_LORAS = 4
+"""LMI's default, where vLLM's is 1 (contracts/lmi.md section 2.12)."""
+EMPTY_SLOTS_ON_CPU = 1
+"""vLLM's CPU kernels give a prompt without an adapter, in a batch with others that have one, the weights in the last of
+the slots for adapters; it must stay empty (zeros)."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
 
@@ -61,8 +66,19 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
         # Compiling takes minutes on a CPU and gains little there.
         arguments["enforce_eager"] = True
     arguments.update(passed)
+    if settings.enable_lora:
+        arguments |= _lora_arguments(passed, on_cpu)
     if on_cpu and "kv_cache_memory_bytes" not in passed and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings)
+    return arguments
+
+
+def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """On a CPU all adapters in memory have a slot, and there is one slot more than may be filled."""
+    arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", _MAX_LORAS)}
+    if on_cpu:
+        slots = max(arguments["max_loras"], passed.get("max_cpu_loras") or 0) + EMPTY_SLOTS_ON_CPU
+        arguments |= {"max_loras": slots, "max_cpu_loras": slots}
     return arguments
 
 

@@ -7,16 +7,24 @@ and free again when it ends, whatever became of them.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Protocol
 
 from handlers.engine_handler import EngineHandler
 from handlers.errors import InvalidRequest
 from handlers.meter import Meter
 
 
-class OpenAICall:
-    """Places in the queue, and whether the call may name any model."""
+class Hold(Protocol):
+    """Something that is kept for a call."""
 
-    __slots__ = ("_closed", "_handler", "_held", "any_model", "failed", "generates")
+    def release(self) -> None:
+        """It is not needed any more."""
+
+
+class OpenAICall:
+    """Places in the queue, the adapter, and whether the call may name any model."""
+
+    __slots__ = ("_closed", "_handler", "_held", "adapters", "any_model", "failed", "generates")
 
     def __init__(self, handler: EngineHandler, any_model: bool = False) -> None:
         self._handler = handler
@@ -24,6 +32,8 @@ class OpenAICall:
         self._closed = False
         self.any_model = any_model
         """The `model` of its body never makes a refusal."""
+        self.adapters: dict[int, Hold] = {}
+        """What keeps adapters in place while the call runs, by their ids: a beam search asks for its own again."""
         self.generates = False
         """It was let into the queue."""
         self.failed = False
@@ -61,9 +71,19 @@ class OpenAICall:
             self._held -= sequences
             self._handler.open_sequences -= sequences
 
+    def keep(self, adapter: int, hold: Hold) -> None:
+        """Keep an adapter in place until the call ends; once for all requests of the call."""
+        if self._closed or adapter in self.adapters:
+            hold.release()
+        else:
+            self.adapters[adapter] = hold
+
     def close(self) -> None:
         """Give everything back."""
         self.release(self._held)
+        for hold in self.adapters.values():
+            hold.release()
+        self.adapters.clear()
         self._closed = True
 
 

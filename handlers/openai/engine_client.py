@@ -23,16 +23,26 @@ from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, PromptTooLong
+from handlers.engines.vllm_adapters import Claim, VllmAdapters
+from handlers.errors import (
+    EngineDead,
+    GenerationFailed,
+    InvalidParameter,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    UnknownAdapter,
+)
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.parameter_limits import check_parameters
@@ -74,11 +84,18 @@ class EngineClient:
     refused.
     """
 
-    def __init__(self, llm: Any, meter: Meter, predict_timeout: float, max_prompt_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        meter: Meter,
+        predict_timeout: float,
+        max_prompt_tokens: int | None = None,
+        adapters: VllmAdapters | None = None,
+    ) -> None:
         """Raises EngineStartError on a vLLM that it is not written for."""
         check_seam()
         self._llm, self._meter, self._predict_timeout = llm, meter, predict_timeout
-        self._max_prompt_tokens = max_prompt_tokens
+        self._max_prompt_tokens, self._adapters = max_prompt_tokens, adapters
         self._tokenizer = llm.get_tokenizer()
         self._vocabulary_size: int = llm.model_config.get_vocab_size()
 
@@ -127,7 +144,7 @@ class EngineClient:
         queue: Any = None
         request: _Request | None = None
         try:
-            queue = await self._added(prompt, params, request_id, options)
+            queue = await self._added(call, prompt, params, request_id, options)
             request = _Request(self._llm, request_id, queue, self._meter, self._predict_timeout)
             finished = False
             while not finished:
@@ -152,7 +169,12 @@ class EngineClient:
         finally:
             call.release(params.n)
 
-    async def _added(self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+    async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+        if self._adapters is not None and options.get("lora_request") is not None:
+            named = options["lora_request"].lora_int_id
+            if named not in call.adapters:
+                call.keep(named, await _claim(self._adapters, named))
+            options = {**options, "lora_request": self._adapters.request(named)}
         try:
             return await self._llm.add_request(request_id, prompt, params, **options)
         except OverflowError as error:  # a number that the engine's message cannot hold
@@ -262,6 +284,19 @@ class _StepCounter:
             elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
                 self._meter.queue_time.observe(event.timestamp - self._queued_at)
                 self._queued_at = None
+
+
+async def _claim(adapters: VllmAdapters, adapter_id: int) -> Claim:
+    try:
+        return await adapters.claim_id(adapter_id)
+    except UnknownAdapter as error:  # it was there when the front end looked
+        raise VLLMNotFoundError(error.message) from None
+    except Overloaded as error:
+        raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
+    except GenerationFailed as error:
+        raise GenerationError(error.message) from None
+    except EngineDead:
+        raise EngineDeadError from None
 
 
 def _take(call: OpenAICall, sequences: int) -> None:

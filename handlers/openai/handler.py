@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from handlers.contracts.adapter_header import adapter_header
 from handlers.contracts.openai.family import ALIASED, error_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.engine_choice import is_vllm
 from handlers.engine_handler import EngineHandler
 from handlers.engines.protocol import Engine
+from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.asgi import AsgiExchange, scope
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.hopeless_body import hopeless
+from handlers.openai.model_field import with_model
 from handlers.openai.null_fields import without_nulls
 from handlers.reply import ReplyWriter, Running
 
@@ -49,7 +53,10 @@ async def openai_handler(
 
     running: Any = engine
     started = time.monotonic()
-    client = EngineClient(running.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens)
+    adapters = running.adapters
+    client = EngineClient(
+        running.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens, adapters
+    )
     accepted = frozenset({*aliases, settings.name, settings.model_id})
     app = await build(
         client,
@@ -57,17 +64,32 @@ async def openai_handler(
         model=settings.public_names[0],
         served_names=settings.public_names,
         accepts=lambda name: name in accepted or current_call.get().any_model,
+        adapters=adapters.public if adapters is not None else None,
     )
     logger.info("OpenAI front end ready after %.1f s", time.monotonic() - started)
-    return OpenAIHandler(app, handler, running.async_llm)
+    names = Names(settings.public_names[0], adapters.public if adapters is not None else {})
+    return OpenAIHandler(app, handler, running.async_llm, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the `model` of a body may be."""
+
+    model: str = ""
+    """The model itself."""
+    adapters: Collection[str] = ()
+    """Its adapters, as they come and go."""
+
+
+NO_NAMES = Names()
 
 
 class OpenAIHandler:
     """Hands calls to vLLM's own front end."""
 
-    def __init__(self, app: Any, handler: EngineHandler, llm: Any) -> None:
+    def __init__(self, app: Any, handler: EngineHandler, llm: Any, names: Names = NO_NAMES) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
-        self._app, self._handler, self._llm = app, handler, llm
+        self._app, self._handler, self._llm, self._names = app, handler, llm, names
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
@@ -89,13 +111,23 @@ class OpenAIHandler:
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
         """See `Handler.handle`."""
         path = call.path.removeprefix(ALIASED)
-        return self.begin(call, writer, path, any_model=path != call.path)
+        return self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
-    def begin(self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool) -> Running:
+    def begin(
+        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+    ) -> Running:
         """Answer the call as one to `path`.
 
-        `any_model`: the `model` of its body never makes a refusal.
+        `any_model`: the `model` of its body never makes a refusal. `adapter`: what takes its place; the empty name is
+        the model itself.
+
+        Raises:
+            UnknownAdapter: it is not registered.
         """
+        if adapter is not None and call.body:
+            if adapter and adapter not in self._names.adapters:
+                raise UnknownAdapter(adapter)
+            call = with_model(call, adapter or self._names.model)
         return _RunningCall(self._app, OpenAICall(self._handler, any_model), without_nulls(call, path), writer, path)
 
 

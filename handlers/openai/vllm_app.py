@@ -9,7 +9,8 @@ tests/live/test_openai_live.py:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;
-- `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here.
+- `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here, unless its
+  `lora_requests` have the name.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ async def build(
     model: str,
     served_names: Sequence[str],
     accepts: Callable[[str], bool],
+    adapters: dict[str, Any] | None = None,
 ) -> Any:
     """The application, around an engine client.
 
     `model`: what /v1/models calls the model's root. `served_names`: the model's names, the first of which is in every
     answer. `accepts`: says of a name that is none of them whether it will do as well.
+    `adapters`: vLLM's requests for adapters by their names, as they come and go.
 
     Raises:
         EngineStartError: this vLLM is not one that we know, or refuses an argument.
@@ -80,6 +83,8 @@ async def build(
         app.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(client, app.state, args, supported_tasks=("generate",))
         _accept_names(app.state.openai_serving_models, accepts)
+        if adapters is not None:
+            app.state.openai_serving_models.lora_requests = adapters
     except EngineStartError:
         raise
     except (ImportError, AttributeError) as error:

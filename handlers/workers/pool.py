@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 
 from handlers.contracts.protocol import ContractError
@@ -34,13 +34,18 @@ _IDLE_GRACE = 5.0
 """Seconds that an idle worker gets to end by itself."""
 
 MakeLane = Callable[[Worker, Callable[[], None]], Lane]
+Introduce = Callable[[Worker], Awaitable[None]]
+"""What is done with a worker that has loaded the handler, before it gets calls; may raise EngineStartError."""
 
 
 class Pool:
     """Starts workers, gives them jobs, and replaces those that die."""
 
-    def __init__(self, plan: WorkerPlan, settings: PoolSettings, make_lane: MakeLane) -> None:
+    def __init__(
+        self, plan: WorkerPlan, settings: PoolSettings, make_lane: MakeLane, introduce: Introduce | None = None
+    ) -> None:
         self._plan, self._settings, self._make_lane = plan, settings, make_lane
+        self._introduce = introduce
         self._queue = JobQueue()
         self._devices = Devices(settings.devices)
         self._device_of: dict[Worker, str] = {}
@@ -133,6 +138,11 @@ class Pool:
             job.lane.cancel(job)
 
     @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Those that take calls."""
+        return tuple(self._lanes)
+
+    @property
     def failed(self) -> str:
         """Why the model counts as failed, which it does for good; workers that live serve nevertheless."""
         return self._failed
@@ -179,6 +189,8 @@ class Pool:
         self._starting.add(worker)
         try:
             await worker.start()
+            if self._introduce is not None:
+                await self._introduce(worker)
         except BaseException:
             self._free_device(worker)
             raise

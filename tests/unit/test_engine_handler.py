@@ -58,6 +58,7 @@ class ScriptedEngine:
     max_top_tokens = 20
     eos_token_ids = frozenset({0})
     tokenizer = None
+    adapters = None
 
     def __init__(self) -> None:
         self.meter = Meter()

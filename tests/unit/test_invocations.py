@@ -46,9 +46,13 @@ class OpenAI(Lmi):
         self.writer: ReplyWriter | None = None
         self.path = ""
         self.any_model = False
+        self.adapter: str | None = None
 
-    def begin(self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool) -> Running:
+    def begin(
+        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+    ) -> Running:
         self.calls.append(call)
+        self.adapter = adapter
         self.writer, self.path, self.any_model = writer, path, any_model
         return self
 
@@ -180,3 +184,26 @@ async def test_a_long_body_is_read_in_a_thread_and_understood() -> None:
     openai = OpenAI()
     await handled({"padding": "x" * 300_000, "messages": MESSAGES}, openai)
     assert openai.calls
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("document", [{"messages": MESSAGES}, {"prompt": "x"}])
+async def test_chats_and_completions_go_to_the_adapter_that_they_name(document: Any) -> None:
+    async def asked(more: dict[str, Any], **settings: Any) -> str | None:
+        openai = OpenAI()
+        await handled({**document, **more}, openai, **settings)
+        return openai.adapter
+
+    assert await asked({"adapters": "a"}, enable_lora=True) == "a"
+    assert await asked({"adapters": ["a"]}, enable_lora=True) == "a"
+    assert await asked({"adapters": ""}, enable_lora=True) == ""
+    assert await asked({}, enable_lora=True) is None
+    assert await asked({"adapters": "a"}) is None
+
+
+@pytest.mark.asyncio
+async def test_adapters_of_a_chat_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ContractError) as caught:
+        await handled({"messages": MESSAGES, "adapters": ["a", "b"]}, OpenAI(), enable_lora=True)
+    assert caught.value.reply.status == 424
+    assert b"`adapters` must name one adapter" in caught.value.reply.body

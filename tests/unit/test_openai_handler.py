@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import EngineHandler
-from handlers.errors import InvalidRequest, Overloaded
+from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.handler import App, OpenAIHandler
+from handlers.openai.handler import App, Names, OpenAIHandler
 from tests.unit.collected_reply import CollectedReply
 
 
@@ -244,3 +245,52 @@ def test_a_call_holds_places_until_it_ends() -> None:
     assert handler.open_sequences == 0
     with pytest.raises(InvalidRequest):
         call.take(1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/completions"])
+async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -> None:
+    bodies: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        bodies.append(json.loads((await receive())["body"]))
+        await send(start())
+        await send(part(b"{}"))
+
+    async def asked(name: str, body: bytes = b'{"model": "x", "n": 1}') -> Any:
+        writer, names = CollectedReply(), Names("base", {"mine"})
+        headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
+        call = replace(CALL, path=path, headers=headers, body=body)
+        running = await OpenAIHandler(app, handler_of(), None, names).handle(call, writer)
+        async with asyncio.timeout(5):
+            while writer.whole is None:
+                await asyncio.sleep(0)
+        running.cancel()
+        return bodies.pop()
+
+    assert await asked("mine") == {"model": "mine", "n": 1}
+    assert await asked("") == {"model": "base", "n": 1}
+    assert await asked("mine", b"{}") == {"model": "mine"}
+    assert await asked("mine", b"[1]") == [1]
+    with pytest.raises(UnknownAdapter, match="'other' is not registered"):
+        await asked("other")
+
+
+class Hold:
+    def __init__(self) -> None:
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
+    call = OpenAICall(handler_of())
+    first, second, late = Hold(), Hold(), Hold()
+    call.keep(1, first)
+    call.keep(1, second)
+    assert (first.released, second.released) == (0, 1)
+    call.close()
+    assert first.released == 1
+    call.keep(1, late)
+    assert late.released == 1

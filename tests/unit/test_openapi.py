@@ -18,6 +18,7 @@ MODES = {
     "rolling": MODEL,
     "tgi": replace(MODEL, tgi_compat=True),
     "dynamic": replace(MODEL, rolling_batch="disable"),
+    "adapters": replace(MODEL, enable_lora=True),
     "custom": replace(MODEL, handler=HandlerSettings(entry_point="/x/model.py")),
 }
 
@@ -87,8 +88,14 @@ def test_every_route_of_every_family_is_described() -> None:
 
 
 def test_operations_have_names_of_their_own() -> None:
-    names = [item["operationId"] for verbs in complete()["paths"].values() for item in verbs.values()]
+    names = [item["operationId"] for verbs in complete(enable_lora=True)["paths"].values() for item in verbs.values()]
     assert len(names) == len(set(names))
+
+
+def test_the_routes_for_adapters_are_described_where_there_are_adapters() -> None:
+    path = "/models/{model}/adapters/{adapter}"
+    assert complete(enable_lora=True)["paths"][path].keys() == {"get", "delete"}
+    assert path not in complete()["paths"]
 
 
 def test_a_route_of_two_families_takes_the_bodies_of_both() -> None:

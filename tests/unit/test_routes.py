@@ -279,3 +279,25 @@ async def test_the_api_description_shows_every_family(starting: httpx.AsyncClien
         assert (await starting.get(f"/docs/{asset}")).status_code == 200
     plain = await starting.get("/docs/plain")
     assert "/v2/models/{model}/generate" in plain.text
+
+
+@pytest.mark.parametrize("prefix", ["", "/models/model"])
+async def test_adapters_are_refused_in_lmis_words_where_they_are_off(prefix: str) -> None:
+    lifecycle, client = make()
+    with_engine(lifecycle)
+    async with client:
+        for method, path in (("GET", ""), ("POST", "?name=a&src=/x"), ("DELETE", "/a"), ("POST", "/a/update")):
+            response = await client.request(method, f"{prefix}/adapters{path}")
+            assert (response.status_code, response.json()["type"]) == (400, "BadRequestException")
+            assert "option.enable_lora" in response.json()["message"]
+        refused = await client.put(f"{prefix}/adapters")
+        assert (refused.status_code, refused.json()["type"]) == (405, "MethodNotAllowedException")
+        unknown = await client.get("/models/nope/adapters")
+        assert (unknown.status_code, unknown.json()["type"]) == (404, "ModelNotFoundException")
+        vllms = await client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/x"})
+        assert (vllms.status_code, vllms.json()["error"]["type"]) == (404, "NotFoundError")
+
+
+async def test_adapters_of_a_model_that_is_loading_are_not_ready(starting: httpx.AsyncClient) -> None:
+    response = await starting.post("/adapters?name=a&src=/x")
+    assert (response.status_code, response.json()["type"]) == (503, "ServiceUnavailableException")

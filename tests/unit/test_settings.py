@@ -210,7 +210,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
 @pytest.mark.parametrize(
     "properties",
     [
-        "option.enable_lora=true",
         "option.bedrock_compat=true",
         "option.entryPoint=djl_python.sklearn_handler",
         "option.entryPoint=https://example.com/model.py",
@@ -311,7 +310,7 @@ def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,
         "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=\nbroken=\\u1",
-        {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_ENABLE_LORA": "true"},
+        {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_BEDROCK_COMPAT": "true"},
         {"nonsense": "1"},
     )
     expected = [
@@ -321,7 +320,7 @@ def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
         'option.trust_remote_code is "" (serving.properties: option.trust_remote_code); allowed: true or false',
         'option.dtype is "fp17" (serving.properties: option.dtype); allowed: auto, fp32, fp16, bf16, ',
         'option.predict_timeout is "soon" (serving.properties: option.predict_timeout); allowed: seconds',
-        f'option.enable_lora is "true" (environment: OPTION_ENABLE_LORA): {NOT_SERVED}; ',
+        f'option.bedrock_compat is "true" (environment: OPTION_BEDROCK_COMPAT): {NOT_SERVED}; ',
     ]
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):

@@ -12,17 +12,19 @@ from math import isfinite
 from typing import Any
 
 from handlers.contracts.json_kinds import json_kind
+from handlers.contracts.lmi.adapter_choice import adapters_of
 from handlers.contracts.lmi.asynchronous_parameters import AsyncParameters, read_async_parameters
 from handlers.contracts.lmi.body import BodyError, decode_object
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error, payload_refused
 from handlers.contracts.lmi.rolling_batch_answer import FINISH_REASONS
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.vllm_error import error_body
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
+from handlers.errors import InvalidRequest, Overloaded, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
 _TOP_LEVEL = {"inputs", "parameters", "stream", "model"}
+_ADAPTERS = "adapters"
 _STREAM_END = b"\n\n"
 """LMI's empty lines for vLLM's usage chunk and for its `[DONE]`."""
 _NO_TOKEN = Token(-1, "")
@@ -39,6 +41,7 @@ class LmiAsyncContract:
     ) -> None:
         self._settings, self._overload_status = settings, overload_status
         self._model_defaults = model_defaults or {}
+        self._fields = _TOP_LEVEL | {_ADAPTERS} if settings.enable_lora else _TOP_LEVEL
 
     def parse(self, call: Call) -> Exchange:
         """See `Contract.parse`."""
@@ -54,20 +57,23 @@ class LmiAsyncContract:
             raise payload_refused(f"`stream` must be true or false, got {json_kind(stream)}")
         try:
             parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
-        except InvalidParameter as error:
+            adapter = adapters_of(call, document.get(_ADAPTERS), 1)[0] if self._settings.enable_lora else None
+        except InvalidRequest as error:
             raise payload_refused(error.message) from None
         answer = StreamAnswer if stream else WholeAnswer
         return Exchange(
-            (self._request(call, prompt, parameters, bool(stream)),),
+            (self._request(call, prompt, parameters, bool(stream), adapter),),
             answer(prompt, parameters, self._overload_status),
-            _notes(document, parameters),
+            _notes(document, self._fields, parameters),
         )
 
     def refusal(self, error: RequestError) -> Reply:
         """See `Contract.refusal`."""
         return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
-    def _request(self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool) -> GenerationRequest:
+    def _request(
+        self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool, adapter: str | None
+    ) -> GenerationRequest:
         want_tokens = stream or parameters.details
         return GenerationRequest(
             request_id=call.request_id,
@@ -78,6 +84,7 @@ class LmiAsyncContract:
             want_tokens=want_tokens,
             want_logprobs=want_tokens and self._settings.token_logprobs,
             want_prompt_tokens=parameters.prompt_details and not stream,
+            adapter=adapter,
         )
 
 
@@ -180,11 +187,11 @@ def _prompt(inputs: Any) -> str:
     return inputs
 
 
-def _notes(document: dict[str, Any], parameters: AsyncParameters) -> tuple[str, ...]:
+def _notes(document: dict[str, Any], fields: set[str], parameters: AsyncParameters) -> tuple[str, ...]:
     notes = []
     if parameters.ignored:
         notes.append(f"parameters without effect: {', '.join(parameters.ignored)}")
-    if unknown := document.keys() - _TOP_LEVEL:
+    if unknown := document.keys() - fields:
         notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
     return tuple(notes)
 

@@ -143,6 +143,8 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
     document: dict[str, Any] = {"inputs": _text(inputs)}
     if "parameters" in fields:
         document["parameters"] = _json(fields["parameters"])
+    if (adapters := fields.get("adapters", fields.get("adapter"))) is not None:
+        document["adapters"] = _text(adapters)
     if "stream" in fields:
         text = _text(fields["stream"])
         document["stream"] = {"true": True, "false": False}.get(text.lower(), text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from json.encoder import encode_basestring
 
 from handlers.contracts.protocol import ContractError, Reply
-from handlers.errors import EngineDead, InvalidRequest, Overloaded, RequestError
+from handlers.errors import EngineDead, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 
 JSON = "application/json"
 FAILED_DEPENDENCY = 424
@@ -83,6 +83,11 @@ def tgi_error_type(error: RequestError) -> str:
 def overloaded(error: Overloaded, status: int) -> Reply:
     """The answer to a request for which the queue has no place."""
     return Reply(status, JSON, front_end_error(status, "WlmCapacityException", error.message))
+
+
+def unknown_adapter(error: UnknownAdapter) -> Reply:
+    """The answer to a request for an adapter that is not registered: E2. Source: contracts/lmi.md section 9.4."""
+    return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
 
 def _reason(message: str, code: int, error_type: str | None) -> str:

@@ -142,7 +142,7 @@ class FormatterContract:
             parameters["stream"] = document["stream"]
         if not isinstance(parameters.get("stream", False), bool):
             return None
-        request = TextInput(parameters=parameters, input_text=document.get("inputs"))
+        request = TextInput(parameters=parameters, input_text=document.get("inputs"), adapters=document.get("adapters"))
         return self._completed(request, call)
 
     def _completed(self, request: RequestInput, call: Call) -> RequestInput:
@@ -180,7 +180,9 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, own_an
         parameters["details"] = True
     elif formatter is not None:
         parameters["output_formatter"] = formatter
-    document = {"inputs": getattr(request, "input_text", None), "parameters": parameters}
+    document: dict[str, Any] = {"inputs": getattr(request, "input_text", None), "parameters": parameters}
+    if (adapters := getattr(request, "adapters", None)) is not None:
+        document["adapters"] = adapters
     if stream and not own_answer:
         document["stream"] = True
     try:

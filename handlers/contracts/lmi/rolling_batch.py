@@ -10,17 +10,19 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_kinds import json_kind
+from handlers.contracts.lmi.adapter_choice import adapters_of
 from handlers.contracts.lmi.body import BodyError, decode_object
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.lmi.rolling_batch_answer import JsonAnswer, RecordAnswer, Show
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
-from handlers.errors import InvalidParameter, RequestError
+from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest
 
 _FORMATTERS = ("json", "jsonlines", "sse")
 _TOP_LEVEL = {"inputs", "parameters", "stream"}
+_ADAPTERS = "adapters"
 _CACHED_PARAMETERS, _CACHED_KEY_BYTES = 1000, 500
 
 
@@ -30,6 +32,7 @@ class LmiContract:
     def __init__(self, settings: ModelSettings, overload_status: int = 503) -> None:
         self._settings = settings
         self._overload_status = overload_status
+        self._fields = _TOP_LEVEL | {_ADAPTERS} if settings.enable_lora else _TOP_LEVEL
         self._known: dict[bytes, LmiParameters] = {}
         self._rules = ParameterRules(
             do_sample_inferred=settings.do_sample_inferred,
@@ -53,9 +56,10 @@ class LmiContract:
         stream = document.get("stream")
         if stream is not None and not isinstance(stream, bool):
             raise payload_refused(f"`stream` must be true or false, got {json_kind(stream)}")
+        adapters = self._adapters(call, document.get(_ADAPTERS), len(prompts))
         try:
             parameters = self._parameters(values)
-            return self._exchange(call, document, prompts, in_array, parameters, bool(stream))
+            return self._exchange(call, document, prompts, in_array, parameters, bool(stream), adapters)
         except InvalidParameter as error:
             failed = self._answer("", bool(stream), self._formatter(values.get("output_formatter"), bool(stream)))
             raise ContractError(failed.fail(error), error.message) from None
@@ -63,6 +67,15 @@ class LmiContract:
     def refusal(self, error: RequestError) -> Reply:
         """See `Contract.refusal`."""
         return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
+
+    def _adapters(self, call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
+        """None where adapters are off: LMI does not even look then (contracts/lmi.md section 9.4)."""
+        if not self._settings.enable_lora:
+            return (None,) * prompts
+        try:
+            return adapters_of(call, given, prompts)
+        except InvalidRequest as error:
+            raise payload_refused(error.message) from None
 
     def _parameters(self, values: dict[str, Any]) -> LmiParameters:
         """Clients send the same parameters again and again; reading them costs more than finding them."""
@@ -84,6 +97,7 @@ class LmiContract:
         in_array: bool,
         parameters: LmiParameters,
         stream: bool,
+        adapters: tuple[str | None, ...],
     ) -> Exchange:
         formatter = self._formatter(parameters.output_formatter, stream)
         records = formatter != "json"
@@ -106,10 +120,10 @@ class LmiContract:
         else:
             answer = JsonAnswer(prompts, show, in_array)
         requests = tuple(
-            _request(call, index if len(prompts) > 1 else None, prompt, parameters, show, records)
-            for index, prompt in enumerate(prompts)
+            _request(call, index if len(prompts) > 1 else None, prompt, parameters, show, records, adapter)
+            for index, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
         )
-        return Exchange(requests, answer, _notes(document, parameters, formatter))
+        return Exchange(requests, answer, _notes(document, self._fields, parameters, formatter))
 
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:
@@ -150,7 +164,13 @@ def _prompts(inputs: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _request(
-    call: Call, index: int | None, prompt: str, parameters: LmiParameters, show: Show, records: bool
+    call: Call,
+    index: int | None,
+    prompt: str,
+    parameters: LmiParameters,
+    show: Show,
+    records: bool,
+    adapter: str | None,
 ) -> GenerationRequest:
     want_tokens = records or show.details
     return GenerationRequest(
@@ -167,14 +187,15 @@ def _request(
         want_logprobs=want_tokens and parameters.token_logprobs,
         want_prompt_tokens=show.details and show.prefill,
         top_tokens=parameters.top_n_tokens if show.details else 0,
+        adapter=adapter,
     )
 
 
-def _notes(document: dict[str, Any], parameters: LmiParameters, formatter: str) -> tuple[str, ...]:
+def _notes(document: dict[str, Any], fields: set[str], parameters: LmiParameters, formatter: str) -> tuple[str, ...]:
     notes = []
     if parameters.ignored:
         notes.append(f"parameters without effect: {', '.join(parameters.ignored)}")
-    if unknown := document.keys() - _TOP_LEVEL:
+    if unknown := document.keys() - fields:
         notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
     if parameters.output_formatter not in (None, formatter):
         notes.append(f"unknown output_formatter, {formatter} used instead")

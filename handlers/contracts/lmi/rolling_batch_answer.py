@@ -17,9 +17,10 @@ from handlers.contracts.lmi.errors import (
     status_of,
     stream_error,
     tgi_error_type,
+    unknown_adapter,
 )
 from handlers.contracts.protocol import Reply
-from handlers.errors import Overloaded, RequestError
+from handlers.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.request import FinishReason, Token, TokenDelta
 
 FINISH_REASONS = {
@@ -100,6 +101,8 @@ class JsonAnswer:
         """See `Answer.fail`."""
         if isinstance(error, Overloaded):
             return overloaded(error, self._show.overload_status)
+        if isinstance(error, UnknownAdapter):
+            return unknown_adapter(error)
         status = status_of(error)
         kind = tgi_error_type(error) if self._show.tgi else None
         return Reply(status, JSON, request_error(error.message, status, kind).encode())
@@ -168,6 +171,8 @@ class RecordAnswer:
         """See `Answer.fail`. Nothing has been streamed, so the record comes as a JSON document."""
         if isinstance(error, Overloaded):
             return overloaded(error, self._show.overload_status)
+        if isinstance(error, UnknownAdapter):
+            return unknown_adapter(error)
         return Reply(status_of(error), JSON, self._error(error).encode())
 
     def fail_midway(self, error: RequestError) -> bytes:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ from handlers.errors import (
     NotServed,
     Overloaded,
     RequestError,
+    UnknownAdapter,
     UnknownModel,
 )
 
@@ -45,7 +47,7 @@ def error_reply(message: str, kind: str, status: int, parameter: str | None = No
 def refuse(error: RequestError) -> Reply:
     """See `Family.refuse`; statuses and types are those that vLLM gives for the same."""
     match error:
-        case UnknownModel():
+        case UnknownModel() | UnknownAdapter():
             return error_reply(error.message, "NotFoundError", 404, "model")
         case NotServed():
             return error_reply(error.message, "NotImplementedError", 501)
@@ -76,22 +78,29 @@ def _of_status(status: HTTPStatus) -> Reply:
 
 
 def models(call: Call, view: ModelView) -> Reply:
-    """GET /v1/models: every name of the model, whatever runs it and whether it is loaded yet."""
+    """GET /v1/models: every name of the model, whatever runs it and whether it is loaded yet, and its adapters."""
     return all_models(call, (view,))
 
 
 def all_models(call: Call, views: Sequence[ModelView]) -> Reply:
     """The same of every model."""
     created = int(time.time())
-    cards = [
-        _card(name, created, view.loaded.max_model_len if view.loaded is not None else None)
-        for view in views
-        for name in view.settings.public_names
-    ]
+    cards = [card for view in views for card in _cards(view, created)]
     return Reply(200, JSON, _encode({"object": "list", "data": cards}))
 
 
-def _card(name: str, created: int, max_model_len: int | None) -> dict[str, object]:
+def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
+    max_model_len = view.loaded.max_model_len if view.loaded is not None else None
+    base = view.settings.public_names[0]
+    return [
+        *(_card(name, created, max_model_len) for name in view.settings.public_names),
+        *(_card(adapter.name, created, None, adapter.src, base) for adapter in view.adapters),
+    ]
+
+
+def _card(
+    name: str, created: int, max_model_len: int | None, root: str | None = None, parent: str | None = None
+) -> dict[str, object]:
     permission = {
         "id": f"modelperm-{uuid.uuid4().hex}",
         "object": "model_permission",
@@ -111,8 +120,8 @@ def _card(name: str, created: int, max_model_len: int | None) -> dict[str, objec
         "object": "model",
         "created": created,
         "owned_by": "vllm",
-        "root": name,
-        "parent": None,
+        "root": name if root is None else root,
+        "parent": parent,
         "max_model_len": max_model_len,
         "permission": [permission],
     }

@@ -83,6 +83,7 @@ class TgiContract:
                 want_logprobs=want_tokens,
                 want_prompt_tokens=parameters.prefill,
                 top_tokens=parameters.top_tokens if streams or parameters.details else 0,
+                adapter=parameters.adapter,
             )
             for place, sampling in enumerate(samplings)
         )

@@ -39,6 +39,8 @@ class ParameterRules:
     special_ids: Mapping[str, int]
     """The model's special tokens, by their texts."""
     eos_token_ids: frozenset[int]
+    adapters: bool = False
+    """Whether there are adapters (`option.enable_lora`)."""
 
 
 def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
@@ -50,6 +52,7 @@ def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRul
         do_sample_inferred=settings.do_sample_inferred,
         special_ids=model.texts.special_tokens,
         eos_token_ids=model.eos_token_ids,
+        adapters=settings.enable_lora,
     )
 
 
@@ -70,6 +73,7 @@ class TgiParameters:
     top_tokens: int
     truncate: int | None
     room: int
+    adapter: str | None = None
 
     def seeded(self) -> SamplingParameters:
         """With a seed, where the request samples and names none: whoever sees it can have the same text again."""
@@ -106,6 +110,7 @@ def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, st
         top_tokens=top_tokens,
         truncate=_truncate(parameters.truncate, rules.max_input_tokens),
         room=min(sampling.max_tokens or 1, MOST_RESERVED),
+        adapter=parameters.adapter_id or None,
     )
 
 
@@ -149,7 +154,7 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
     stop = _stop(parameters.stop or (), rules.max_stop_sequences)
     seed = _seed(parameters.seed, best_of)
-    _refuse_what_is_not_here(parameters)
+    _refuse_what_is_not_here(parameters, rules)
     samples = _samples(parameters, rules, best_of)
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
@@ -208,10 +213,10 @@ def _seed(seed: int | None, best_of: int) -> int | None:
     return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
 
 
-def _refuse_what_is_not_here(parameters: Parameters) -> None:
+def _refuse_what_is_not_here(parameters: Parameters, rules: ParameterRules) -> None:
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
-    if parameters.adapter_id is not None:
+    if parameters.adapter_id is not None and not rules.adapters:
         raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
 
 

@@ -90,6 +90,7 @@ class VertexContract:
             sampling=parameters.sampling,
             truncate_prompt_tokens=parameters.truncate,
             room=parameters.room,
+            adapter=parameters.adapter,
         )
 
     def _validated(self, text: str, parameters: Parameters) -> TgiParameters:

@@ -19,6 +19,7 @@ class TritonContract:
         """`events`: the answer is a stream of server-sent events, whatever `stream` says."""
         self._name = setting.settings.name
         self._on_tensorrt_llm = setting.settings.rolling_batch == "trtllm"
+        self._adapters = setting.settings.enable_lora
         self._eos_token_ids = setting.model.eos_token_ids
         self._max_logprobs = setting.model.max_top_tokens
         self._events = events
@@ -31,7 +32,12 @@ class TritonContract:
         _check_encoding(call)
         body = read_body(call.body, self._name)
         try:
-            parameters = read_parameters(body, on_tensorrt_llm=self._on_tensorrt_llm, eos_token_ids=self._eos_token_ids)
+            parameters = read_parameters(
+                body,
+                on_tensorrt_llm=self._on_tensorrt_llm,
+                eos_token_ids=self._eos_token_ids,
+                adapters=self._adapters,
+            )
             if parameters.stream and parameters.vllm.sequences > 1 and not self._events:
                 raise SeveralResponses
             if parameters.outputs.logprobs and (parameters.vllm.logprobs or 0) > self._max_logprobs:
@@ -86,4 +92,5 @@ def _request(request_id: str, prompt: str, parameters: TritonParameters, shape: 
         want_logprobs=want_logprobs,
         want_ranks=shows_logprobs,
         top_tokens=(vllm.logprobs or 0) if shows_logprobs else 0,
+        adapter=parameters.adapter,
     )

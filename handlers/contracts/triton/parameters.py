@@ -57,6 +57,8 @@ class TritonParameters:
     outputs: Outputs
     ignored: tuple[str, ...]
     """Names that were given and have no effect."""
+    adapter: str | None = None
+    """`lora_name`."""
 
     @property
     def sampling(self) -> SamplingParameters:
@@ -65,9 +67,13 @@ class TritonParameters:
 
 
 def read_parameters(
-    body: GenerateBody, *, on_tensorrt_llm: bool, eos_token_ids: frozenset[int] = frozenset()
+    body: GenerateBody,
+    *,
+    on_tensorrt_llm: bool,
+    eos_token_ids: frozenset[int] = frozenset(),
+    adapters: bool = False,
 ) -> TritonParameters:
-    """Understand a body's inputs and parameters.
+    """Understand a body's inputs and parameters. `adapters`: whether there are any (`option.enable_lora`).
 
     Raises:
         InvalidParameter: naming the one that is wrong, and what is allowed.
@@ -89,6 +95,7 @@ def read_parameters(
     constraint: Constraint | None = None
     if tensorrt_llm:
         values, constraint = to_vllm(values, eos_token_ids)
+    adapter = _adapter(values, adapters)
     if leaves_out_prompt is None:
         leaves_out_prompt = stream or tensorrt_llm
     return TritonParameters(
@@ -104,7 +111,20 @@ def read_parameters(
             num_output_tokens="return_num_output_tokens" in asked,
         ),
         ignored=ignored,
+        adapter=adapter,
     )
+
+
+def _adapter(values: dict[str, Any], adapters: bool) -> str | None:
+    """Take `lora_name` out of the values."""
+    name = values.pop("lora_name", None)
+    if name is None:
+        return None
+    if not adapters:
+        raise InvalidParameter("lora_name", "cannot be used: this server has no adapters")
+    if not isinstance(name, str):
+        raise InvalidParameter("lora_name", f"must be a string, got {json_kind(name)}")
+    return name or None
 
 
 def _sampling_values(text: str | None, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,8 +158,6 @@ def _switch(values: dict[str, Any], name: str) -> bool | None:
 
 
 def _vllm(values: dict[str, Any], constraint: Constraint | None, stream: bool) -> VllmParameters:
-    if "lora_name" in values:
-        raise InvalidParameter("lora_name", "cannot be used: this server has no adapters")
     parameters = read_vllm_parameters(values, text_values=True)
     if stream and parameters.beam_search is not None:
         raise InvalidParameter("stream", "cannot be true with beam search: no token is final before the last")

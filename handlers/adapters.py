@@ -1,0 +1,298 @@
+"""The adapters of one model: their names, where they are from, and what may be done with them.
+
+Who keeps them, an engine or the workers of a custom handler, is the `AdapterHost`. Source: contracts/lmi.md section 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from handlers.errors import AdapterConflict, AdapterError, AdapterFailed, InvalidRequest, UnknownAdapter
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "adapters"
+"""Adapters that come with a model are in directories below this one."""
+
+_NAME = re.compile(r"[^/\x00-\x1f\x7f]{1,200}")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOrder:
+    """What a client orders: to register an adapter, or to change it."""
+
+    name: str
+    src: str | None = None
+    """A directory; a relative one is below the model's."""
+    preload: bool | None = None
+    """Load it now, rather than for its first request. None: not said."""
+    pin: bool | None = None
+    """Keep it in memory. None: not said."""
+    alias: str = ""
+    """What messages call it instead of its name."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Anything else, for a custom handler."""
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.alias or self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A registered adapter."""
+
+    name: str
+    src: str
+    """As it was ordered."""
+    path: Path
+    id: int
+    """At least 1, and of no other adapter, former ones of its name included."""
+    preload: bool = True
+    pin: bool = False
+    alias: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class AdapterHost(Protocol):
+    """Keeps the adapters of one model. Messages of a host take the place of ours; they may be empty.
+
+    All methods may raise AdapterError, which leaves everything as it was.
+    """
+
+    async def register(self, adapter: Adapter) -> str:
+        """Make an adapter usable, in the place of one of the same name if there is any."""
+
+    async def update(self, adapter: Adapter) -> str:
+        """Take over what has changed of an adapter."""
+
+    async def unregister(self, adapter: Adapter) -> str:
+        """Let no new request have the adapter, and free it when none has it any more."""
+
+    async def stop(self) -> None:
+        """End what goes on in the background."""
+
+
+class AdapterRegistry:
+    """What is registered. For the event loop alone.
+
+    An order, once begun, is carried out whether or not its client waits for the answer.
+    """
+
+    def __init__(
+        self,
+        host: AdapterHost,
+        model_dir: Path,
+        reserved: Collection[str] = (),
+        faults: Callable[[Path], Sequence[str]] | None = None,
+    ) -> None:
+        """`reserved`: names that requests give the model itself. `faults`: why a directory may not be one of an
+        adapter here; may block."""
+        self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
+        self._faults = faults
+        self._adapters: dict[str, Adapter] = {}
+        self._ids = itertools.count(1)
+        self._busy: set[str] = set()
+        self._tasks: set[asyncio.Task[str]] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._adapters
+
+    def all(self) -> tuple[Adapter, ...]:
+        """Every adapter, in the order of registration."""
+        return tuple(self._adapters.values())
+
+    def get(self, name: str) -> Adapter:
+        """The adapter of this name.
+
+        Raises:
+            UnknownAdapter: there is none.
+        """
+        return self._known(name, name)
+
+    async def preload(self, model_dirs: Sequence[Path]) -> None:
+        """Register the adapters that come with the model: what is in `adapters/` below these directories.
+
+        Raises:
+            AdapterError: one of them cannot be used; it is named.
+        """
+        found: dict[str, Path] = {}
+        for directory in model_dirs:
+            found = await asyncio.to_thread(_adapter_directories, directory) | found
+        for name, path in found.items():
+            try:
+                await self.register(AdapterOrder(name=name, src=str(path)))
+            except AdapterError as error:
+                raise type(error)(
+                    f"the adapter {name} of {path.parent} cannot be registered: {error.message}"
+                ) from None
+
+    async def register(self, order: AdapterOrder, *, replacing: bool = False) -> str:
+        """Make an adapter usable. Returns the host's message, or "".
+
+        `replacing`: one of the same name gives way, once the new one is there; its requests are carried to their end.
+
+        Raises:
+            AdapterError: it cannot be; nothing is registered, and what was is as before.
+            InvalidRequest: its directory is not allowed here.
+        """
+        path = self._path(order)
+        if not _NAME.fullmatch(order.name):
+            raise AdapterConflict(
+                f"name must have 1 to 200 characters, none of them a slash or a control character; got {order.name!r}"
+            )
+        if order.name in self._reserved:
+            raise AdapterConflict(f"the name {order.name!r} is the model's own")
+        if order.name in self._adapters and not replacing:
+            raise AdapterConflict(f"the adapter {order.shown!r} is registered already")
+        adapter = Adapter(
+            name=order.name,
+            src=order.src or "",
+            path=path,
+            id=next(self._ids),
+            preload=order.preload is not False,
+            pin=bool(order.pin),
+            alias=order.alias,
+            options=order.options,
+        )
+        _check_pin(adapter)
+        return await self._alone(order.name, self._register(adapter))
+
+    async def update(self, order: AdapterOrder) -> str:
+        """Change whether an adapter is loaded ahead or pinned. Returns the host's message, or "".
+
+        Raises:
+            UnknownAdapter: there is none of this name.
+            AdapterError: it cannot be done; everything is as before.
+        """
+        adapter = self._known(order.name, order.shown)
+        if order.src is not None and order.src != adapter.src:
+            raise AdapterFailed(
+                f"src of a registered adapter cannot be changed: it is {adapter.src!r}; unregister it first"
+            )
+        if adapter.pin and order.pin is False:
+            raise AdapterFailed(f"the adapter {order.shown!r} is pinned, which cannot be undone; unregister it first")
+        changed = replace(
+            adapter,
+            preload=adapter.preload if order.preload is None else order.preload,
+            pin=adapter.pin if order.pin is None else order.pin,
+            alias=order.alias or adapter.alias,
+            options={**adapter.options, **order.options},
+        )
+        _check_pin(changed)
+        return await self._alone(order.name, self._update(changed))
+
+    async def unregister(self, name: str, alias: str = "") -> str:
+        """Forget an adapter: new requests for it are refused at once, those that run keep it. Returns as above.
+
+        Raises:
+            UnknownAdapter: there is none of this name.
+            AdapterError: a custom handler refuses; it stays registered.
+        """
+        adapter = self._known(name, alias or name)
+        self._check_free(name)
+        return await self._outliving(self._unregister(replace(adapter, alias=alias or adapter.alias)))
+
+    async def stop(self) -> None:
+        """End what goes on in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._host.stop()
+
+    async def _register(self, adapter: Adapter) -> str:
+        if self._faults is not None and (faults := await asyncio.to_thread(self._faults, adapter.path)):
+            raise InvalidRequest("; ".join(faults))
+        message = await self._host.register(adapter)
+        self._adapters[adapter.name] = adapter
+        logger.info("adapter %s registered from %s", adapter.name, adapter.path)
+        return message
+
+    async def _update(self, adapter: Adapter) -> str:
+        message = await self._host.update(adapter)
+        self._adapters[adapter.name] = adapter
+        return message
+
+    async def _unregister(self, adapter: Adapter) -> str:
+        kept = self._adapters.pop(adapter.name)
+        try:
+            message = await self._host.unregister(adapter)
+        except AdapterError:
+            self._adapters.setdefault(adapter.name, kept)
+            raise
+        logger.info("adapter %s unregistered", adapter.name)
+        return message
+
+    async def _alone(self, name: str, work: Coroutine[Any, Any, str]) -> str:
+        """One order for a name at a time. An adapter that is on its way out is in the way of none."""
+        try:
+            self._check_free(name)
+        except AdapterConflict:
+            work.close()
+            raise
+        self._busy.add(name)
+        return await self._outliving(work, lambda: self._busy.discard(name))
+
+    def _check_free(self, name: str) -> None:
+        if name in self._busy:
+            raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
+
+    async def _outliving(self, work: Coroutine[Any, Any, str], done: Callable[[], None] = lambda: None) -> str:
+        """What comes of the work, which is done even if nobody waits for it any more."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def ended(_: object) -> None:
+            done()
+            self._tasks.discard(task)
+            if not task.cancelled():
+                task.exception()  # seen: the client may have gone
+
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)
+
+    def _known(self, name: str, shown: str) -> Adapter:
+        if (adapter := self._adapters.get(name)) is None:
+            raise UnknownAdapter(shown)
+        return adapter
+
+    def _path(self, order: AdapterOrder) -> Path:
+        """Where the adapter is.
+
+        Raises:
+            AdapterConflict: `src` is a URL of a kind that is not served.
+        """
+        src = order.src or ""
+        if _SCHEME.match(src):
+            try:
+                url = urlsplit(src)
+            except ValueError:
+                raise AdapterConflict(f"src is no URL: {src[:200]!r}") from None
+            if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):
+                raise AdapterConflict(f"src must be a directory of this machine, got {src[:200]!r}")
+            src = unquote(url.path)
+        if "\0" in src:
+            raise AdapterConflict("src must be a path, got one with a null character")
+        return self._model_dir / src
+
+
+def _check_pin(adapter: Adapter) -> None:
+    if adapter.pin and not adapter.preload:
+        raise AdapterFailed("pin is true and preload false: an adapter that stays in memory must be loaded")
+
+
+def _adapter_directories(model_dir: Path) -> dict[str, Path]:
+    directory = model_dir / DIRECTORY
+    if not directory.is_dir():
+        return {}
+    return {path.name: path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")}

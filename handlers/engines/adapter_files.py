@@ -1,0 +1,163 @@
+"""The files of a LoRA adapter, checked before an engine reads them.
+
+vLLM copies a tensor that is too small into the corner of its buffer and says nothing, and one that is too large fails
+when half of the adapter is in place. So shapes are compared with those of the base model here, as far as both are in
+safetensors files: their headers are enough.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from handlers.errors import AdapterFailed
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Names of tensors to their shapes."""
+
+_SIZE = struct.Struct("<Q")
+_LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit."""
+_LARGEST_CONFIG = 10_000_000
+_PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""Types of weights that lie in memory as they are multiplied; packed ones have another shape."""
+_PREFIX = "base_model.model."
+_HALVES = (".lora_A.weight", ".lora_B.weight")
+
+
+def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
+    """Refuse what an engine could not use, in words that name the file or the tensor. Reads files; may block.
+
+    `base`: shapes of the base model's weights, as far as they are known.
+
+    Raises:
+        AdapterFailed: there is no such directory, a file is missing or broken, or it does not fit the model.
+    """
+    if not _is_directory(directory):
+        raise AdapterFailed(f"src: there is no directory {directory}")
+    check_rank(_config(directory / CONFIG), max_rank)
+    weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
+    if weights is None:
+        raise AdapterFailed(f"{directory} has no weights; expected {WEIGHTS[0]}")
+    if weights.suffix == ".safetensors":
+        check_shapes(_shapes_of_adapter(weights), max_rank, base)
+
+
+def check_rank(config: Mapping[str, Any], max_rank: int) -> None:
+    """Refuse a rank that the engine has no room for.
+
+    Raises:
+        AdapterFailed: it is no positive integer, or above `max_rank`.
+    """
+    patterns = config.get("rank_pattern") or {}
+    ranks = {"r": config.get("r")}
+    ranks |= {f"rank_pattern.{name}": rank for name, rank in patterns.items()} if isinstance(patterns, dict) else {}
+    for name, rank in ranks.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise AdapterFailed(f"{CONFIG}: {name} must be a positive integer, got {rank!r}")
+        if rank > max_rank:
+            raise AdapterFailed(f"{CONFIG}: {name} is {rank}; option.max_lora_rank is {max_rank}")
+
+
+def check_shapes(tensors: Shapes, max_rank: int, base: Shapes) -> None:
+    """Compare the two halves of each pair with the weight that they change.
+
+    Raises:
+        AdapterFailed: naming the tensor, its shape and the one that was expected.
+    """
+    for name, shape in tensors.items():
+        half = next((half for half in _HALVES if name.endswith(half)), None)
+        if half is None or len(shape) != 2:
+            continue
+        rank, size = shape if half == _HALVES[0] else shape[::-1]
+        if rank > max_rank:
+            raise AdapterFailed(f"{name} has rank {rank}; option.max_lora_rank is {max_rank}")
+        weight = base.get(name.removeprefix(_PREFIX).removesuffix(half) + ".weight")
+        if weight is None or len(weight) != 2:
+            continue
+        wanted = weight[1] if half == _HALVES[0] else weight[0]
+        if size != wanted:
+            expected = [rank, wanted] if half == _HALVES[0] else [wanted, rank]
+            raise AdapterFailed(
+                f"{name} has shape {list(shape)}; the base model's weight asks for {expected}: "
+                "the adapter is for another model"
+            )
+
+
+def base_shapes(model: Path) -> Shapes:
+    """Shapes of a model's plain weights; empty where they are not in safetensors files below `model`. May block."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(model.glob("*.safetensors")) if model.is_dir() else ():
+        try:
+            found.update(_plain_shapes(path))
+        except (OSError, ValueError):
+            return {}  # the engine has loaded the model, so the file is of a kind that we do not know
+    return found
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            document = json.loads(file.read(_LARGEST_CONFIG))
+    except OSError as error:
+        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise AdapterFailed(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise AdapterFailed(f"{path} must hold a JSON object, got {type(document).__name__}")
+    return document
+
+
+def _shapes_of_adapter(path: Path) -> Shapes:
+    try:
+        return dict(_plain_shapes(path))
+    except (OSError, ValueError) as error:
+        raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
+
+
+def _plain_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Raises OSError, and ValueError for what is no safetensors file."""
+    with path.open("rb") as file:
+        head = file.read(_SIZE.size)
+        if len(head) < _SIZE.size:
+            raise ValueError("it is too short")
+        (size,) = _SIZE.unpack(head)
+        if size > _LARGEST_HEADER:
+            raise ValueError(f"its header would have {size} bytes")
+        text = file.read(size)
+        end = path.stat().st_size - _SIZE.size - size
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("its header is nested too deep") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        shape, offsets, kind = _described(tensor)
+        if offsets[1] > end:
+            raise ValueError(f"it ends before tensor {name} does")
+        if kind in _PLAIN_TYPES:
+            yield name, shape
+
+
+def _described(tensor: Any) -> tuple[tuple[int, ...], tuple[int, int], str]:
+    try:
+        first, last = tensor["data_offsets"]
+        return tuple(int(size) for size in tensor["shape"]), (int(first), int(last)), str(tensor["dtype"])
+    except (TypeError, KeyError, ValueError, OverflowError):
+        raise ValueError("its header does not describe tensors") from None

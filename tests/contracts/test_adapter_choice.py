@@ -1,0 +1,83 @@
+"""How each contract's requests name an adapter, and what the contracts do where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from djl_python.request_io import TextInput
+from handlers.adapters import Adapter
+from handlers.contracts.openai.family import models
+from handlers.contracts.protocol import Call
+from handlers.errors import UnknownAdapter
+from tests.contracts import exchange, test_lmi_async, test_lmi_formatters, tgi_exchange, triton_exchange
+
+HEADER = (("X-Amzn-SageMaker-Adapter-Identifier", "h"),)
+
+
+@pytest.mark.parametrize("value", ["a", ["a"]])
+def test_the_asynchronous_schema_takes_a_name_or_an_array_of_one(value: Any) -> None:
+    parsed = test_lmi_async.parse({"inputs": "x", "adapters": value}, enable_lora=True)
+    assert parsed.requests[0].adapter == "a"
+    assert parsed.notes == ()
+    reply = parsed.answer.fail(UnknownAdapter("a"))
+    assert (reply.status, reply.body) == (424, b'{"error":"the adapter \\u0027a\\u0027 is not registered","code":424}')
+
+
+def test_the_asynchronous_schema_refuses_several() -> None:
+    reply = test_lmi_async.refusal({"inputs": "x", "adapters": ["a", "b"]}, enable_lora=True)
+    assert reply.status == 424
+    assert b"one adapter for each prompt: got 2 for 1" in reply.body
+    assert test_lmi_async.parse({"inputs": "x", "adapters": ["a", "b"]}).requests[0].adapter is None
+
+
+def test_formatters_pass_on_what_the_request_says() -> None:
+    def read(*_: Any, **__: Any) -> TextInput:
+        return TextInput(input_text="x", adapters="f")
+
+    document = {"inputs": "x", "adapters": "a"}
+    by_body = test_lmi_formatters.contract(write=test_lmi_formatters.whole_answer, enable_lora=True)
+    assert by_body.parse(exchange.call(document)).requests[0].adapter == "a"
+    by_formatter = test_lmi_formatters.contract(read=read, enable_lora=True)
+    assert by_formatter.parse(exchange.call(document)).requests[0].adapter == "f"
+    assert by_formatter.parse(replace(exchange.call(document), headers=HEADER)).requests[0].adapter == "h"
+
+
+@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
+def test_tgis_adapter_id_is_the_adapters_name(path: str) -> None:
+    assert tgi_exchange.requests_of({"adapter_id": "a"}, path, enable_lora=True).adapter == "a"
+    assert tgi_exchange.requests_of({"adapter_id": ""}, path, enable_lora=True).adapter is None
+    assert tgi_exchange.requests_of({}, path, enable_lora=True).adapter is None
+
+
+def test_tgis_requests_of_several_candidates_all_have_the_adapter() -> None:
+    parameters = {"adapter_id": "a", "best_of": 2, "do_sample": True}
+    parsed = tgi_exchange.parse("/generate", {"inputs": "x", "parameters": parameters}, enable_lora=True)
+    assert [request.adapter for request in parsed.requests] == ["a", "a"]
+
+
+@pytest.mark.parametrize("route", ["generate", "generate_stream"])
+def test_tritons_lora_name_is_the_adapters_name(route: str) -> None:
+    document = {"text_input": "x", "lora_name": "a"}
+    assert triton_exchange.request_of(document, route, enable_lora=True).adapter == "a"
+    assert triton_exchange.request_of({**document, "lora_name": ""}, route, enable_lora=True).adapter is None
+    within = {"text_input": "x", "sampling_parameters": '{"lora_name": "a"}'}
+    assert triton_exchange.request_of(within, route, enable_lora=True).adapter == "a"
+
+
+def test_tritons_lora_name_must_be_a_text() -> None:
+    reply = triton_exchange.refused({"text_input": "x", "lora_name": 5}, enable_lora=True)
+    assert reply.status == 400
+    assert b"`lora_name` must be a string, got a number" in reply.body
+
+
+def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:
+    adapter = Adapter(name="a", src="/x", path=Path("/x"), id=1)
+    view = replace(triton_exchange.view(served_model_names=("base", "other")), adapters=(adapter,))
+    cards = msgspec.json.decode(models(Call(body=b"", request_id="r"), view).body)["data"]
+    shown = [(card["id"], card["root"], card["parent"]) for card in cards]
+    assert shown == [("base", "base", None), ("other", "other", None), ("a", "/x", "base")]

@@ -1,0 +1,262 @@
+"""Managing adapters: every answer, byte for byte, and every order that is not understood."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from handlers.adapters import Adapter, AdapterOrder
+from handlers.contracts.lmi import adapters
+from handlers.contracts.lmi.adapter_choice import adapters_of, named_adapter
+from handlers.contracts.openai import adapters as vllm
+from handlers.contracts.protocol import Call
+from handlers.errors import (
+    AdapterConflict,
+    AdapterFailed,
+    EngineDead,
+    InternalError,
+    InvalidRequest,
+    NoRoomForAdapter,
+    NotReady,
+    NotServed,
+    RequestError,
+    UnknownAdapter,
+    UnknownModel,
+)
+from tests.contracts.exchange import a_joke, answer, parse, refusal
+
+HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+ONE = Adapter(name="one", src="/adapters/one", path=Path("/adapters/one"), id=1)
+TWO = Adapter(name="two", src="two", path=Path("/m/two"), id=2, preload=False)
+
+
+def query(text: str, **fields: Any) -> Call:
+    pairs = tuple(parse_qsl(text, keep_blank_values=True))
+    return Call(body=b"", request_id="r", query=pairs, **fields)
+
+
+def body(document: Any, **fields: Any) -> Call:
+    content = document if isinstance(document, bytes) else msgspec.json.encode(document)
+    return Call(body=content, content_type="application/json; charset=utf-8", request_id="r", **fields)
+
+
+def test_lmis_form_is_the_query() -> None:
+    order = adapters.registration(query("name=a&src=/x&preload=FALSE&pin=true&rank=8&extra=%C3%BC"))
+    options = {"rank": "8", "extra": "ü"}
+    assert order == AdapterOrder(name="a", src="/x", preload=False, pin=True, options=options)
+    assert adapters.registration(query("name=a&src=/x")) == AdapterOrder(name="a", src="/x")
+
+
+def test_sagemakers_form_is_a_json_body() -> None:
+    alias = (("X-Amzn-Sagemaker-Adapter-Alias", "nice"),)
+    given = {"name": "a", "src": "/x", "preload": True, "pin": False, "rank": 8, "nothing": None}
+    order = adapters.registration(body(given, headers=alias))
+    assert order == AdapterOrder(name="a", src="/x", preload=True, pin=False, alias="nice", options={"rank": "8"})
+
+
+def test_the_answers_in_lmis_form() -> None:
+    call = query("name=a&src=/x")
+    assert adapters.done(call, "a", "registered", "").body == b'{\n  "status": "Adapter a registered"\n}\n'
+    assert adapters.done(call, "a", "updated", "").body == b'{\n  "status": "Adapter a updated"\n}\n'
+    assert adapters.done(call, "a", "unregistered", "").body == b'{\n  "status": "Adapter a unregistered"\n}\n'
+    assert adapters.done(call, "a", "registered", "said").body == b'{\n  "status": "said"\n}\n'
+    aliased = replace(call, headers=((adapters.ALIAS_HEADER, "nice"),))
+    reply = adapters.done(aliased, "a", "registered", "")
+    assert (reply.status, reply.content_type) == (200, "application/json")
+    assert reply.body == b'{\n  "status": "Adapter nice registered"\n}\n'
+
+
+def test_the_answers_in_sagemakers_form() -> None:
+    reply = adapters.done(body({"name": "a"}), "a", "registered", "")
+    assert (reply.status, reply.content_type) == (200, "text/plain; charset=utf-8")
+    assert reply.body == b"Adapter a registered"
+    aliased = body({"name": "a"}, headers=((adapters.ALIAS_HEADER.lower(), "nice"),))
+    assert adapters.done(aliased, "a", "registered", "").body == b"Adapter nice registered"
+
+
+def test_an_adapter_described() -> None:
+    reply = adapters.described(ONE)
+    assert reply.body == (b'{\n  "name": "one",\n  "src": "/adapters/one",\n  "preload": true,\n  "pin": false\n}\n')
+
+
+def test_adapters_listed_page_by_page() -> None:
+    entries = [
+        b'    {\n      "name": "one",\n      "src": "/adapters/one",\n      "preload": true,\n'
+        b'      "pin": false\n    }',
+        b'    {\n      "name": "two",\n      "src": "two",\n      "preload": false,\n      "pin": false\n    }',
+    ]
+    both = b'{\n  "adapters": [\n' + b",\n".join(entries) + b"\n  ]\n}\n"
+    assert adapters.listed(query(""), (ONE, TWO)).body == both
+    first = b'{\n  "nextPageToken": "1",\n  "adapters": [\n' + entries[0] + b"\n  ]\n}\n"
+    assert adapters.listed(query("limit=1"), (ONE, TWO)).body == first
+    second = b'{\n  "adapters": [\n' + entries[1] + b"\n  ]\n}\n"
+    assert adapters.listed(query("limit=1&next_page_token=1"), (ONE, TWO)).body == second
+    assert adapters.listed(query("next_page_token=9"), (ONE, TWO)).body == b'{\n  "adapters": []\n}\n'
+    many = tuple(replace(ONE, name=str(number)) for number in range(150))
+    page = msgspec.json.decode(adapters.listed(query("limit=1000"), many).body)
+    assert (len(page["adapters"]), page["nextPageToken"]) == (100, "100")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (query("src=/x"), "`name` is required"),
+        (query("name=a"), "`src` is required"),
+        (query("name=&src=/x"), "`name` is required"),
+        (query("name=a&src=/x&pin=perhaps"), "`pin` must be true or false, got 'perhaps'"),
+        (body({"name": "a"}), "`src` is required"),
+        (body({"name": "a", "src": 5}), "`src` must be a string, got a number"),
+        (body({"name": "a", "src": "/x", "preload": 1}), "`preload` must be true or false, got a number"),
+        (body([]), "the body must be a JSON object with `name` and `src`, got an array"),
+        (body(b"{"), "the body is not valid JSON"),
+    ],
+)
+def test_an_order_that_is_not_understood_names_what_is_wrong(call: Call, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        adapters.registration(call)
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize("text", ["limit=x", "limit=-1", "next_page_token=abc", "limit=99999999999999"])
+def test_a_page_that_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a number"):
+        adapters.listed(query(text), (ONE,))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (InvalidRequest("m"), 400, "BadRequestException"),
+        (NotServed("m"), 400, "BadRequestException"),
+        (UnknownModel("x", "m"), 404, "ModelNotFoundException"),
+        (AdapterConflict("m"), 409, "IllegalArgumentException"),
+        (AdapterFailed("m"), 424, "EngineException"),
+        (NoRoomForAdapter("m"), 507, "WlmOutOfMemoryException"),
+        (NotReady("m"), 503, "ServiceUnavailableException"),
+        (EngineDead("m"), 500, "EngineException"),
+    ],
+)
+def test_errors_have_lmis_statuses_and_its_front_ends_object(error: RequestError, status: int, kind: str) -> None:
+    reply = adapters.refuse(error)
+    assert (reply.status, reply.content_type) == (status, "application/json")
+    assert reply.body == f'{{\n  "code": {status},\n  "type": "{kind}",\n  "message": "m"\n}}\n'.encode()
+
+
+def test_further_errors() -> None:
+    assert adapters.refuse(UnknownAdapter("a")).body == (
+        b'{\n  "code": 404,\n  "type": "ResourceNotFoundException",\n'
+        b'  "message": "the adapter \\u0027a\\u0027 is not registered"\n}\n'
+    )
+    assert adapters.refuse(InternalError()).status == 500
+    assert adapters.wrong_method("PUT", "/adapters").body == (
+        b'{\n  "code": 405,\n  "type": "MethodNotAllowedException",\n'
+        b'  "message": "Method PUT is not allowed for /adapters"\n}\n'
+    )
+
+
+def test_an_update_has_its_name_from_the_path() -> None:
+    order = adapters.change(query("preload=true&name=b", path_parameters={"adapter": "a"}))
+    assert order == AdapterOrder(name="a", preload=True)
+
+
+@given(st.binary(max_size=200) | st.text().map(str.encode))
+def test_no_body_makes_reading_an_order_fail_in_another_way(content: bytes) -> None:
+    for read in (adapters.registration, vllm.read_load, vllm.read_unload):
+        with contextlib.suppress(InvalidRequest):
+            read(body(content))
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
+)
+
+
+@given(JSON_VALUES, st.integers(1, 3))
+def test_whatever_adapters_are_given_each_prompt_gets_one_or_the_call_is_refused(value: Any, prompts: int) -> None:
+    names = value if isinstance(value, list) else [value] * prompts
+    if len(names) != prompts or not all(name is None or isinstance(name, str) for name in names):
+        with pytest.raises(InvalidRequest, match="`adapters`"):
+            adapters_of(body({}), value, prompts)
+        return
+    assert adapters_of(body({}), value, prompts) == tuple(name or None for name in names)
+
+
+def test_the_header_goes_before_the_body_and_the_body_before_the_query() -> None:
+    call = body({"inputs": "x", "adapters": "b"}, query=(("adapter", "q"),))
+    assert named_adapter(call) == "b"
+    assert named_adapter(replace(call, body=b'{"inputs": "x"}')) == "q"
+    for name in (HEADER, HEADER.lower(), HEADER.upper()):
+        assert named_adapter(replace(call, headers=((name, " h "),))) == "h"
+    assert named_adapter(replace(call, headers=((HEADER, ""),))) is None
+    assert named_adapter(body({"adapters": ["b"]})) == "b"
+    assert named_adapter(body({"adapters": ["b", "c"]})) is None
+    assert named_adapter(body(b'{"adapters":')) is None
+
+
+def test_a_rolling_batch_request_has_the_adapter_that_it_names() -> None:
+    document = {"inputs": "x", "adapters": "a"}
+    assert parse(document, enable_lora=True).requests[0].adapter == "a"
+    assert parse({"inputs": "x", "adapters": ""}, enable_lora=True).requests[0].adapter is None
+    several = parse({"inputs": ["x", "y"], "adapters": ["a", "b"]}, enable_lora=True)
+    assert [request.adapter for request in several.requests] == ["a", "b"]
+    assert several.notes == ()
+    form = b"inputs=x&adapter=a"
+    assert parse(form, "application/x-www-form-urlencoded", enable_lora=True).requests[0].adapter == "a"
+
+
+def test_adapters_are_ignored_with_a_note_where_they_are_off() -> None:
+    for value in ("a", ["a", "b"], 5):
+        exchange = parse({"inputs": "x", "adapters": value})
+        assert exchange.requests[0].adapter is None
+        assert exchange.notes == ("fields without effect: adapters",)
+
+
+def test_adapters_of_the_wrong_kind_are_refused() -> None:
+    reply = refusal({"inputs": "x", "adapters": 5}, enable_lora=True)
+    assert reply.body == (
+        b'{"error":"Input Parsing failed. `adapters` must be a string or an array of strings, got a number.",'
+        b'"code":424}'
+    )
+    reply = refusal({"inputs": "x", "adapters": ["a", "b"]}, enable_lora=True)
+    assert b"one adapter for each prompt: got 2 for 1" in reply.body
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize("tgi_compat", [False, True])
+def test_an_unknown_adapter_is_lmis_payload_error(fields: dict[str, Any], tgi_compat: bool) -> None:
+    exchange = parse({"inputs": "x", "adapters": "a", **fields}, enable_lora=True, tgi_compat=tgi_compat)
+    reply = exchange.answer.fail(UnknownAdapter("a"))
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    assert reply.body == b'{"error":"the adapter \\u0027a\\u0027 is not registered","code":424}'
+
+
+def test_answers_are_the_same_with_adapters_on() -> None:
+    document = {"inputs": "Tell me", "stream": True}
+    assert answer(document, *a_joke(), enable_lora=True) == answer(document, *a_joke())
+
+
+def test_vllms_routes_answer_as_vllm_does() -> None:
+    order = vllm.read_load(body({"lora_name": "a", "lora_path": "/x", "load_inplace": True, "more": 1}))
+    assert (order.order, order.load_inplace) == (AdapterOrder(name="a", src="/x"), True)
+    assert vllm.loaded("a").body == b"Success: LoRA adapter 'a' added successfully."
+    assert vllm.unloaded("a").body == b"Success: LoRA adapter 'a' removed successfully."
+    assert vllm.refuse_adapter(UnknownAdapter("a")).body == (
+        b'{"error":{"message":"The lora adapter \'a\' cannot be found.","type":"NotFoundError","param":null,'
+        b'"code":404}}'
+    )
+    assert vllm.refuse_adapter(AdapterFailed("m")).status == 400
+    assert vllm.refuse_adapter(AdapterConflict("m")).status == 400
+    assert vllm.refuse_adapter(NoRoomForAdapter("m")).status == 503
+    assert vllm.refuse_adapter(NotServed("m")).status == 404
+    with pytest.raises(InvalidRequest, match="must be provided"):
+        vllm.read_load(body({"lora_name": "", "lora_path": "/x"}))
+    with pytest.raises(InvalidRequest, match="missing required field `lora_path`"):
+        vllm.read_load(body({"lora_name": "a"}))

@@ -1,0 +1,24 @@
+"""LoRA adapters for the sample model, made with peft: random weights, large enough to change what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4, scale: float = 0.4, **options: Any) -> Path:
+    """An adapter below `directory`, which is made."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    targets = options.pop("target_modules", ["q_proj", "v_proj", "down_proj"])
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, task_type="CAUSAL_LM", **options)
+    adapted = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * (scale / weight.shape[1] ** 0.5)
+    adapted.save_pretrained(directory)
+    return directory

@@ -1,0 +1,80 @@
+"""Adapters of a custom handler, over HTTP: the handler says what becomes of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.live.server import Server, serving_copy, start_copy, write_model
+
+HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
+
+
+@pytest.fixture(scope="module")
+def handler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A handler with two workers, and an adapter beside its `model.py`."""
+    directory = tmp_path_factory.mktemp("handler")
+    fixture = shutil.copytree(HANDLERS / "adapters", directory / "fixture")
+    (fixture / "adapters" / "beside").mkdir(parents=True)
+    with serving_copy(fixture, directory, properties="minWorkers=2\nmaxWorkers=2", enable_lora="true") as running:
+        yield running
+
+
+def test_the_whole_life_of_an_adapter(handler: Server, tmp_path: Path) -> None:
+    client = handler.client
+    assert [one["name"] for one in client.get("/models/model/adapters").json()["adapters"]] == ["beside"]
+    assert client.post("/invocations?adapter=beside").json()["adapter"]["name"] == "beside"
+
+    source = {"name": "mine", "src": str(tmp_path), "say": "welcome"}
+    alias = {"X-Amzn-SageMaker-Adapter-Alias": "nice"}
+    assert client.post("/adapters", params=source, headers=alias).json() == {"status": "welcome"}
+    assert client.post("/adapters", params=source).status_code == 409
+    assert client.get("/adapters/mine").json() == {
+        "name": "mine",
+        "src": str(tmp_path),
+        "preload": True,
+        "pin": False,
+    }
+    said = client.post("/invocations?adapter=mine").json()["adapter"]
+    assert (said["alias"], said["property_src"]) == ("nice", str(tmp_path))
+    assert client.post("/adapters/mine/update?preload=false").json() == {"status": "Adapter mine updated"}
+    assert client.delete("/models/model/adapters/mine").json() == {"status": "Adapter mine unregistered"}
+    assert client.delete("/adapters/mine").status_code == 404
+    gone = client.post("/invocations?adapter=mine")
+    assert (gone.status_code, gone.json()["error"]) == (424, "the adapter 'mine' is not registered")
+
+
+def test_what_the_handler_refuses_is_refused(handler: Server, tmp_path: Path) -> None:
+    for switch, status, text in (("error", 424, "this adapter is broken"), ("memory", 507, "no more adapters")):
+        order = {"name": "bad", "src": str(tmp_path), "switch": switch}
+        response = handler.client.post("/adapters", json=order)
+        assert (response.status_code, response.json()["code"]) == (status, status)
+        assert text in response.json()["message"]
+    assert handler.client.get("/adapters/bad").status_code == 404
+
+
+def test_an_adapter_beside_the_model_that_fails_stops_the_start(tmp_path: Path) -> None:
+    fixture = shutil.copytree(HANDLERS / "adapters", tmp_path / "fixture")
+    (fixture / "adapters" / "beside").mkdir(parents=True)
+    model = fixture / "model.py"
+    model.write_text(model.read_text().replace('contents.get("switch")', '"error"'))
+    server = start_copy(fixture, tmp_path, enable_lora="true")
+    try:
+        assert server.process.wait(60) != 0
+        assert "the adapter beside of " in server.log_text()
+        assert "this adapter is broken" in server.log_text()
+    finally:
+        server.stop()
+
+
+def test_adapters_need_an_engine_that_has_them(tmp_path: Path, sample_model: Path) -> None:
+    model_dir = write_model(tmp_path / "model", model_id=sample_model, rolling_batch="scheduler", enable_lora="true")
+    server = Server(model_dir, tmp_path / "server.log")
+    try:
+        assert server.process.wait(60) != 0
+        assert "option.enable_lora is true: adapters need the vLLM engine" in server.log_text()
+    finally:
+        server.stop()

@@ -1,0 +1,365 @@
+"""LoRA adapters on a real engine, over HTTP: made with peft, registered, asked for by every contract, removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from handlers.model_settings import ModelSettings
+from tests.live.lora import make_adapter
+from tests.live.server import Server, records, serving
+
+PROMPTS = ("The capital of France is", "Once upon a time", "def add(a, b):", "Water boils at")
+HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+FORMATTER = """
+from djl_python.output_formatter import TextGenerationOutput, output_formatter
+
+@output_formatter
+def loud(output: TextGenerationOutput) -> str:
+    return "".join(token.text for token in output.best_sequence.tokens).upper() if output.finished else ""
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Path:
+    """Adapters `red`, `blue` and `wide`, whose rank is too large."""
+    directory = tmp_path_factory.mktemp("made")
+    for seed, name in enumerate(("red", "blue"), start=1):
+        make_adapter(directory / name, sample_model, seed, scale=0.9)
+    make_adapter(directory / "wide", sample_model, 3, rank=16)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, engine_options: dict[str, object]) -> Iterator[Server]:
+    """A server with `red` and `blue` beside its model; two adapters fit into a batch, and three into memory."""
+    directory = tmp_path_factory.mktemp("lora")
+    for name in ("red", "blue"):
+        shutil.copytree(made / name, directory / "model" / "adapters" / name)
+    options = {"enable_lora": "true", "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8}
+    with serving(directory, rolling_batch="vllm", **options, **engine_options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(lora: Server) -> dict[str, list[str]]:
+    """What the model and each adapter answer to each prompt when there is nothing else to do."""
+    return {name: [text(lora, prompt, name) for prompt in PROMPTS] for name in ("", "red", "blue")}
+
+
+def text(server: Server, prompt: str, adapter: str | None, tokens: int = 12, **headers: str) -> str:
+    document: dict[str, Any] = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}}
+    if adapter is not None:
+        document["adapters"] = adapter
+    response = server.client.post("/invocations", json=document, headers=headers)
+    assert response.status_code == 200, response.text
+    answer: str = response.json()["generated_text"]
+    return answer
+
+
+def register(server: Server, name: str, src: Path, **options: str) -> httpx.Response:
+    return server.client.post("/adapters", params={"name": name, "src": str(src), **options})
+
+
+def registered(server: Server) -> list[str]:
+    return [adapter["name"] for adapter in server.client.get("/adapters").json()["adapters"]]
+
+
+def unregister(server: Server, *names: str) -> None:
+    for name in names:
+        assert server.client.delete(f"/adapters/{name}").status_code == 200
+
+
+def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
+    from handlers.engines.vllm_arguments import engine_arguments
+
+    def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
+        model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
+        arguments = engine_arguments(model, on_cpu)
+        assert arguments["enable_lora"] is True
+        return arguments["max_loras"], arguments.get("max_cpu_loras")
+
+    assert slots(False) == (4, None)
+    assert slots(False, max_loras="2", max_cpu_loras="8") == (2, 8)
+    assert slots(True) == (5, 5)
+    assert slots(True, max_loras="2", max_cpu_loras="8") == (9, 9)
+
+
+def test_adapters_beside_the_model_are_there_from_the_start_and_change_what_it_says(
+    lora: Server, alone: dict[str, list[str]]
+) -> None:
+    assert registered(lora) == ["blue", "red"]
+    for texts in zip(*alone.values(), strict=True):
+        assert len(set(texts)) == 3
+    assert alone[""] == [text(lora, prompt, None) for prompt in PROMPTS]
+
+
+def test_requests_of_one_batch_each_get_their_own_adapter(lora: Server, alone: dict[str, list[str]]) -> None:
+    asked = [(name, place) for _ in range(3) for place in range(len(PROMPTS)) for name in alone]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda one: text(lora, PROMPTS[one[1]], one[0]), asked))
+    assert answers == [alone[name][place] for name, place in asked]
+
+
+def test_each_prompt_of_an_array_may_have_an_adapter_of_its_own(lora: Server, alone: dict[str, list[str]]) -> None:
+    document = {"inputs": [PROMPTS[0]] * 3, "parameters": {"max_new_tokens": 12}, "adapters": ["red", "", "blue"]}
+    answers = lora.client.post("/invocations", json=document).json()
+    assert [answer["generated_text"] for answer in answers] == [alone[name][0] for name in ("red", "", "blue")]
+    refused = lora.client.post("/invocations", json={**document, "adapters": ["red", "blue"]})
+    assert refused.status_code == 424
+    assert "one adapter for each prompt: got 2 for 3" in refused.json()["error"]
+
+
+def test_the_header_goes_before_the_body_and_the_body_before_the_query(
+    lora: Server, alone: dict[str, list[str]]
+) -> None:
+    def ask(query: str = "", header: str | None = None, **body: str) -> str:
+        document = {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 12}, **body}
+        headers = {} if header is None else {HEADER.lower(): header}
+        answer: str = lora.client.post(f"/invocations{query}", json=document, headers=headers).json()["generated_text"]
+        return answer
+
+    red, blue, base = (alone[name][0] for name in ("red", "blue", ""))
+    assert ask(query="?adapter=red") == red
+    assert ask(query="?adapter=red", adapters="blue") == blue
+    assert ask(query="?adapter=red", header="red", adapters="blue") == red
+    assert ask(header="", adapters="blue") == base
+    assert ask(query="?adapter=red", adapters="") == base
+
+
+def test_every_contract_has_its_own_way_to_name_an_adapter(lora: Server, alone: dict[str, list[str]]) -> None:
+    red, prompt = alone["red"][0], PROMPTS[0]
+    tgi = lora.client.post(
+        "/generate", json={"inputs": prompt, "parameters": {"max_new_tokens": 12, "adapter_id": "red"}}
+    )
+    assert tgi.json()["generated_text"] == red
+    triton = {"text_input": prompt, "temperature": 0, "max_tokens": 12, "lora_name": "red"}
+    assert lora.client.post("/v2/models/model/generate", json=triton).json()["text_output"] == prompt + red
+    completion = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+    named = {**completion, "model": "red"}
+    for path in ("/v1/completions", "/openai/v1/completions", "/invocations"):
+        assert lora.client.post(path, json=named).json()["choices"][0]["text"] == red
+        given = {**completion, "model": "model"}
+        by_header = lora.client.post(path, json=given, headers={HEADER: "red"}).json()
+        assert by_header["choices"][0]["text"] == red
+        assert by_header["model"] == "red"
+    several = lora.client.post("/v1/completions", json={**named, "prompt": [prompt, PROMPTS[1]]}).json()["choices"]
+    assert [choice["text"] for choice in several] == alone["red"][:2]
+    by_body = lora.client.post("/invocations", json={**completion, "model": "anything", "adapters": "red"}).json()
+    assert by_body["choices"][0]["text"] == red
+
+
+def test_openais_client_chats_with_an_adapter_that_the_list_of_models_names(lora: Server) -> None:
+    with openai.OpenAI(base_url=f"{lora.url}/v1", api_key="-", max_retries=0) as client:
+        models = {model.id: model.to_dict() for model in client.models.list()}
+        assert set(models) == {"model", "red", "blue"}
+        assert (models["red"]["parent"], models["model"]["parent"]) == ("model", None)
+        assert str(models["red"]["root"]).endswith("/adapters/red")
+
+        def chat(model: str) -> str | None:
+            messages: Any = [{"role": "user", "content": [{"type": "text", "text": "Say hello to everybody."}]}]
+            answer = client.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0)
+            assert answer.model == model
+            return answer.choices[0].message.content
+
+        assert len({chat("model"), chat("red"), chat("blue")}) == 3
+        with pytest.raises(openai.NotFoundError, match="green"):
+            chat("green")
+
+
+def test_an_adapter_that_is_unknown_is_refused_in_the_words_of_each_contract(lora: Server) -> None:
+    def ask(path: str, document: dict[str, Any], header: str | None = None) -> tuple[int, Any]:
+        response = lora.client.post(path, json=document, headers={} if header is None else {HEADER: header})
+        return response.status_code, response.json()
+
+    unknown = "the adapter 'green' is not registered"
+    chat: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
+    for document in ({"inputs": "x", "adapters": "green"}, {"inputs": "x", "stream": True, "adapters": "green"}):
+        assert ask("/invocations", document) == (424, {"error": unknown, "code": 424})
+    assert ask("/invocations", {**chat, "adapters": "green"}) == (424, {"error": unknown, "code": 424})
+    assert ask("/invocations", chat, "green") == (424, {"error": unknown, "code": 424})
+    error = {"message": unknown, "type": "NotFoundError", "param": "model", "code": 404}
+    assert ask("/v1/chat/completions", chat, "green") == (404, {"error": error})
+    assert ask("/openai/v1/chat/completions", chat, "green") == (404, {"error": error})
+    status, answer = ask("/v1/completions", {"model": "green", "prompt": "x"})
+    assert (status, answer["error"]["code"]) == (404, 404)
+    assert "green" in answer["error"]["message"]
+    triton = {"text_input": "x", "lora_name": "green"}
+    assert ask("/v2/models/model/generate", triton) == (400, {"error": f"Error generating stream: {unknown}"})
+    status, answer = ask("/generate", {"inputs": "x", "parameters": {"adapter_id": "green"}})
+    assert (status, answer["error_type"]) == (422, "validation")
+    assert unknown in answer["error"]
+    for path in ("/invocations", "/openai/v1/completions"):
+        assert ask(path, {"model": "no-adapter", "prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
+    lora: Server, made: Path, alone: dict[str, list[str]]
+) -> None:
+    stop = threading.Event()
+
+    def crowd(number: int) -> int:
+        name, place = ("", "red", "blue")[number % 3], number % len(PROMPTS)
+        document = {"inputs": PROMPTS[place], "parameters": {"max_new_tokens": 12}, "adapters": name, "stream": True}
+        done = 0
+        while not stop.is_set():
+            response = lora.client.post("/invocations", json=document)
+            assert response.status_code == 200, response.text
+            lines = records(response.text)
+            assert "".join(line["token"]["text"] for line in lines) == alone[name][place]
+            assert lines[-1]["generated_text"] == alone[name][place]
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(9) as pool:
+        clients = [pool.submit(crowd, number) for number in range(9)]
+        try:
+            for turn in range(6):
+                like = ("red", "blue")[turn % 2]
+                assert register(lora, "guest", made / like).status_code == 200
+                assert text(lora, PROMPTS[0], "guest") == alone[like][0]
+                unregister(lora, "guest")
+        finally:
+            stop.set()
+        assert all(client.result() for client in clients)
+    assert registered(lora) == ["blue", "red"]
+
+
+def test_a_request_that_runs_keeps_its_adapter_while_new_ones_do_not_get_it_any_more(lora: Server, made: Path) -> None:
+    assert register(lora, "guest", made / "red").status_code == 200
+    document = {"inputs": PROMPTS[1], "parameters": {"max_new_tokens": 120, "ignore_eos_token": True}}
+    whole = lora.client.post("/invocations", json={**document, "adapters": "red"}).json()["generated_text"]
+    with lora.client.stream("POST", "/invocations", json={**document, "adapters": "guest", "stream": True}) as stream:
+        lines = stream.iter_lines()
+        parts = [next(lines)]
+        with ThreadPoolExecutor(1) as pool:
+            deleted = pool.submit(lora.client.delete, "/adapters/guest")
+            deadline = time.monotonic() + 5
+            while "guest" in registered(lora):
+                assert time.monotonic() < deadline
+            refused = lora.client.post("/invocations", json={**document, "adapters": "guest"})
+            assert (refused.status_code, refused.json()["code"]) == (424, 424)
+            assert register(lora, "guest", made / "blue").status_code == 200
+            parts += lines
+            assert deleted.result().status_code == 200
+    said = "".join(record["token"]["text"] for record in records("\n".join(parts)))
+    assert said == whole
+    assert text(lora, PROMPTS[1], "guest") == text(lora, PROMPTS[1], "blue")
+    unregister(lora, "guest")
+
+
+def test_more_adapters_than_fit_into_memory_take_turns(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    names = [f"guest{number}" for number in range(5)]
+    for number, name in enumerate(names):
+        shutil.copytree(made / ("red", "blue")[number % 2], tmp_path / name)
+        assert register(lora, name, tmp_path / name, preload=str(number < 2).lower()).status_code == 200
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda name: text(lora, PROMPTS[0], name), names * 2))
+    assert answers == [alone[("red", "blue")[number % 2]][0] for number in range(5)] * 2
+    for name in names:
+        shutil.rmtree(tmp_path / name)
+    assert text(lora, PROMPTS[0], "red") == alone["red"][0]
+    statuses = set()
+    for name in names:
+        response = lora.client.post("/invocations", json={"inputs": "x", "adapters": name})
+        statuses.add(response.status_code)
+        assert response.status_code == 200 or "no directory" in response.json()["error"]
+    assert 424 in statuses, "every adapter was in memory; the test has not seen one that has to be read again"
+    unregister(lora, *names)
+    assert text(lora, PROMPTS[0], "blue") == alone["blue"][0]
+
+
+def test_pinned_adapters_stay_and_leave_no_room_for_more_than_there_is(lora: Server, made: Path) -> None:
+    for name in ("pinned1", "pinned2", "pinned3"):
+        assert register(lora, name, made / "red", pin="true").status_code == 200
+    refused = register(lora, "guest", made / "blue")
+    assert (refused.status_code, refused.json()["type"]) == (507, "WlmOutOfMemoryException")
+    assert "option.max_cpu_loras" in refused.json()["message"]
+    assert lora.client.post("/adapters/red/update?pin=true").status_code == 507
+    assert lora.client.post("/adapters/pinned1/update?pin=false").status_code == 424
+    assert lora.client.post("/invocations", json={"inputs": "x", "adapters": "blue"}).status_code == 503
+    unregister(lora, "pinned1", "pinned2", "pinned3")
+    assert text(lora, "x", "blue")
+    assert registered(lora) == ["blue", "red"]
+
+
+def test_what_cannot_be_loaded_is_refused_by_name_and_leaves_nothing_behind(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    def broken(name: str) -> Path:
+        return shutil.copytree(made / "red", tmp_path / name)
+
+    (broken("no_config") / "adapter_config.json").unlink()
+    (broken("no_weights") / "adapter_model.safetensors").unlink()
+    weights = broken("cut") / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    config = json.loads((broken("dora") / "adapter_config.json").read_text())
+    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    (broken("bad_model") / "model.py").write_text("import nonsense_that_is_not_there")
+    cases = {
+        tmp_path / "nowhere": "there is no directory",
+        tmp_path / "no_config": "adapter_config.json cannot be read",
+        tmp_path / "no_weights": "has no weights",
+        tmp_path / "cut": "ends before tensor",
+        tmp_path / "dora": "DoRA",
+        tmp_path / "bad_model": "nonsense_that_is_not_there",
+        made / "wide": "r is 16; option.max_lora_rank is 8",
+    }
+    for src, why in cases.items():
+        response = register(lora, "guest", src)
+        assert response.status_code == 424, f"{src}: {response.text}"
+        assert why in response.json()["message"]
+        assert "Traceback" not in response.text
+    assert registered(lora) == ["blue", "red"]
+    assert text(lora, PROMPTS[0], "red") == alone["red"][0]
+
+
+def test_vllms_own_routes_load_replace_and_unload(lora: Server, made: Path, alone: dict[str, list[str]]) -> None:
+    def order(what: str, **body: Any) -> httpx.Response:
+        return lora.client.post(f"/v1/{what}_lora_adapter", json=body)
+
+    loaded = order("load", lora_name="guest", lora_path=str(made / "red"))
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'guest' added successfully.")
+    again = order("load", lora_name="guest", lora_path=str(made / "blue"))
+    assert (again.status_code, again.json()["error"]["type"]) == (400, "InvalidUserInput")
+    assert order("load", lora_name="guest", lora_path=str(made / "blue"), load_inplace=True).status_code == 200
+    assert text(lora, PROMPTS[0], "guest") == alone["blue"][0]
+    unloaded = order("unload", lora_name="guest")
+    assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'guest' removed successfully.")
+    assert order("unload", lora_name="guest").status_code == 404
+    assert order("load", lora_name="guest").status_code == 400
+
+
+def test_formatters_of_an_adapter_are_for_its_requests_alone(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    (shutil.copytree(made / "red", tmp_path / "loud") / "model.py").write_text(FORMATTER)
+    assert register(lora, "loud", tmp_path / "loud").status_code == 200
+    document = {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 12}}
+    assert lora.client.post("/invocations", json={**document, "adapters": "loud"}).text == alone["red"][0].upper()
+    by_header = lora.client.post("/invocations", json=document, headers={HEADER: "loud"})
+    assert by_header.text == alone["red"][0].upper()
+    assert text(lora, PROMPTS[0], "red") == alone["red"][0]
+    unregister(lora, "loud")
+    assert lora.client.post("/invocations", json={**document, "adapters": "loud"}).status_code == 424
+
+
+def test_a_beam_search_keeps_its_adapter(lora: Server) -> None:
+    def beams(adapter: str) -> str:
+        document = {"inputs": PROMPTS[1], "parameters": {"max_new_tokens": 6, "num_beams": 2}, "adapters": adapter}
+        answer: str = lora.client.post("/invocations", json=document).json()["generated_text"]
+        return answer
+
+    assert len({beams(""), beams("red"), beams("blue")}) == 3
