@@ -32,7 +32,7 @@ def violations(call: ApiCall) -> tuple[str, ...]:
     """
     from botocore.validate import ParamValidator
 
-    shape = _input_shape(call.service, call.operation)
+    shape = input_shape(call.service, call.operation)
     parameters = _with_samples(call.parameters)
     report = ParamValidator().validate(parameters, shape).generate_report()
     found = [line for line in report.splitlines() if line]
@@ -49,7 +49,12 @@ def _session() -> Any:
 
 
 @functools.cache
-def _input_shape(service: str, operation: str) -> Any:
+def input_shape(service: str, operation: str) -> Any:
+    """botocore's model of an operation's parameters.
+
+    Raises:
+        AttributeError: the service has no such operation.
+    """
     from botocore import xform_name
 
     model = _session().get_service_model(service)

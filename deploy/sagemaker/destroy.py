@@ -8,8 +8,8 @@ from typing import Any
 
 from deploy.sagemaker.api_call import ApiCall, Cloud
 from deploy.sagemaker.autoscaling import Target, alarm_name, component_target, policy_names, variant_target
-from deploy.sagemaker.naming import role_name
-from deploy.sagemaker.presence import Found, Surroundings, find, remove
+from deploy.sagemaker.naming import is_versioned, role_name
+from deploy.sagemaker.presence import Found, NotGone, Surroundings, find, remove
 from deploy.sagemaker.resource import (
     ALARM,
     CLOUDWATCH,
@@ -59,7 +59,7 @@ def destroy(
     left: list[str] = []
     foreign: list[str] = []
     ours: set[str] = set()
-    for resource in _candidates(around.cloud, name, repository):
+    for resource in _candidates(around.cloud, name, repository, untagged):
         found = find(around.cloud, resource)
         if found is None or resource.key in ours:
             continue
@@ -83,8 +83,6 @@ def _is_ours(resource: Resource, found: Found, name: str, untagged: bool) -> boo
 def _remove(around: Surroundings, resource: Resource) -> str | None:
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from deploy.sagemaker.presence import NotGone
-
     around.progress.say(f"removing {resource.key}")
     try:
         remove(around, resource, REMOVAL_LIMIT)
@@ -94,19 +92,19 @@ def _remove(around: Surroundings, resource: Resource) -> str | None:
     return None
 
 
-def _candidates(cloud: Cloud, name: str, repository: str | None) -> Iterator[Resource]:
+def _candidates(cloud: Cloud, name: str, repository: str | None, untagged: bool) -> Iterator[Resource]:
     """All that the deployment may consist of, in the order in which it can be removed."""
     components = component_names(cloud, name)
     yield Resource(ALARM, ApiCall(CLOUDWATCH, "put_metric_alarm", {"AlarmName": alarm_name(name)}))
     for target in (component_target(name), variant_target(name)):
-        yield from _scaling(name, target)
+        yield from _scaling(cloud, name, target, untagged)
     # Adapters first: their base cannot be removed before them.
     for component in sorted(components, key=lambda component: component == name):
         yield _named(COMPONENT, "create_inference_component", "InferenceComponentName", component)
     yield _named(ENDPOINT, "create_endpoint", "EndpointName", name)
-    for config in _listed(cloud, "list_endpoint_configs", "EndpointConfigs", "EndpointConfigName", name):
+    for config in listed_versions(cloud, "list_endpoint_configs", "EndpointConfigs", "EndpointConfigName", name):
         yield _named(ENDPOINT_CONFIG, "create_endpoint_config", "EndpointConfigName", config)
-    for model in _listed(cloud, "list_models", "Models", "ModelName", name):
+    for model in listed_versions(cloud, "list_models", "Models", "ModelName", name):
         yield _named(MODEL, "create_model", "ModelName", model)
     yield from _role(cloud, name)
     if repository:
@@ -123,11 +121,16 @@ def _named(kind: Kind, operation: str, key: str, name: str) -> Resource:
     return Resource(kind, ApiCall(SAGEMAKER, operation, {key: name}))
 
 
-def _scaling(name: str, target: Target) -> Iterator[Resource]:
-    for policy in policy_names(name):
-        parameters = {"PolicyName": policy, **target.parameters}
-        yield Resource(SCALING_POLICY, ApiCall(SCALING, "put_scaling_policy", parameters))
-    yield Resource(SCALABLE_TARGET, ApiCall(SCALING, "register_scalable_target", target.parameters))
+def _scaling(cloud: Cloud, name: str, target: Target, untagged: bool) -> Iterator[Resource]:
+    scalable = Resource(SCALABLE_TARGET, ApiCall(SCALING, "register_scalable_target", target.parameters))
+    found = find(cloud, scalable)
+    if found is None:  # its policies went with it
+        return
+    if untagged or found.belongs_to(name):
+        for policy in policy_names(name):
+            parameters = {"PolicyName": policy, **target.parameters}
+            yield Resource(SCALING_POLICY, ApiCall(SCALING, "put_scaling_policy", parameters))
+    yield scalable
 
 
 def _role(cloud: Cloud, name: str) -> Iterator[Resource]:
@@ -146,10 +149,10 @@ def _role(cloud: Cloud, name: str) -> Iterator[Resource]:
         yield role
 
 
-def _listed(cloud: Cloud, operation: str, entries: str, key: str, name: str) -> list[str]:
-    """Names that begin like the deployment's; whose they are, their tags say."""
+def listed_versions(cloud: Cloud, operation: str, entries: str, key: str, name: str) -> list[str]:
+    """Names that a deployment of this name gives; whose they are, their tags say."""
     found = _pages(cloud, operation, {"NameContains": name}, entries, key)
-    return [each for each in found if each.startswith(f"{name}-")]
+    return [each for each in found if is_versioned(each, name)]
 
 
 def _pages(cloud: Cloud, operation: str, parameters: dict[str, Any], entries: str, key: str) -> list[str]:

@@ -22,7 +22,7 @@ from deploy.sagemaker.presence import (
     remove,
     wait_until_in_service,
 )
-from deploy.sagemaker.resource import COMPONENT, ENDPOINT, Resource
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, REPOSITORY, ROLE, Resource
 from deploy.sagemaker.service_errors import in_words, is_already_there, is_role_too_new
 
 _ROLE_LIMIT = 60.0
@@ -100,7 +100,7 @@ class Executor:
         found = find(self._around.cloud, resource)
         if found is None or found.status == DELETING:
             return None
-        if resource.kind.tags is None or resource.kind.title == "image repository":
+        if resource.kind.tags is None or resource.kind is REPOSITORY:
             return None
         if not found.belongs_to(plan.name):
             return f"{resource.key} is there already and does not belong to this deployment (it has no such tag)"
@@ -149,7 +149,7 @@ class _Run:
     def undo(self) -> tuple[str, ...]:
         """Remove what this run made, last first; gives what is left."""
         left: list[str] = []
-        for resource in reversed(self.created.values()):
+        for resource in reversed(tuple(self.created.values())):
             try:
                 self._around.progress.say(f"removing {resource.key}")
                 remove(self._around, resource, self._plan.wait_limit)
@@ -232,7 +232,7 @@ class _Run:
                 self._around.clock.sleep(POLL)
 
     def _made_role(self) -> bool:
-        return any(resource.kind.title == "role" for resource in self.created.values())
+        return any(resource.kind is ROLE for resource in self.created.values())
 
 
 def _nothing() -> None:

@@ -79,7 +79,7 @@ def follow(cloud: Cloud, group: str, since: int, clock: Clock) -> Iterator[Line]
 
 
 def last_lines(cloud: Cloud, group: str, count: int, now: float, within: float = 3600.0) -> list[str]:
-    """The last records of the `within` seconds before `now` (seconds since 1970); what is wrong if they cannot be read."""
+    """The last records of the `within` seconds before `now` (since 1970); or why they cannot be read."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

@@ -44,6 +44,11 @@ def versioned(name: str, parameters: Mapping[str, Any]) -> str:
     return f"{name}-{fingerprint(parameters)}"
 
 
+def is_versioned(versioned_name: str, name: str) -> bool:
+    """Whether `versioned` could have given the name to something of the deployment `name`."""
+    return re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{{_FINGERPRINT_LENGTH}}}", versioned_name) is not None
+
+
 def adapter_component(name: str, adapter: str) -> str:
     """The inference component of an adapter, of the deployment `name`."""
     return f"{name}-{adapter}"

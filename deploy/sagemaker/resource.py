@@ -131,6 +131,7 @@ SCALABLE_TARGET = Kind(
         },
     ),
     listed="ScalableTargets",
+    tags=lambda found: ApiCall(SCALING, "list_tags_for_resource", {"ResourceARN": found["ScalableTargetARN"]}),
     removal=lambda parameters: ApiCall(SCALING, "deregister_scalable_target", _target(parameters)),
     replaces=True,
     same=_always,
