@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from container.cli import app
+from deploy.sagemaker.commands import register as register_sagemaker
 
 __all__ = ["app", "main"]
+
+register_sagemaker(app)
 
 
 def main() -> None:

@@ -95,9 +95,7 @@ def _remove(around: Surroundings, resource: Resource) -> str | None:
 def _candidates(cloud: Cloud, name: str, repository: str | None, untagged: bool) -> Iterator[Resource]:
     """All that the deployment may consist of, in the order in which it can be removed."""
     components = component_names(cloud, name)
-    yield Resource(ALARM, ApiCall(CLOUDWATCH, "put_metric_alarm", {"AlarmName": alarm_name(name)}))
-    for target in (component_target(name), variant_target(name)):
-        yield from _scaling(cloud, name, target, untagged)
+    yield from scaling_candidates(cloud, name, untagged=untagged)
     # Adapters first: their base cannot be removed before them.
     for component in sorted(components, key=lambda component: component == name):
         yield _named(COMPONENT, "create_inference_component", "InferenceComponentName", component)
@@ -119,6 +117,13 @@ def component_names(cloud: Cloud, endpoint: str) -> list[str]:
 
 def _named(kind: Kind, operation: str, key: str, name: str) -> Resource:
     return Resource(kind, ApiCall(SAGEMAKER, operation, {key: name}))
+
+
+def scaling_candidates(cloud: Cloud, name: str, *, untagged: bool = False) -> Iterator[Resource]:
+    """The alarm, the policies and the scalable targets that a deployment may have."""
+    yield Resource(ALARM, ApiCall(CLOUDWATCH, "put_metric_alarm", {"AlarmName": alarm_name(name)}))
+    for target in (component_target(name), variant_target(name)):
+        yield from _scaling(cloud, name, target, untagged)
 
 
 def _scaling(cloud: Cloud, name: str, target: Target, untagged: bool) -> Iterator[Resource]:

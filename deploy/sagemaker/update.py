@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.configuration import Configuration, Rollout
-from deploy.sagemaker.destroy import component_names, listed_versions
+from deploy.sagemaker.destroy import component_names, listed_versions, scaling_candidates
 from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import FINGERPRINT_TAG, VARIANT, tag_list
 from deploy.sagemaker.plan import Plan
@@ -162,7 +162,7 @@ class _Update:
         wanted = endpoint.create.parameters["EndpointConfigName"]
         if found.description["EndpointConfigName"] == wanted:
             return
-        scaling = self._released_scaling(found)
+        scaling = self._release_scaling(found)
         self._around.progress.say(f"updating {endpoint.key} to {wanted}")
         try:
             self._around.cloud.call(endpoint_update(self._plan, self._configuration))
@@ -176,45 +176,33 @@ class _Update:
             raise self._rolled_back(endpoint, scaling, error) from error
         self._changed.append(endpoint.key)
 
-    def _released_scaling(self, found: Found) -> tuple[ApiCall, ...]:
-        """Before another instance type comes, the variant may not be a scalable target: gives what restores it."""
+    def _release_scaling(self, found: Found) -> bool:
+        """Before another instance type comes, the variant may not be a scalable target: whether it was one."""
         targets = [each for each in self._plan.of(SCALABLE_TARGET) if each.name.startswith("endpoint/")]
-        old = Resource(
-            ENDPOINT_CONFIG,
-            ApiCall(
-                SAGEMAKER,
-                "create_endpoint_config",
-                {"EndpointConfigName": found.description["EndpointConfigName"]},
-            ),
-        )
+        old = _named(ENDPOINT_CONFIG, "EndpointConfigName", found.description["EndpointConfigName"])
         if not targets or self._instance_type(find(self._around.cloud, old)) == self._configuration.instance_type:
-            return ()
-        target = find(self._around.cloud, targets[0])
-        if target is None:
-            return ()
-        policies = [each for each in self._plan.of(SCALING_POLICY) if find(self._around.cloud, each)]
-        restore = tuple(resource.create for resource in (targets[0], *policies))
-        remove(self._around, targets[0], self._limit)
-        return restore
+            return False
+        self._around.progress.say(f"releasing {targets[0].key} while the instance type changes")
+        return remove(self._around, targets[0], self._limit)
 
     def _instance_type(self, config: Found | None) -> str | None:
         variants = config.description["ProductionVariants"] if config else []
         return next((each.get("InstanceType") for each in variants if each["VariantName"] == VARIANT), None)
 
-    def _rolled_back(self, endpoint: Resource, scaling: tuple[ApiCall, ...], error: Exception) -> Failed:
+    def _rolled_back(self, endpoint: Resource, scaling: bool, error: Exception) -> Failed:
         """Remove the new model and configuration, unless the endpoint uses them."""
         self._around.progress.say(f"failed: {in_words(error)}")
         left: list[str] = []
         try:
-            for call in scaling:
-                self._around.cloud.call(call)
+            if scaling:
+                self._make(*_SCALING_KINDS)
             found = find(self._around.cloud, endpoint)
         except Exception as again:  # the first error is the one to report
             return Failed(f"{in_words(error)} (and then {in_words(again)})", tuple(self._changed))
         used = found.description["EndpointConfigName"] if found else ""
         if used == endpoint.create.parameters["EndpointConfigName"] or (found and found.status != IN_SERVICE):
             return Failed(in_words(error), tuple(self._changed))
-        made = [each for each in self._plan.resources if each.key in self._changed]
+        made = [each for kind in (MODEL, ENDPOINT_CONFIG) for each in self._plan.of(kind) if each.key in self._changed]
         for resource in reversed(made):
             left += self._removed(resource)[1]
         return Failed(in_words(error), tuple(left))
@@ -248,6 +236,7 @@ class _Update:
         cloud, name = self._around.cloud, self._plan.name
         keep = {resource.key for resource in self._plan.resources}
         old = [
+            *scaling_candidates(cloud, name),
             *(_named(COMPONENT, "InferenceComponentName", each) for each in component_names(cloud, name)),
             *(
                 _named(ENDPOINT_CONFIG, "EndpointConfigName", each)
@@ -266,7 +255,7 @@ class _Update:
             if resource.key in keep:
                 continue
             found = find(cloud, resource)
-            if found is not None and found.belongs_to(name):
+            if found is not None and (resource.kind.tags is None or found.belongs_to(name)):
                 gone, stayed = self._removed(resource)
                 removed += gone
                 left += stayed
