@@ -56,7 +56,7 @@ def deploy(
     check: Annotated[bool, typer.Option(help="Check the execution role first.")] = True,
 ) -> None:
     """Deploy a model to a SageMaker endpoint; run again, it goes on where it was interrupted."""
-    plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
+    plain: given.Plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
     plain |= {"instance_type": instance_type, "instances": instances, "push": push, "account": account}
     with _errors():
         cloud = None if dry_run else _cloud(region, profile, file)
@@ -84,7 +84,7 @@ def update(
     dry_run: given.DryRun = False,
 ) -> None:
     """Bring a deployment to another configuration while it serves."""
-    plain = {"name": name, "model": model, "image": image, "role": role}
+    plain: given.Plain = {"name": name, "model": model, "image": image, "role": role}
     plain |= {"instance_type": instance_type, "instances": instances, "account": account}
     with _errors():
         from deploy.sagemaker import update as updating
@@ -221,7 +221,7 @@ def template(
     region: given.Region = None,
 ) -> None:
     """Print the same deployment as a CloudFormation template."""
-    plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
+    plain: given.Plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
     plain |= {"instance_type": instance_type, "account": account}
     with _errors():
         from deploy.sagemaker.template import template_yaml

@@ -34,6 +34,10 @@ Profile = Annotated[Optional[str], typer.Option("--profile", help="Profile of th
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be called; nothing is called.")]
 
 
+Plain = dict[str, str | int | bool | None]
+"""Fields of the top level, by name; None, or a flag that is False: not given."""
+
+
 class WrongOption(ValueError):
     """An option's value cannot be taken apart."""
 
@@ -47,12 +51,12 @@ class Overrides:
 
 
 def overrides(
-    plain: Mapping[str, str | int | bool | None],
+    plain: Plain,
     env: list[str] | None = None,
     tags: list[str] | None = None,
     settings: list[str] | None = None,
 ) -> Overrides:
-    """`plain` holds fields of the top level by name; None: not given.
+    """Put together what the options say.
 
     Raises:
         WrongOption: a value of --env, --tag or --set has no "=", or is no TOML.

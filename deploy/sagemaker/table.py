@@ -28,7 +28,7 @@ class Table:
 
     def refuse(self, key: str, expected: str) -> None:
         """Note that the value of `key` is wrong, or missing."""
-        path = self._path + key
+        path = self._path + _printable(key)
         origin = f" ({self._origins[path]})" if path in self._origins else ""
         if key not in self._values:
             self._problems.append(f"{path}: missing; expected {expected}")
@@ -155,7 +155,7 @@ class Table:
                 origin = self._origins.get(self._path + key)
                 where = f" ({origin})" if origin else ""
                 known = ", ".join(sorted(self._taken))
-                self._problems.append(f"{self._path}{key}{where}: there is no such field; there are {known}")
+                self._problems.append(f"{self._path}{_printable(key)}{where}: there is no such field; there are {known}")
 
     def _take(self, key: str) -> Any:
         self._taken.add(key)
@@ -168,6 +168,10 @@ def _as_text(value: object) -> str | None:
     if isinstance(value, str):
         return value if "\x00" not in value else None
     return str(value) if isinstance(value, int | float) else None
+
+
+def _printable(key: str) -> str:
+    return key if key.isprintable() else ascii(key)
 
 
 def _range(minimum: int, maximum: int | None) -> str:

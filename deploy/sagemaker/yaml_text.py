@@ -41,4 +41,13 @@ def _entry(head: str, item: Any, indent: str) -> Iterator[str]:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
         return value
+    if isinstance(value, str):
+        return '"' + "".join(map(_character, value)) + '"'
+    if isinstance(value, float) and "." not in (text := repr(value)):
+        return text.replace("e", ".0e")  # without a point, YAML has no float there
     return json.dumps(value)
+
+
+def _character(character: str) -> str:
+    # JSON writes what lies beyond 16 bits as two halves, which YAML does not put together.
+    return f"\\U{ord(character):08x}" if ord(character) > 0xFFFF else json.dumps(character)[1:-1]
