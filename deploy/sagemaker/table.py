@@ -155,7 +155,9 @@ class Table:
                 origin = self._origins.get(self._path + key)
                 where = f" ({origin})" if origin else ""
                 known = ", ".join(sorted(self._taken))
-                self._problems.append(f"{self._path}{_printable(key)}{where}: there is no such field; there are {known}")
+                self._problems.append(
+                    f"{self._path}{_printable(key)}{where}: there is no such field; there are {known}"
+                )
 
     def _take(self, key: str) -> Any:
         self._taken.add(key)

@@ -55,7 +55,10 @@ VALUES: dict[str, dict[str, Any]] = {
         **_BASE,
         "network_isolation": True,
         "kms_key": "1234abcd-12ab-34cd-56ef-1234567890ab",
-        "vpc": {"subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"], "security_groups": ["sg-0123456789abcdef0"]},
+        "vpc": {
+            "subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"],
+            "security_groups": ["sg-0123456789abcdef0"],
+        },
         "capture": {"destination": "s3://captured/", "percent": 20, "mode": "input"},
         "routing": "PREFIX_AWARE",
         "prefix_length": 4096,
