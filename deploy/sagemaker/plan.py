@@ -147,7 +147,9 @@ def _prerequisites(configuration: Configuration) -> list[Resource]:
 
 
 def _model(configuration: Configuration) -> ApiCall:
-    container: dict[str, Any] = {"Image": configuration.image, "Environment": _environment(configuration)}
+    container: dict[str, Any] = {"Image": configuration.image}
+    if environment := _environment(configuration):
+        container["Environment"] = environment
     if ecr_image(configuration.image) is None:
         container["ImageConfig"] = {"RepositoryAccessMode": "Vpc"}
     if configuration.from_s3:
@@ -199,8 +201,8 @@ def _endpoint_config(configuration: Configuration, model_name: str, limits: _Lim
         "ProductionVariants": [_variant(configuration, model_name, limits)],
         "MetricsConfig": {
             "EnableDetailedObservability": configuration.metrics.detailed,
-            "EnableEnhancedMetrics": configuration.metrics.enhanced,
             "MetricPublishFrequencyInSeconds": configuration.metrics.period,
+            **({"EnableEnhancedMetrics": True} if configuration.metrics.enhanced else {}),
         },
     }
     if configuration.component:

@@ -115,6 +115,7 @@ _SCALING = [
     "application-autoscaling:DeregisterScalableTarget",
     "application-autoscaling:DescribeScalableTargets",
     "application-autoscaling:DescribeScalingPolicies",
+    "application-autoscaling:ListTagsForResource",
     "application-autoscaling:PutScalingPolicy",
     "application-autoscaling:RegisterScalableTarget",
     "application-autoscaling:TagResource",

@@ -18,6 +18,9 @@ from deploy.sagemaker.resource import SAGEMAKER
 if TYPE_CHECKING:
     import boto3
 
+_MISSPELT = frozenset({"EnableSSMAccess"})
+"""The SDK sends "EnableSsmAccess", which boto3 refuses."""
+
 _CLASSES = {
     "create_model": "Model",
     "create_endpoint_config": "EndpointConfig",
@@ -36,7 +39,8 @@ class SdkMissing(ImportError):
 def deploy(plan: Plan, session: boto3.Session, around: Surroundings, *, rollback: bool = True) -> Any:
     """Carry out the plan, making models, configurations, endpoints and components with the SDK's classes.
 
-    What the SDK has no class for (scaling, alarms, roles) goes through `around.cloud`, and so does looking.
+    What the SDK has no class for (scaling, alarms, roles) or would not send as it is (`is_faithful`) goes through
+    `around.cloud`, and so does looking.
 
     Returns:
         The SDK's `sagemaker.core.resources.Endpoint`, in service.
@@ -62,12 +66,29 @@ class _SdkCloud:
     def call(self, call: ApiCall) -> dict[str, Any]:
         """See `Cloud.call`."""
         name = _CLASSES.get(call.operation) if call.service == SAGEMAKER else None
-        if name is None:
+        if name is None or not is_faithful(call):
             return self._around.cloud.call(call)
         parameters = arguments(call)
         made = getattr(self._resources, name)
         made.create(**parameters, session=self._session, region=self._session.region_name)
         return {}
+
+
+def is_faithful(call: ApiCall) -> bool:
+    """Whether the SDK would send the call as it is.
+
+    sagemaker-core 2.27 leaves out zeros, false and what is empty, so that a minimum of no instances becomes the
+    default, and misspells a field. Such a call has to go through boto3.
+    """
+    return _is_kept(call.parameters)
+
+
+def _is_kept(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and all(key not in _MISSPELT and _is_kept(item) for key, item in value.items())
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_kept, value))
+    return bool(value)
 
 
 def arguments(call: ApiCall) -> dict[str, Any]:

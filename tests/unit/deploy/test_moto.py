@@ -21,6 +21,8 @@ from deploy.sagemaker.status import NoEndpoint, lines, status
 from tests.unit.deploy.cloud import TurnedClock, error
 from tests.unit.deploy.configurations import planned
 
+SESSION = boto3.Session("testing", "testing", region_name="eu-west-1")
+"""One for all tests: a session reads the services' models anew, which takes seconds."""
 OF_MOTO = {"instance_type": "ml.g4dn.xlarge"}
 
 
@@ -29,6 +31,7 @@ class MotoCloud(AwsCloud):
 
     def __init__(self) -> None:
         super().__init__("eu-west-1")
+        self._session = SESSION
         self.target_tags: dict[str, str] = {}
         self.refused = ""
 
@@ -61,19 +64,17 @@ def surroundings(aws: MotoCloud) -> Surroundings:
 
 
 def _there() -> dict[str, int]:
-    sagemaker = boto3.client("sagemaker", "eu-west-1")
-    scaling = boto3.client("application-autoscaling", "eu-west-1")
+    sagemaker = SESSION.client("sagemaker")
+    scaling = SESSION.client("application-autoscaling")
     return {
         "models": len(sagemaker.list_models()["Models"]),
         "configurations": len(sagemaker.list_endpoint_configs()["EndpointConfigs"]),
         "endpoints": len(sagemaker.list_endpoints()["Endpoints"]),
         "targets": len(scaling.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]),
         "policies": len(scaling.describe_scaling_policies(ServiceNamespace="sagemaker")["ScalingPolicies"]),
-        "alarms": len(
-            boto3.client("cloudwatch", "eu-west-1").describe_alarms(AlarmNamePrefix="my-llm")["MetricAlarms"]
-        ),
-        "roles": len(boto3.client("iam", "eu-west-1").list_roles()["Roles"]),
-        "repositories": len(boto3.client("ecr", "eu-west-1").describe_repositories()["repositories"]),
+        "alarms": len(SESSION.client("cloudwatch").describe_alarms(AlarmNamePrefix="my-llm")["MetricAlarms"]),
+        "roles": len(SESSION.client("iam").list_roles()["Roles"]),
+        "repositories": len(SESSION.client("ecr").describe_repositories()["repositories"]),
     }
 
 
@@ -99,7 +100,7 @@ def test_a_deployment_is_made_kept_and_removed(name: str, surroundings: Surround
 def test_what_sagemaker_has_is_what_was_planned(surroundings: Surroundings) -> None:
     plan = planned("private", **OF_MOTO)
     Executor(surroundings).deploy(plan)
-    sagemaker: Any = boto3.client("sagemaker", "eu-west-1")
+    sagemaker: Any = SESSION.client("sagemaker")
     model, config, endpoint = plan.resources[:3]
     found = sagemaker.describe_endpoint_config(EndpointConfigName=config.name)
     assert found["ProductionVariants"][0].items() >= config.create.parameters["ProductionVariants"][0].items()
@@ -123,7 +124,7 @@ def test_whichever_call_fails_nothing_is_left(index: int, aws: MotoCloud, surrou
 
 
 def test_an_endpoint_that_someone_else_made_stays(aws: MotoCloud, surroundings: Surroundings) -> None:
-    sagemaker: Any = boto3.client("sagemaker", "eu-west-1")
+    sagemaker: Any = SESSION.client("sagemaker")
     plan = planned("private", **OF_MOTO)
     for resource in plan.resources:
         parameters = {**resource.create.parameters, "Tags": tag_list({"owner": "someone"})}
@@ -149,8 +150,8 @@ def test_status_shows_endpoint_variants_scaling_and_alarms(aws: MotoCloud, surro
 
 def test_the_alarm_calls_the_policy_that_was_made(surroundings: Surroundings) -> None:
     Executor(surroundings).deploy(planned("asynchronous", **OF_MOTO))
-    alarm = boto3.client("cloudwatch", "eu-west-1").describe_alarms(AlarmNames=["my-llm-no-capacity"])
-    scaling = boto3.client("application-autoscaling", "eu-west-1")
+    alarm = SESSION.client("cloudwatch").describe_alarms(AlarmNames=["my-llm-no-capacity"])
+    scaling = SESSION.client("application-autoscaling")
     policies = scaling.describe_scaling_policies(ServiceNamespace="sagemaker")["ScalingPolicies"]
     step = next(policy for policy in policies if policy["PolicyName"] == "my-llm-from-zero")
     assert alarm["MetricAlarms"][0]["AlarmActions"] == [step["PolicyARN"]]
