@@ -73,6 +73,7 @@ def update(
     model: given.Model = None,
     image: given.Image = None,
     role: given.Role = None,
+    create_role: given.CreateRole = False,
     instance_type: given.InstanceType = None,
     instances: given.Instances = None,
     env: given.Env = None,
@@ -84,7 +85,7 @@ def update(
     dry_run: given.DryRun = False,
 ) -> None:
     """Bring a deployment to another configuration while it serves."""
-    plain: given.Plain = {"name": name, "model": model, "image": image, "role": role}
+    plain: given.Plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
     plain |= {"instance_type": instance_type, "instances": instances, "account": account}
     with _errors():
         from deploy.sagemaker import update as updating

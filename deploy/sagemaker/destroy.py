@@ -149,9 +149,16 @@ def _role(cloud: Cloud, name: str) -> Iterator[Resource]:
             return
         raise
     if found is not None and found.belongs_to(name):
-        policy = {"RoleName": role_name(name), "PolicyName": "slipway"}
-        yield Resource(ROLE_POLICY, ApiCall(IAM, "put_role_policy", policy))
+        yield from role_policies(cloud, name)
         yield role
+
+
+def role_policies(cloud: Cloud, name: str) -> Iterator[Resource]:
+    """The policies within the role that was made for the deployment."""
+    role = {"RoleName": role_name(name)}
+    for policy in cloud.call(ApiCall(IAM, "list_role_policies", role))["PolicyNames"]:
+        if is_versioned(policy, name):
+            yield Resource(ROLE_POLICY, ApiCall(IAM, "put_role_policy", {**role, "PolicyName": policy}))
 
 
 def listed_versions(cloud: Cloud, operation: str, entries: str, key: str, name: str) -> list[str]:

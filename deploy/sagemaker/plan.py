@@ -134,10 +134,12 @@ def _prerequisites(configuration: Configuration) -> list[Resource]:
             "AssumeRolePolicyDocument": json.dumps(trust_policy()),
             "Description": f"Execution role of the endpoint {configuration.name}",
         }
+        document = execution_policy(configuration)
         policy = {
             "RoleName": name,
-            "PolicyName": "slipway",
-            "PolicyDocument": json.dumps(execution_policy(configuration)),
+            # An update puts the new one beside the old, as the old model is read until the rollout has ended.
+            "PolicyName": versioned(configuration.name, document),
+            "PolicyDocument": json.dumps(document),
         }
         resources += [
             _tagged(configuration, ROLE, ApiCall(IAM, "create_role", role)),

@@ -15,7 +15,7 @@ _DENIED_CODES = frozenset({"AccessDenied", "AccessDeniedException", "Unauthorize
 # SageMaker says most things with the one code ValidationException.
 _MISSING = re.compile(r"could not find|cannot find|does not exist|not found|no scal(able target|ing policy)", re.I)
 _THERE = re.compile(r"already exist", re.I)
-_BUSY = re.compile(r"in-progress|in progress|cannot delete .* (while|which)|currently|is in use|has inference", re.I)
+_BUSY = re.compile(r"in-progress|in progress|cannot delete .* (while|which)|is in use|has inference", re.I)
 _ROLE = re.compile(r"could not assume role|cannot assume|unable to assume|not authorized to assume", re.I)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.configuration import Configuration, Rollout
-from deploy.sagemaker.destroy import component_names, listed_versions, scaling_candidates
+from deploy.sagemaker.destroy import component_names, listed_versions, role_policies, scaling_candidates
 from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import FINGERPRINT_TAG, VARIANT, tag_list
 from deploy.sagemaker.plan import Plan
@@ -31,6 +31,8 @@ from deploy.sagemaker.resource import (
     ENDPOINT,
     ENDPOINT_CONFIG,
     MODEL,
+    ROLE,
+    ROLE_POLICY,
     SAGEMAKER,
     SCALABLE_TARGET,
     SCALING_POLICY,
@@ -40,6 +42,7 @@ from deploy.sagemaker.resource import (
 )
 from deploy.sagemaker.service_errors import in_words
 
+_CONTENT_KINDS = (ROLE, ROLE_POLICY, MODEL, ENDPOINT_CONFIG)
 _SCALING_KINDS = (SCALABLE_TARGET, SCALING_POLICY, ALARM)
 _EXECUTION_LIMIT = 28800
 """Seconds that SageMaker allows for a rollout at most."""
@@ -91,7 +94,7 @@ def component_deployment_config(rollout: Rollout) -> dict[str, Any]:
 
 def update_calls(plan: Plan, configuration: Configuration) -> tuple[ApiCall, ...]:
     """The calls of an update in which everything changes, for a dry run."""
-    made = [resource.create for resource in plan.resources if resource.kind in (MODEL, ENDPOINT_CONFIG)]
+    made = [resource.create for resource in plan.resources if resource.kind in _CONTENT_KINDS]
     endpoint = endpoint_update(plan, configuration)
     components = [component_update(resource, configuration.rollout) for resource in plan.of(COMPONENT)]
     scaling = [resource.create for resource in plan.resources if resource.kind in _SCALING_KINDS]
@@ -134,7 +137,7 @@ class _Update:
 
     def run(self) -> Updated:
         endpoint, found = self._running()
-        self._make(MODEL, ENDPOINT_CONFIG)
+        self._make(*_CONTENT_KINDS)
         self._roll_out(endpoint, found)
         self._bring_components()
         self._make(*_SCALING_KINDS)
@@ -202,7 +205,7 @@ class _Update:
         used = found.description["EndpointConfigName"] if found else ""
         if used == endpoint.create.parameters["EndpointConfigName"] or (found and found.status != IN_SERVICE):
             return Failed(in_words(error), tuple(self._changed))
-        made = [each for kind in (MODEL, ENDPOINT_CONFIG) for each in self._plan.of(kind) if each.key in self._changed]
+        made = [each for kind in _CONTENT_KINDS for each in self._plan.of(kind) if each.key in self._changed]
         for resource in reversed(made):
             left += self._removed(resource)[1]
         return Failed(in_words(error), tuple(left))
@@ -249,6 +252,8 @@ class _Update:
                 for each in listed_versions(cloud, "list_models", "Models", "ModelName", name)
             ),
         ]
+        if self._configuration.create_role:
+            old += role_policies(cloud, name)
         removed: list[str] = []
         left: list[str] = []
         for resource in old:

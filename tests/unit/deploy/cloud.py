@@ -150,6 +150,8 @@ class MemoryCloud:
             kind, entries, key = _LISTING[operation]
             contained = parameters["NameContains"]
             return {entries: [{key: name} for each, name in self.things if each is kind and contained in name]}
+        if operation == "list_role_policies":
+            return {"PolicyNames": [name for each, name in self.things if each is ROLE_POLICY]}
         if operation == "list_inference_components":
             found = [name for each, name in self.things if each is COMPONENT]
             return {"InferenceComponents": [{"InferenceComponentName": name} for name in found]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from botocore.session import get_session
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.sagemaker import cuda, images, instances, timeouts
@@ -31,12 +31,14 @@ def test_a_name_is_made_of_the_model(model: str, name: str) -> None:
     assert name_from_model(model) == name
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_whatever_the_model_its_name_is_one_or_empty(model: str) -> None:
     name = name_from_model(model)
     assert not name or (NAME.fullmatch(name) and len(name) <= LONGEST_NAME)
 
 
+@settings(deadline=None)
 @given(st.from_regex(NAME, fullmatch=True).filter(lambda name: len(name) <= LONGEST_NAME))
 def test_a_versioned_name_is_short_enough_and_known_again(name: str) -> None:
     made = versioned(name, {"a": 1})
@@ -102,6 +104,7 @@ def test_gpus_are_known_for_every_gpu_instance_but_the_newest_family() -> None:
     assert instances.gpus("ml.m5.large") == 0
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 5000), st.booleans())
 def test_timeouts_are_whole_minutes_that_sagemaker_allows(size: float, downloads: bool) -> None:
     for seconds in (timeouts.download_timeout(size), timeouts.startup_timeout(size, container_downloads=downloads)):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.sagemaker.configuration import Configuration
@@ -143,6 +143,7 @@ _FIELDS = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(_FIELDS, _VALUES, max_size=4))
 def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str, Any]) -> None:
     problems: tuple[str, ...] = ()
@@ -154,6 +155,7 @@ def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str,
     assert all(problem.isprintable() for problem in problems)
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 12),
     st.integers(1, 12),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import EventStreamError
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.sagemaker import invoke, logs
@@ -92,6 +92,7 @@ def test_texts_come_out_of_every_format_however_it_is_cut(lines: bytes, text: st
     assert "".join(invoke.texts(pieces)) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary()))
 def test_texts_of_anything_are_texts(pieces: list[bytes]) -> None:
     assert "".join(invoke.texts(iter(pieces))).encode("utf-8", "surrogatepass") is not None

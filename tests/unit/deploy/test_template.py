@@ -7,7 +7,7 @@ import pytest
 import yaml
 from cfnlint.api import lint
 from cfnlint.config import ManualArgs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.sagemaker.options import overrides
@@ -80,6 +80,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=8).filter(lambda key: key != "<<"), _JSON, min_size=1, max_size=4))
 def test_yaml_says_what_json_says(value: dict[str, Any]) -> None:
     assert yaml.safe_load(to_yaml(value)) == value

@@ -12,7 +12,7 @@ from deploy.sagemaker.configuration import Rollout
 from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import ENDPOINT_TAG
 from deploy.sagemaker.presence import Surroundings
-from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG, ROLE_POLICY
 from deploy.sagemaker.update import component_update, deployment_config, endpoint_update, update, update_calls
 from tests.unit.deploy.cloud import MemoryCloud, error
 from tests.unit.deploy.configurations import VALUES, configuration, planned
@@ -91,6 +91,20 @@ def test_an_interrupted_update_goes_on_when_run_again(cloud: MemoryCloud, around
     cloud.before = lambda call: None
     _update(around, "adapters", **NEW)
     assert cloud.names == sorted(resource.key for resource in planned("adapters", **NEW).resources)
+
+
+def test_the_old_model_can_be_read_until_the_rollout_has_ended(cloud: MemoryCloud, around: Surroundings) -> None:
+    Executor(around).deploy(planned("everything"))
+    policies: list[int] = []
+
+    def count(call: ApiCall) -> None:
+        if call.operation == "update_inference_component":
+            policies.append(sum(kind is ROLE_POLICY for kind, _ in cloud.things))
+
+    cloud.before = count
+    _update(around, "everything", model="s3://models/other/")
+    assert policies[0] == 2
+    assert sum(kind is ROLE_POLICY for kind, _ in cloud.things) == 1
 
 
 def test_another_instance_type_lets_go_of_the_scaling_and_takes_it_up_again(
