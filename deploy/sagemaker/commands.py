@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -96,7 +97,8 @@ def update(
             calls = updating.update_calls(prepared.plan, prepared.configuration)
             typer.echo(json.dumps([call.shown() for call in calls], indent=2))
             return
-        done = updating.update(_around(cloud), prepared.plan, prepared.configuration)
+        with _termination_interrupts():
+            done = updating.update(_around(cloud), prepared.plan, prepared.configuration)
         typer.echo(f"{prepared.plan.name} is up to date" if not done.changed else f"{prepared.plan.name} is updated")
         for key in done.left:
             typer.echo(f"left: {key}", err=True)
@@ -129,6 +131,8 @@ def destroy(
             typer.echo(f"there is nothing of {name}")
         if done.left:
             sys.exit(FAILED)
+        if done.foreign and not done.removed:
+            sys.exit(IN_THE_WAY)
 
 
 def status(
@@ -262,7 +266,8 @@ def _deploy(cloud: AwsCloud, prepared: Prepared, *, rollback: bool, check: bool)
     if any(finding.problem for finding in findings):
         sys.exit(WRONG)
     hooks = {resource.key: lambda: _push(cloud, prepared) for resource in prepared.plan.of(REPOSITORY)}
-    Executor(around, rollback=rollback, hooks=hooks).deploy(prepared.plan)
+    with _termination_interrupts():
+        Executor(around, rollback=rollback, hooks=hooks).deploy(prepared.plan)
     typer.echo(f"{prepared.plan.name} is in service")
     component = f" --component {prepared.plan.name}" if configuration.component else ""
     typer.echo(f'try: slipway invoke {prepared.plan.name}{component} --prompt "Hello"', err=True)
@@ -301,6 +306,20 @@ def _around(cloud: AwsCloud) -> Surroundings:
 
     clock = RealClock()
     return Surroundings(cloud, Progress(sys.stderr, clock), clock)
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM, with which a CI system cancels a job, is what Ctrl-C is."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

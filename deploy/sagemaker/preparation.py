@@ -35,7 +35,8 @@ def prepare(path: Path | None, overrides: Overrides, region: str | None, cloud: 
     """
     values = read_file(path) if path else {}
     values = laid_over(values, overrides.values)
-    given = {"region": region or values.get("region") or os.environ.get("AWS_REGION")}
+    environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    given = {"region": region or values.get("region") or environment}
     values = laid_over(values, {key: value for key, value in given.items() if value})
     if cloud is not None and _needs_account(values):
         values["account"] = str(cloud.call(ApiCall("sts", "get_caller_identity"))["Account"])

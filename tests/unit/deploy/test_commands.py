@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,10 +98,11 @@ def test_a_failure_is_rolled_back_and_its_exit_code_says_so(memory: MemoryCloud)
     assert memory.names == []
 
 
-def test_an_interruption_is_rolled_back(memory: MemoryCloud) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_is_rolled_back(number: signal.Signals, memory: MemoryCloud) -> None:
     def interrupt(call: ApiCall) -> None:
         if call.operation == "create_endpoint":
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
 
     memory.after = interrupt
     assert _run("deploy", "--name", "my-llm", *SHORT).exit_code == 130
@@ -146,6 +148,13 @@ def test_status_invoke_logs_and_destroy(memory: MemoryCloud, around: Surrounding
     assert "removed: endpoint my-llm" in _run("destroy", "my-llm").stdout
     assert _run("destroy", "my-llm").stdout == "there is nothing of my-llm\n"
     assert _run("status", "my-llm").exit_code == 1
+
+
+def test_an_endpoint_that_is_not_ours_stays_and_the_exit_code_says_so(memory: MemoryCloud) -> None:
+    memory.add(ENDPOINT, "my-llm", {"EndpointName": "my-llm", "EndpointConfigName": "theirs"})
+    done = _run("destroy", "my-llm")
+    assert done.exit_code == 3
+    assert "not of this deployment, kept: endpoint my-llm" in done.stderr
 
 
 def test_a_local_image_is_pushed_before_anything_needs_it(memory: MemoryCloud, monkeypatch: pytest.MonkeyPatch) -> None:
