@@ -199,7 +199,7 @@ class _Run:
         else:
             # Tags are given when something is made; for what is there, some services refuse them.
             call = replace(call, parameters={key: item for key, item in call.parameters.items() if key != "Tags"})
-        self._around.progress.say(f"creating {resource.key}")
+        self._around.progress.say(f"{'creating' if found is None else 'setting'} {resource.key}")
         try:
             self._answers[resource.key] = self._call(call)
         except ClientError as error:
