@@ -24,13 +24,13 @@ class Table:
         self._taken: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._values
+        return self._values.get(key) is not None
 
     def refuse(self, key: str, expected: str) -> None:
         """Note that the value of `key` is wrong, or missing."""
         path = self._path + _printable(key)
         origin = f" ({self._origins[path]})" if path in self._origins else ""
-        if key not in self._values:
+        if key not in self:
             self._problems.append(f"{path}: missing; expected {expected}")
             return
         value = self._values[key]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deploy.sagemaker.configuration import Configuration
@@ -32,6 +32,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"instance_type": "ml.p3.2xlarge"}, "too old for CUDA 13.0"),
     ({"instance_type": "ml.inf2.xlarge"}, "has Neuron accelerators"),
     ({"pools": [{"instance_type": "ml.g5.xlarge"}]}, "expected none, as there are pools"),
+    ({"instance_type": None}, "instance_type: missing"),
     ({"pools": []}, "expected a list of 1 to 5 tables"),
     ({"cuda": "14.0"}, "CUDA 14.0 is newer than any driver"),
     ({"cuda": "thirteen"}, "expected a version such as 13.0"),
@@ -144,6 +145,8 @@ _FIELDS = st.sampled_from(
 
 
 @settings(deadline=None)
+@example({"instance_type": None})
+@example({"vpc": {"subnets": None, "security_groups": ["sg-1"]}})
 @given(st.dictionaries(_FIELDS, _VALUES, max_size=4))
 def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str, Any]) -> None:
     problems: tuple[str, ...] = ()
@@ -180,7 +183,7 @@ def test_what_is_read_gives_calls_that_the_services_model_allows(
 def test_every_example_is_toml_with_its_own_command_in_it() -> None:
     examples = sorted((Path(__file__).parents[3] / "examples/deploy").glob("*.toml"))
     assert len(examples) == 6
-    for example in examples:
-        text = example.read_text()
+    for path in examples:
+        text = path.read_text()
         assert tomllib.loads(text)["name"]
-        assert f"slipway deploy examples/deploy/{example.name} --dry-run" in text
+        assert f"slipway deploy examples/deploy/{path.name} --dry-run" in text
