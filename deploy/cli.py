@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from container.cli import app
-from deploy.local import command as local_command
+from deploy.local import command as local
+from deploy.sagemaker import commands as sagemaker
 
 __all__ = ["app", "main"]
 
-local_command.register(app)
+local.register(app)
+sagemaker.register(app)
 
 
 def main() -> None:

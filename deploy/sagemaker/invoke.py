@@ -1,0 +1,108 @@
+"""Asks an endpoint, through SageMaker's runtime or what AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from deploy.sagemaker.api_call import ApiCall, Cloud
+
+RUNTIME = "sagemaker-runtime"
+_JSON = "application/json"
+
+
+class StreamBroken(Exception):
+    """The stream ended with an error."""
+
+
+def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
+    """A request in LMI's schema, or a chat."""
+    request: dict[str, Any]
+    if chat:
+        request = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_new_tokens}
+    else:
+        request = {"inputs": prompt, "parameters": {"max_new_tokens": max_new_tokens}}
+    if stream:
+        request["stream"] = True
+    return json.dumps(request).encode()
+
+
+def invoke(cloud: Cloud, endpoint: str, request: bytes, component: str | None = None) -> bytes:
+    """One request, one answer.
+
+    Raises:
+        botocore.exceptions.ClientError: the endpoint or the model refused.
+    """
+    answer = cloud.call(ApiCall(RUNTIME, "invoke_endpoint", _parameters(endpoint, request, component)))
+    with answer["Body"] as stream:
+        return bytes(stream.read())
+
+
+def invoke_stream(cloud: Cloud, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
+    """The pieces of a streamed answer as they come.
+
+    Raises:
+        StreamBroken: the stream ended with an error.
+        botocore.exceptions.ClientError: the endpoint or the model refused.
+    """
+    from botocore.exceptions import EventStreamError
+
+    call = ApiCall(RUNTIME, "invoke_endpoint_with_response_stream", _parameters(endpoint, request, component))
+    stream = cloud.call(call)["Body"]
+    try:
+        for event in stream:
+            if "PayloadPart" in event:
+                yield bytes(event["PayloadPart"]["Bytes"])
+    except EventStreamError as error:
+        raise StreamBroken(str(error)) from error
+    finally:
+        stream.close()
+
+
+def invoke_asynchronously(cloud: Cloud, endpoint: str, location: str) -> str:
+    """Ask an asynchronous endpoint about a request that lies in S3; gives where its answer will be."""
+    parameters = {"EndpointName": endpoint, "InputLocation": location, "ContentType": _JSON}
+    return str(cloud.call(ApiCall(RUNTIME, "invoke_endpoint_async", parameters))["OutputLocation"])
+
+
+def texts(pieces: Iterator[bytes]) -> Iterator[str]:
+    """The text in a stream of JSON lines or server-sent events; a line of an unknown kind as it is."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield from _text(line)
+    yield from _text(rest)
+
+
+def _text(line: bytes) -> Iterator[str]:
+    shown = line.decode("utf-8", "replace").strip()
+    data = shown.removeprefix("data:").strip()
+    if not data or data == "[DONE]":
+        return
+    try:
+        record = json.loads(data)
+    except ValueError:
+        yield shown + "\n"
+        return
+    text = _text_of(record) if isinstance(record, dict) else None
+    yield shown + "\n" if text is None else text
+
+
+def _text_of(record: dict[str, Any]) -> str | None:
+    token = record.get("token")
+    if isinstance(token, dict) and isinstance(token.get("text"), str):
+        return str(token["text"])
+    choices = record.get("choices")
+    if isinstance(choices, list):
+        first = choices[0] if choices and isinstance(choices[0], dict) else {}
+        delta = first.get("delta")
+        content = delta.get("content") if isinstance(delta, dict) else first.get("text")
+        return content if isinstance(content, str) else ""
+    return None
+
+
+def _parameters(endpoint: str, request: bytes, component: str | None) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"EndpointName": endpoint, "Body": request, "ContentType": _JSON}
+    return parameters | ({"InferenceComponentName": component} if component else {})

@@ -1,0 +1,89 @@
+"""The containers' logs in CloudWatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from deploy.sagemaker.api_call import ApiCall, Cloud
+from deploy.sagemaker.progress import Clock
+from deploy.sagemaker.service_errors import in_words, is_missing
+
+FOLLOW_INTERVAL = 2.0
+"""Seconds."""
+_MOST_PAGES = 100
+_OVERLAP = 60_000
+"""Milliseconds that are read again: CloudWatch's records may come late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One record of the log."""
+
+    id: str
+    milliseconds: int
+    """Since 1970."""
+    stream: str
+    text: str
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.milliseconds / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return f"{when} {self.text}"
+
+
+def group_of_endpoint(name: str) -> str:
+    """Where containers of an endpoint without components log."""
+    return f"/aws/sagemaker/Endpoints/{name}"
+
+
+def group_of_component(name: str) -> str:
+    """Where the copies of an inference component log."""
+    return f"/aws/sagemaker/InferenceComponents/{name}"
+
+
+def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
+    """The records from `since` on, in milliseconds since 1970; none if nothing has logged yet."""
+    from botocore.exceptions import ClientError
+
+    token: dict[str, Any] = {}
+    for _ in range(_MOST_PAGES):
+        parameters = {"logGroupName": group, "startTime": max(since, 0), "interleaved": True, **token}
+        try:
+            answer = cloud.call(ApiCall("logs", "filter_log_events", parameters))
+        except ClientError as error:
+            if is_missing(error):
+                return
+            raise
+        for event in answer.get("events", ()):
+            text = str(event["message"]).rstrip()
+            yield Line(str(event["eventId"]), int(event["timestamp"]), str(event["logStreamName"]), text)
+        if not answer.get("nextToken"):
+            return
+        token = {"nextToken": answer["nextToken"]}
+
+
+def follow(cloud: Cloud, group: str, since: int, clock: Clock) -> Iterator[Line]:
+    """The records from `since` on, and each further one as it comes; without end."""
+    seen: dict[str, int] = {}
+    newest = since
+    while True:
+        for line in read(cloud, group, newest - _OVERLAP if seen else newest):
+            if line.id not in seen:
+                seen[line.id] = line.milliseconds
+                newest = max(newest, line.milliseconds)
+                yield line
+        seen = {id: when for id, when in seen.items() if when >= newest - _OVERLAP}
+        clock.sleep(FOLLOW_INTERVAL)
+
+
+def last_lines(cloud: Cloud, group: str, count: int, now: float, within: float = 3600.0) -> list[str]:
+    """The last records of the `within` seconds before `now` (since 1970); or why they cannot be read."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        lines = sorted(read(cloud, group, int((now - within) * 1000)), key=lambda line: line.milliseconds)
+    except (BotoCoreError, ClientError) as error:
+        return [f"(the log cannot be read: {in_words(error)})"]
+    return [str(line) for line in lines[-count:]]

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from botocore.exceptions import EventStreamError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.sagemaker import invoke, logs
+from deploy.sagemaker.api_call import ApiCall
+from tests.unit.deploy.cloud import TurnedClock, error
+
+
+class Stream:
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+        self.closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for event in self._events:
+            if isinstance(event, Exception):
+                raise event
+            yield {"PayloadPart": {"Bytes": event}}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Runtime:
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.calls: list[ApiCall] = []
+
+    def call(self, call: ApiCall) -> dict[str, Any]:
+        self.calls.append(call)
+        return {"Body": self.body, "OutputLocation": "s3://answers/1"}
+
+
+def test_an_answer_is_given_as_it_came() -> None:
+    runtime = Runtime(io.BytesIO(b'{"generated_text": "x"}'))
+    request = invoke.body("Hi", max_new_tokens=3, chat=False, stream=False)
+    assert invoke.invoke(runtime, "e", request, "c") == b'{"generated_text": "x"}'
+    assert runtime.calls[0].parameters == {
+        "EndpointName": "e",
+        "Body": b'{"inputs": "Hi", "parameters": {"max_new_tokens": 3}}',
+        "ContentType": "application/json",
+        "InferenceComponentName": "c",
+    }
+
+
+def test_a_chat_is_asked_in_a_chats_form() -> None:
+    asked = json.loads(invoke.body("Hi", max_new_tokens=3, chat=True, stream=True))
+    assert asked == {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
+
+
+def test_a_stream_gives_its_pieces_and_is_closed() -> None:
+    stream = Stream([b"a", b"b"])
+    assert list(invoke.invoke_stream(Runtime(stream), "e", b"{}")) == [b"a", b"b"]
+    assert stream.closed
+
+
+def test_a_stream_that_breaks_says_so_after_what_came() -> None:
+    broken = EventStreamError({"Error": {"Code": "ModelStreamError", "Message": "out of time"}}, "Invoke")
+    pieces = invoke.invoke_stream(Runtime(Stream([b"a", broken])), "e", b"{}")
+    assert next(pieces) == b"a"
+    with pytest.raises(invoke.StreamBroken, match="out of time"):
+        next(pieces)
+
+
+def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
+    assert invoke.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (b'{"token": {"id": 1, "text": " Paris"}}\n{"token": {"text": "."}, "generated_text": " Paris."}\n', " Paris."),
+        (b'data: {"token": {"text": "a"}}\n\ndata: {"token": {"text": "b"}}\n\n', "ab"),
+        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n\n', "a"),
+        (b'{"choices": [{"text": "a"}]}\n', "a"),
+        (b'{"error": "no", "code": 424}\n', '{"error": "no", "code": 424}\n'),
+        (b"not json", "not json\n"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_texts_come_out_of_every_format_however_it_is_cut(lines: bytes, text: str, size: int) -> None:
+    pieces = (lines[start : start + size] for start in range(0, len(lines), size))
+    assert "".join(invoke.texts(pieces)) == text
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary()))
+def test_texts_of_anything_are_texts(pieces: list[bytes]) -> None:
+    assert "".join(invoke.texts(iter(pieces))).encode("utf-8", "surrogatepass") is not None
+
+
+class Group:
+    """A log group that grows with each look."""
+
+    def __init__(self, *looks: list[tuple[str, int]]) -> None:
+        self.looks = list(looks)
+        self.starts: list[int] = []
+
+    def call(self, call: ApiCall) -> dict[str, Any]:
+        self.starts.append(call.parameters["startTime"])
+        if not self.looks:
+            raise error("filter_log_events", "The specified log group does not exist.", "ResourceNotFoundException")
+        events = self.looks.pop(0)
+        return {
+            "events": [
+                {"eventId": id, "timestamp": when, "logStreamName": "s", "message": f"line {id}\n"}
+                for id, when in events
+            ],
+            **({"nextToken": "more"} if self.looks and self.looks[0] and self.looks[0][0][0] == "page" else {}),
+        }
+
+
+def test_a_log_is_read_page_after_page() -> None:
+    group = Group([("1", 1000)], [("page", 2000)])
+    assert [str(line) for line in logs.read(group, "g", 0)] == [
+        "1970-01-01 00:00:01 line 1",
+        "1970-01-01 00:00:02 line page",
+    ]
+
+
+def test_of_a_group_that_is_not_there_nothing_is_read() -> None:
+    assert list(logs.read(Group(), "g", 0)) == []
+
+
+def test_following_gives_each_line_once_and_late_ones_too() -> None:
+    group = Group([("1", 100_000)], [("1", 100_000), ("2", 90_000)], [("3", 101_000)])
+    clock = TurnedClock()
+    lines = logs.follow(group, "g", 50_000, clock)
+    assert [next(lines).id for _ in range(3)] == ["1", "2", "3"]
+    assert group.starts == [50_000, 40_000, 40_000]
+    assert clock.now() == 2 * logs.FOLLOW_INTERVAL
+
+
+def test_a_log_that_cannot_be_read_says_why() -> None:
+    class Denied:
+        def call(self, call: ApiCall) -> dict[str, Any]:
+            raise error(call.operation, "no", "AccessDeniedException")
+
+    assert logs.last_lines(Denied(), "g", 5, 0.0) == [
+        "(the log cannot be read: filter_log_events: AccessDeniedException: no)"
+    ]
