@@ -51,9 +51,13 @@ def document(components: Iterable[dict[str, Any]], version: str) -> dict[str, An
 
 def _python_components() -> Iterable[dict[str, Any]]:
     for package in metadata.distributions():
-        fields = package.metadata
-        expression = fields.get("License-Expression") or ""
-        yield python_component(package.name, package.version, expression, fields.get("Summary") or "")
+        yield python_component(
+            package.name, package.version, _field(package, "License-Expression"), _field(package, "Summary")
+        )
+
+
+def _field(package: metadata.Distribution, name: str) -> str:
+    return package.metadata[name] if name in package.metadata else ""
 
 
 def _debian_components() -> Iterable[dict[str, Any]]:
