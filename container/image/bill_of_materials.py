@@ -57,7 +57,7 @@ def _python_components() -> Iterable[dict[str, Any]]:
 
 
 def _field(package: metadata.Distribution, name: str) -> str:
-    return package.metadata[name] if name in package.metadata else ""
+    return (package.metadata.get_all(name) or [""])[0]
 
 
 def _debian_components() -> Iterable[dict[str, Any]]:
