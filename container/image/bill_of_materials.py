@@ -57,7 +57,8 @@ def _python_components() -> Iterable[dict[str, Any]]:
 
 
 def _field(package: metadata.Distribution, name: str) -> str:
-    return (package.metadata.get_all(name) or [""])[0]
+    values: list[str] | None = package.metadata.get_all(name)
+    return values[0] if values else ""
 
 
 def _debian_components() -> Iterable[dict[str, Any]]:
