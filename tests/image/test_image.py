@@ -27,6 +27,7 @@ def ask_everything(container: Container) -> None:
     assert plain.status_code == 200, plain.text
     assert "Paris" in plain.json()["generated_text"]
     streamed = client.post("/invocations", json=body | {"stream": True})
+    assert streamed.status_code == 200, streamed.text
     assert "".join(record["token"]["text"] for record in records(streamed.text)) == plain.json()["generated_text"]
     chat = client.post(
         "/v1/chat/completions",
