@@ -8,7 +8,7 @@ DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
 LOCK := uv pip compile --python-version 3.11 --no-emit-index-url --no-emit-find-links --quiet --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live bench image lock clean
+.PHONY: help install install-dev run test lint unit live bench image image-test lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -38,9 +38,10 @@ lint: install-dev ## Style, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config pyproject.toml
+	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Tests that start no engine
-	$(BIN)/python -m pytest tests -m "not live"
+	$(BIN)/python -m pytest tests -m "not live and not image"
 
 live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests -m live
@@ -48,8 +49,11 @@ live: install-dev ## Tests with the real engine and real clients
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks
 
-image: ## Build the container image slipway:cpu or slipway:gpu (needs docker)
-	docker build -f container/image/Dockerfile --build-arg DEVICE=$(DEVICE) $(if $(PIP_EXTRA_INDEX_URL),--build-arg PIP_EXTRA_INDEX_URL=$(PIP_EXTRA_INDEX_URL)) -t slipway:$(DEVICE) .
+image: ## Build the container image slipway:cpu or slipway:gpu (needs docker or podman)
+	sh container/image/build.sh $(DEVICE) slipway:$(DEVICE)
+
+image-test: install-dev ## Build the CPU image, run it and ask it (or IMAGE=..., one that is built)
+	$(BIN)/python -m pytest tests/image -m image
 
 lock: ## Renew requirements/*.txt (needs uv)
 	$(LOCK) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.in requirements/cpu.in -o requirements/cpu.txt

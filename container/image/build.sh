@@ -1,0 +1,45 @@
+#!/bin/sh
+# Builds an image: `build.sh cpu slipway:cpu [flags of "docker build"...]`. From anywhere; see docs/image.md.
+#
+# CONTAINER_ENGINE     docker or podman; without it, the first of them that answers
+# BASE_IMAGE, CUDA_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, SAMPLE_MODEL, RUN_AS,
+# VERSION, SOURCE, LICENSES
+#                      build arguments, given where they are set
+# PIP_CONFIG_FILE      a pip.conf for the build; it does not get into the image
+# CA_CERTIFICATES      a file of certificate authorities for the build, where a proxy has one of its own; nor does this
+set -eu
+
+device=$1
+tag=$2
+shift 2
+cd "$(dirname "$0")/../.."
+
+if [ -z "${CONTAINER_ENGINE:-}" ]; then
+    for candidate in docker podman; do
+        if command -v "$candidate" >/dev/null && "$candidate" info >/dev/null 2>&1; then
+            CONTAINER_ENGINE=$candidate
+            break
+        fi
+    done
+fi
+if [ -z "${CONTAINER_ENGINE:-}" ]; then
+    echo "build.sh: neither docker nor podman answers on this machine; one of them builds the image" >&2
+    exit 1
+fi
+
+: "${VERSION:=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)}"
+REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+# The commit's time, not the clock's: the same sources give the same labels.
+CREATED=$(git log -1 --format=%cI 2>/dev/null || date --utc --iso-8601=seconds)
+
+for name in BASE_IMAGE CUDA_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX SAMPLE_MODEL RUN_AS \
+    VERSION REVISION CREATED SOURCE LICENSES; do
+    eval "value=\${$name:-}"
+    [ -z "$value" ] || set -- --build-arg "$name=$value" "$@"
+done
+[ -z "${PIP_CONFIG_FILE:-}" ] || set -- --secret "id=pip.conf,src=$PIP_CONFIG_FILE" "$@"
+[ -z "${CA_CERTIFICATES:-}" ] || set -- --secret "id=ca.pem,src=$CA_CERTIFICATES" "$@"
+# podman's own format of images has no health checks, and a build needs no more of the kernel than a chroot.
+[ "$CONTAINER_ENGINE" != podman ] || set -- --format docker --isolation chroot "$@"
+
+exec "$CONTAINER_ENGINE" build -f "container/image/Dockerfile.$device" -t "$tag" "$@" .

@@ -1,0 +1,34 @@
+#!/bin/sh
+# Runs its arguments with CUDA's compatibility libraries, where the host's driver is of an older branch than they are.
+#
+# NVIDIA's container toolkit does so itself on most hosts; SageMaker's leave it to the image. A driver of the same branch
+# needs them not, and on other than data centre GPUs they do not work.
+set -eu
+
+libraries=${CUDA_COMPAT:-/usr/local/cuda/compat}
+driver_file=${NVIDIA_DRIVER_FILE:-/proc/driver/nvidia/version}
+
+# The branch (570 of 570.86.15) in the name of the one library that carries the whole version.
+branch_of_libraries() {
+    for library in "$libraries"/libcuda.so.*.*; do
+        [ -e "$library" ] || return 0
+        version=${library##*/libcuda.so.}
+        echo "${version%%.*}"
+        return 0
+    done
+}
+
+# The branch in a line such as `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build ...`.
+branch_of_driver() {
+    [ -r "$driver_file" ] || return 0
+    sed -n 's/^NVRM version:.*[[:space:]]\([0-9][0-9]*\)\.[0-9][0-9.]*[[:space:]].*$/\1/p' "$driver_file" | head -n 1
+}
+
+offered=$(branch_of_libraries)
+present=$(branch_of_driver)
+if [ -n "$offered" ] && [ -n "$present" ] && [ "$present" -lt "$offered" ]; then
+    echo "cuda-compat: driver $present is older than CUDA's $offered; using $libraries" >&2
+    LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export LD_LIBRARY_PATH
+fi
+exec "$@"

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from container.sample_model import prepare
+from tests.image.building import build
+from tests.image.engine import Engine, NoEngine, find_engine
+from tests.live.conftest import ENGINE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in Path(item.path).parents:
+            item.add_marker(pytest.mark.image)
+            item.add_marker(pytest.mark.timeout(3600))  # the first of them builds the image
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    try:
+        return find_engine(tmp_path_factory.mktemp("engine"))
+    except NoEngine as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def image(engine: Engine) -> str:
+    """The CPU image: that of $IMAGE, else one that is built now."""
+    return os.environ.get("IMAGE") or build(engine)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample model with its settings, as any user may read it."""
+    directory = tmp_path_factory.mktemp("model-store") / "model"
+    shutil.copytree(prepare(), directory)
+    lines = [f"option.{name}={value}" for name, value in ENGINE.items()]
+    (directory / "serving.properties").write_text("\n".join(lines) + "\n")
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return directory
