@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.inference import _named_model
+from container.inference import _named
 from handlers.workers.response_headers import response_headers
 from tests.unit.test_routes import make, with_engine
 
@@ -20,9 +20,8 @@ ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 
 
 def named(query: bytes = b"", **headers: str) -> str | None:
-    scope: dict[str, Any] = {"query_string": query}
     sent = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    return _named_model(scope, sent, SERVED)
+    return _named({}, query, sent, SERVED).name
 
 
 @pytest.mark.parametrize(

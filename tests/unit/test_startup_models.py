@@ -9,7 +9,7 @@ import pytest
 
 from container import model_location
 from container.config_report import startup_json, startup_text
-from container.model_url import UrlNotFound, local_directory
+from container.model_url import UrlNotFound, model_place
 from container.settings import SettingsError
 from container.startup_models import Startup, load_startup
 
@@ -111,13 +111,17 @@ def test_what_is_wrong_with_one_of_several_stops_the_start(tmp_path: Path, monke
     assert "there is no model" in problem(None, {})
 
 
-@pytest.mark.parametrize("url", ["s3://b/k", "http://h/x", "relative/x", "file://host/x", "/no/such", "", "/a\0b"])
+@pytest.mark.parametrize("url", ["http://h/x", "relative/x", "file://host/x", "/no/such", "", "/a\0b"])
 def test_a_url_is_a_directory_of_this_machine(url: str) -> None:
     with pytest.raises(UrlNotFound, match="url is"):
-        local_directory(url)
+        model_place(url)
+
+
+def test_a_url_of_s3_is_left_to_whoever_reads_the_settings() -> None:
+    assert model_place("s3://bucket/llama") == "s3://bucket/llama"
 
 
 def test_a_file_url_may_have_escapes(tmp_path: Path) -> None:
     (tmp_path / "a b").mkdir()
-    assert local_directory(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
-    assert local_directory(f"{tmp_path}/a b/") == tmp_path / "a b"
+    assert model_place(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
+    assert model_place(f"{tmp_path}/a b/") == tmp_path / "a b"
