@@ -250,6 +250,8 @@ def test_a_target_model_is_loaded_before_its_first_call_and_again_when_it_was_un
         (loaded,) = [
             m["modelName"] for m in container.client.get("/models").json()["models"] if m["modelName"] != "model"
         ]
+        named = invoke(client, document(details=True), CustomAttributes=f"model_name={loaded}")
+        assert json.loads(named) == answer
         assert container.client.delete(f"/models/{loaded}").status_code == 200
         assert json.loads(invoke(client, document(), TargetModel="tgi.tar.gz"))[0]["generated_text"]
         assert container.client.delete(f"/models/{loaded}").status_code == 200
