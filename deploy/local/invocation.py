@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_NOT_FOUND = 404
+_NOT_FOUND, _UNAVAILABLE = 404, 503
 _MAX_ERROR_BYTES = 65536
 _LAST_WORD_SECONDS = 5.0
 
@@ -156,6 +156,8 @@ class Invoker:
                     # Unloaded by somebody else, or the container was started again; it has not seen the call.
                     await replies.aclose()
                     response = await replies.enter_async_context(await self._request(invocation))
+                if response.status_code == _UNAVAILABLE:
+                    self._readiness.lost()
                 if not response.is_success:
                     body = await read_up_to(response, _MAX_ERROR_BYTES)
                     text = None if body is None else body.decode(errors="replace")

@@ -326,6 +326,24 @@ async def test_a_model_that_is_loading_is_not_ready_and_then_it_is(ping: bytes) 
         assert (await client.post(INVOKE, content=b"{}")).status_code == 200
 
 
+async def test_a_container_that_was_started_again_is_waited_for_and_gets_its_adapters() -> None:
+    statuses = iter(("200 OK", "200 OK", "503 Service Unavailable", "200 OK", "200 OK"))
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(next(statuses)))
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, adapters={"fr": "/adapters/fr"}) as client:
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 424
+        container.ping, serving = answer("503 Service Unavailable"), container.ping
+        assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (429, "ModelNotReadyException")
+        container.ping = serving
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+    paths = [seen.line.split()[1] for seen in container.seen]
+    assert paths == ["/adapters", "/invocations", "/invocations", "/adapters", "/invocations"]
+
+
 async def test_a_container_that_is_not_there_is_unavailable() -> None:
     async with endpoint_for("http://127.0.0.1:9") as client:
         for path in (INVOKE, STREAM):
