@@ -27,6 +27,8 @@ MAX_INLINE_BODY = 128_000
 _TTL_SECONDS, _TIMEOUT_SECONDS = 21600, 900
 _PASSING = frozenset({"ModelNotReadyException", "ServiceUnavailable"})
 _AGAIN_SECONDS = 1.0
+_CLOSING_SECONDS = 5.0
+"""For all calls that are unfinished when the endpoint stops to be written down as failed."""
 _FAILURES = "async-endpoint-failures"
 
 
@@ -80,12 +82,16 @@ class AsyncInvocations:
         return Accepted(job.inference_id, [(name, value.encode("ascii")) for name, value in locations])
 
     async def close(self) -> None:
-        """End the workers. What is not finished fails, and says so."""
+        """End the workers. What is not finished fails, and says so, as far as the store takes it in a few seconds."""
         for worker in self._workers:
             worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-        while not self._queue.empty():
-            await self._fail(self._queue.get_nowait(), _stopped())
+        try:
+            async with asyncio.timeout(_CLOSING_SECONDS):
+                await asyncio.gather(*self._workers, return_exceptions=True)
+                while not self._queue.empty():
+                    await self._fail(self._queue.get_nowait(), _stopped())
+        except TimeoutError:
+            logger.error("%d asynchronous calls are unfinished, and their failure is not written", self._queue.qsize())
 
     def _job(self, invocation: Invocation) -> _Job:
         parameters = invocation.parameters

@@ -62,6 +62,21 @@ class Endpoints:
             raise validation_error(f"TargetModel {model}: endpoint {name} is not a multi-model endpoint.")
         return Route(await self.target_models.path(name, model), headers)
 
+    def loading(self, parameters: Parameters) -> bool:
+        """Whether the target model of a call is being loaded."""
+        model = parameters.get("targetModel")
+        return model is not None and self.target_models is not None and self.target_models.loading(model)
+
+    async def lost(self, parameters: Parameters) -> bool:
+        """Whether a call's target model is not in the container any more; `route` has it loaded again."""
+        model = parameters.get("targetModel")
+        return model is not None and self.target_models is not None and await self.target_models.gone(model)
+
+    async def close(self) -> None:
+        """Wait for no target model any more."""
+        if self.target_models is not None:
+            await self.target_models.close()
+
     def _adapter(self, component: str | None) -> tuple[tuple[str, str], ...]:
         if component is None:
             if self._settings.components:

@@ -27,6 +27,7 @@ from deploy.local.endpoints import Endpoints
 from deploy.local.errors import (
     RuntimeApiError,
     model_error,
+    model_not_ready,
     model_timed_out,
     model_without_response,
     service_unavailable,
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_NOT_FOUND, _UNAVAILABLE = 404, 503
 _MAX_ERROR_BYTES = 65536
 _LAST_WORD_SECONDS = 5.0
 
@@ -82,6 +84,8 @@ class Invoker:
             ):
                 body = await read_up_to(response, self._settings.max_payload)
         except TimeoutError:
+            if self.endpoints.loading(invocation.parameters):
+                raise model_not_ready(invocation.endpoint) from None
             raise model_timed_out(invocation.endpoint) from None
         except ContainerBroken as error:
             raise self._broken(invocation, error) from error
@@ -146,8 +150,14 @@ class Invoker:
         name = invocation.endpoint
         try:
             await self._readiness.check(name)
-            route = await self.endpoints.route(name, invocation.parameters)
-            async with self._container.request("POST", route.path, route.headers, invocation.body) as response:
+            async with contextlib.AsyncExitStack() as replies:
+                response = await replies.enter_async_context(await self._request(invocation))
+                if response.status_code == _NOT_FOUND and await self.endpoints.lost(invocation.parameters):
+                    # Unloaded by somebody else, or the container was started again; it has not seen the call.
+                    await replies.aclose()
+                    response = await replies.enter_async_context(await self._request(invocation))
+                if response.status_code == _UNAVAILABLE:
+                    self._readiness.lost()
                 if not response.is_success:
                     body = await read_up_to(response, _MAX_ERROR_BYTES)
                     text = None if body is None else body.decode(errors="replace")
@@ -164,6 +174,10 @@ class Invoker:
             raise service_unavailable(
                 f"Endpoint {name} has {self._settings.max_connections} calls under way and takes no more."
             ) from error
+
+    async def _request(self, invocation: Invocation) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
+        route = await self.endpoints.route(invocation.endpoint, invocation.parameters)
+        return self._container.request("POST", route.path, route.headers, invocation.body)
 
     def _broken(self, invocation: Invocation, error: ContainerBroken) -> RuntimeApiError:
         logger.warning("endpoint %s: the container broke a call off: %s", invocation.endpoint, error)

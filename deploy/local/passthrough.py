@@ -25,17 +25,17 @@ class Passthrough:
     def __init__(self, container: ContainerClient) -> None:
         self._container = container
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, path: str | None = None) -> None:
-        """Serve a request; `path` takes the place of its own.
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, raw_path: bytes | None = None) -> None:
+        """Serve a request; `raw_path` takes the place of its own.
 
         Raises:
             RuntimeApiError: ValidationError with status 413, the body is too large.
             ClientGone: the client went away while it sent it.
         """
         body = await read_body(dict(scope["headers"]), receive, MAX_BODY)
-        raw_path: bytes = scope["raw_path"] if path is None else path.encode()
+        path: bytes = scope["raw_path"] if raw_path is None else raw_path
         query: bytes = scope["query_string"]
-        target = (raw_path + b"?" + query if query else raw_path).decode("ascii", "replace")
+        target = (path + b"?" + query if query else path).decode("ascii", "replace")
         await unless_gone(receive, self._forward(scope, target, body, send))
 
     async def _forward(self, scope: Scope, target: str, body: bytes, send: Send) -> None:

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _PING_SECONDS = 2.0
 _REGISTER_SECONDS = 60.0
 _MAX_ANSWER = 65536
+_CONFLICT = 409
 _LOADING = frozenset({207, 503})
 """What containers answer while a model loads; any other failure is the model's own, and a call will show it."""
 
@@ -58,7 +59,7 @@ class Readiness:
                 self._in_service = True
 
     def lost(self) -> None:
-        """The container could not be reached: it may be starting again."""
+        """The container could not be reached, or serve: it may be starting again, and then has no adapters yet."""
         self._in_service = False
 
     async def _register(self, name: str, source: str) -> None:
@@ -74,7 +75,10 @@ class Readiness:
         except TimeoutError:
             logger.error("adapter %s: the container did not load it within %g s", name, _REGISTER_SECONDS)
             return
-        if response.is_success:
+        if response.status_code == _CONFLICT:
+            # As a rule it has the adapter from an earlier time; if not, calls for it show what else is wrong.
+            logger.info("adapter %s: %s", name, answer[:500].decode(errors="replace"))
+        elif response.is_success:
             logger.info("adapter %s is registered, from %s", name, source)
         else:
             logger.error(

@@ -71,6 +71,7 @@ class RuntimeApi:
         """End what runs in the background, and all connections."""
         if self._async is not None:
             await self._async.close()
+        await self._invoker.endpoints.close()
         await self._container.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:
@@ -84,7 +85,12 @@ class RuntimeApi:
         name, operation = found.groups()
         if operation.startswith(_OPENAI):
             self._invoker.endpoints.check_name(name)
-            await self._passthrough(scope, receive, send, f"/{operation}")
+            # As it was sent: what is escaped in it, such as the slash of a model's name, stays escaped.
+            raw_path: bytes = scope["raw_path"]
+            before = f"{PREFIX}{name}".encode()
+            if not raw_path.startswith(before + f"/{_OPENAI}".encode()):
+                raise unknown_operation(scope["method"], path)
+            await self._passthrough(scope, receive, send, raw_path.removeprefix(before))
             return
         api = _APIS.get(operation)
         if api is None or scope["method"] != "POST":

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from container.aliases import ALIASES, VLLM_PREFIX
+from container.option_parsers import TRUE
 from deploy.sagemaker import cuda, images, instances
 from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.naming import LONGEST_SAGEMAKER_NAME, adapter_component
 
-_SET_BY_DEPLOY = frozenset({"HF_MODEL_ID"})
+_HUB_ID = "HF_MODEL_ID"
+_SET_BY_DEPLOY = frozenset(
+    {_HUB_ID, f"{VLLM_PREFIX}MODEL", *(alias.variable for alias in ALIASES if alias.target == _HUB_ID)}
+)
+_GOES_BEFORE_IT = frozenset({"OPTION_MODEL_ID"})
+"""With a model from S3 it can name a directory below /opt/ml/model, as in LMI; else it is another model."""
+_LORA = ("OPTION_ENABLE_LORA", f"{VLLM_PREFIX}ENABLE_LORA")
 
 
 def problems_of(configuration: Configuration) -> list[str]:
@@ -30,7 +38,8 @@ def _source(configuration: Configuration) -> Iterator[str]:
             f'model is "{configuration.model}"; expected an s3:// location, as network_isolation keeps the container '
             "from reaching a hub"
         )
-    for name in _SET_BY_DEPLOY & configuration.env.keys():
+    unwanted = _SET_BY_DEPLOY if configuration.from_s3 else _SET_BY_DEPLOY | _GOES_BEFORE_IT
+    for name in sorted(unwanted & configuration.env.keys()):
         yield f"env.{name} is set; expected no such variable: the field model says which model it is"
     if configuration.accept_eula and not configuration.from_s3:
         yield "accept_eula is true; expected false for a model that does not come from S3"
@@ -80,6 +89,12 @@ def _components(configuration: Configuration) -> Iterator[str]:
     component = configuration.component
     if configuration.adapters and component is None:
         yield "adapters is set; expected a [component] table beside it: an adapter is a component on another"
+    on = any(configuration.env.get(name, "").strip().lower() in TRUE for name in _LORA)
+    if configuration.adapters and not on and not configuration.from_s3:
+        yield (
+            f"adapters is set; expected {_LORA[0]} = true in env beside it: without it, and with no serving.properties "
+            "beside the model, the container takes no adapters"
+        )
     for name, count in Counter(adapter.name for adapter in configuration.adapters).items():
         full = adapter_component(configuration.name, name)
         if count > 1:

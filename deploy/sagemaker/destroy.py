@@ -76,6 +76,9 @@ def destroy(
 
 
 def _is_ours(resource: Resource, found: Found, name: str, untagged: bool) -> bool:
+    if resource.kind is REPOSITORY:
+        # Its name is not the deployment's, and what it has is gone for every endpoint that pulls from it.
+        return found.belongs_to(name)
     # What has no tags is named after the deployment and hangs on something that has them.
     return untagged or resource.kind.tags is None or found.belongs_to(name)
 

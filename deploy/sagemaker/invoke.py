@@ -47,6 +47,7 @@ def invoke_stream(cloud: Cloud, endpoint: str, request: bytes, component: str | 
         botocore.exceptions.ClientError: the endpoint or the model refused.
     """
     from botocore.exceptions import EventStreamError
+    from urllib3.exceptions import HTTPError
 
     call = ApiCall(RUNTIME, "invoke_endpoint_with_response_stream", _parameters(endpoint, request, component))
     stream = cloud.call(call)["Body"]
@@ -56,6 +57,8 @@ def invoke_stream(cloud: Cloud, endpoint: str, request: bytes, component: str | 
                 yield bytes(event["PayloadPart"]["Bytes"])
     except EventStreamError as error:
         raise StreamBroken(str(error)) from error
+    except HTTPError as error:  # botocore lets it through while it reads a stream
+        raise StreamBroken(f"the connection broke: {error}") from error
     finally:
         stream.close()
 

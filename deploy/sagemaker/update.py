@@ -174,7 +174,8 @@ class _Update:
                 reason = now.reason or "the rollout failed, or one of its alarms rang"
                 raise NotInService(f"{endpoint.key} went back to {now.description['EndpointConfigName']}: {reason}")
         except KeyboardInterrupt:
-            raise Failed("interrupted; SageMaker goes on with the rollout", (), interrupted=True) from None
+            released = "; nothing scales it until `slipway update` has been run again" if scaling else ""
+            raise Failed(f"interrupted; SageMaker goes on with the rollout{released}", (), interrupted=True) from None
         except Exception as error:
             raise self._rolled_back(endpoint, scaling, error) from error
         self._changed.append(endpoint.key)

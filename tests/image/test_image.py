@@ -102,7 +102,8 @@ def test_the_image_says_what_it_is(engine: Engine, image: str) -> None:
     config = engine.config(image)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert config["Labels"]["org.opencontainers.image.version"] == version
-    assert config["Labels"]["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
+    for capability in ("accept-bind-to-port", "multi-models"):
+        assert config["Labels"][f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
     assert config["Entrypoint"] == ["tini", "--"]
     assert config["Cmd"] == ["serve"]
     assert "8080/tcp" in config["ExposedPorts"]

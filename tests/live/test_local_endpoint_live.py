@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,9 +24,11 @@ from huggingface_hub import InferenceClient
 from openai import OpenAI
 
 from tests.live.local_command import local_command
+from tests.live.lora import make_adapter
 from tests.live.server import Server, records, write_model
 
 ROOT = Path(__file__).parents[2]
+ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
 PROMPT = "The capital of France is"
 JSON = "application/json"
 NAME = "my-endpoint"
@@ -46,14 +49,25 @@ def environment(url: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def container(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes."""
+def container(
+    tmp_path_factory: pytest.TempPathFactory, sample_model: Path, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes.
+
+    The adapter `red` is in the model's directory, `blue` is registered by the local endpoint.
+    """
     directory = tmp_path_factory.mktemp("local")
+    model = write_model(directory / "model", rolling_batch="vllm", enable_lora="true", max_loras=2, **engine_options)
+    make_adapter(model / "adapters" / "red", sample_model, seed=1, scale=0.9)
+    blue = make_adapter(directory / "blue", sample_model, seed=2, scale=0.9)
     server = Server(
-        write_model(directory / "model", rolling_batch="vllm", **engine_options),
+        model,
         directory / "server.log",
         program=("deploy", "serve"),
-        arguments=("--local-endpoint", NAME, "--async-output", str(directory / "results")),
+        arguments=(
+            *("--local-endpoint", NAME, "--async-output", str(directory / "results")),
+            *("--adapter", "red", "--adapter", f"blue={blue}"),
+        ),
     )
     try:
         server.wait_until_ready()
@@ -63,10 +77,15 @@ def container(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str
 
 
 @pytest.fixture(scope="module")
-def in_front(container: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`slipway local --container`, before the same container."""
+def in_front(
+    container: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+) -> Iterator[str]:
+    """`slipway local --container`, before the same container, beside whose model it can have others loaded."""
     directory = tmp_path_factory.mktemp("in-front")
-    with local_command(directory, "--container", container.url, "--endpoint-name", NAME) as (url, _):
+    write_model(directory / "models" / "tgi", rolling_batch="vllm", tgi_compat="true", **engine_options)
+    shutil.copytree(ECHO, directory / "models" / "echo", ignore=shutil.ignore_patterns("__pycache__"))
+    arguments = ("--endpoint-name", NAME, "--adapter", "red", "--models-dir", str(directory / "models"))
+    with local_command(directory, "--container", container.url, *arguments) as (url, _):
         yield url
 
 
@@ -187,6 +206,89 @@ def _client_of(url: str) -> Any:
     return boto3.session.Session(
         aws_access_key_id="local", aws_secret_access_key="local", region_name="us-east-1"
     ).client("sagemaker-runtime", endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
+
+
+def test_an_adapter_is_an_inference_component(container: Server, runtime: Any) -> None:
+    own = invoke(runtime, document())
+    red = invoke(runtime, document(), InferenceComponentName="red")
+    by_body = container.client.post("/invocations", json=json.loads(document()) | {"adapters": "red"})
+    assert red == by_body.content != own
+    text = records(streamed(runtime, document(stream=True), InferenceComponentName="red").decode())[-1]
+    assert text["generated_text"] == json.loads(red)["generated_text"]
+
+
+def test_an_adapter_with_a_source_is_registered_before_the_first_call(container: Server) -> None:
+    with contextlib.closing(_client_of(container.url)) as client:
+        answers = [invoke(client, document(), InferenceComponentName=name) for name in ("red", "blue")]
+        assert len({*answers, invoke(client, document())}) == 3
+    adapters = container.client.get("/adapters").json()["adapters"]
+    assert sorted(adapter["name"] for adapter in adapters) == ["blue", "red"]
+
+
+def test_a_session_begins_goes_on_and_ends(runtime: Any) -> None:
+    def ask(session: str, body: str) -> Any:
+        answer = runtime.invoke_endpoint(EndpointName=NAME, ContentType=JSON, Body=body, SessionId=session)
+        with answer["Body"] as stream:
+            stream.read()
+        return answer
+
+    session, _, expires = ask("NEW_SESSION", '{"requestType": "NEW_SESSION"}')["NewSessionId"].partition("; Expires=")
+    assert expires.endswith("Z")
+    assert "NewSessionId" not in ask(session, document())
+    assert streamed(runtime, document(stream=True), SessionId=session)
+    assert ask(session, '{"requestType": "CLOSE"}')["ClosedSessionId"] == session
+    with pytest.raises(runtime.exceptions.ModelError) as closed:
+        ask(session, document())
+    assert 400 <= closed.value.response["OriginalStatusCode"] < 500
+
+
+def test_a_target_model_is_loaded_before_its_first_call(container: Server, in_front: str) -> None:
+    with contextlib.closing(_client_of(in_front)) as client:
+        answer = json.loads(invoke(client, document(details=True), TargetModel="tgi.tar.gz"))
+        assert answer[0]["details"]["generated_tokens"] == 5  # TGI's answer is a list
+        own = json.loads(invoke(client, document()))
+        assert own["generated_text"] == answer[0]["generated_text"]
+        (loaded,) = target_models(container)
+        named = invoke(client, document(details=True), CustomAttributes=f"model_name={loaded}")
+        assert json.loads(named)[0]["generated_text"] == answer[0]["generated_text"]
+        with pytest.raises(ClientError, match="Failed to download model data"):
+            invoke(client, document(), TargetModel="../model")
+    assert container.client.delete(f"/models/{loaded}").status_code == 200
+
+
+def test_a_target_model_that_was_unloaded_is_loaded_again(container: Server, in_front: str) -> None:
+    with contextlib.closing(_client_of(in_front)) as client:
+        for _ in range(2):
+            answer = client.invoke_endpoint(EndpointName=NAME, Body=b"x", TargetModel="echo")
+            with answer["Body"] as body:
+                assert body.read() == b"x"
+            (loaded,) = target_models(container)
+            assert container.client.delete(f"/models/{loaded}").status_code == 200
+
+
+def target_models(container: Server) -> list[str]:
+    """What the container has beside its own model."""
+    names = [model["modelName"] for model in container.client.get("/models").json()["models"]]
+    return [name for name in names if name != "model"]
+
+
+def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
+    def printed(*arguments: str) -> str:
+        finished = subprocess.run(
+            [sys.executable, "-m", "deploy", "invoke", NAME, "--prompt", PROMPT, "--max-new-tokens", "5", *arguments],
+            env=os.environ | environment(container.url),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
+
+    whole = json.loads(printed())["generated_text"]
+    assert printed("--stream").removesuffix("\n") == whole
+    assert json.loads(printed("--component", "red"))["generated_text"] != whole
+    assert json.loads(printed("--chat"))["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("example", ["local_boto3.py", "local_langchain.py", "local_litellm.py"])

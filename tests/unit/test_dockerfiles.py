@@ -90,7 +90,8 @@ def test_both_images_have_the_same_settings_and_labels_but_for_their_device() ->
     assert cpu.keys() == gpu.keys()
     differing = {label for label in cpu if cpu[label] != gpu[label]}
     assert differing == {"org.opencontainers.image.description"}
-    assert cpu["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
+    for capability in ("accept-bind-to-port", "multi-models"):
+        assert cpu[f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
     variables = [set(re.findall(r"(\w+)=", " ".join(arguments(file, "ENV")))) for file in DOCKERFILES]
     assert variables[1] - variables[0] == {"CUDA_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
     # The GPU image has a compiler.

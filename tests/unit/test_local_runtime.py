@@ -246,6 +246,54 @@ async def test_a_target_model_is_loaded_once_and_others_make_room(tmp_path: Path
     assert urls[0] == str(tmp_path / "models" / "a")
 
 
+async def test_a_target_model_that_somebody_else_unloaded_is_loaded_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    loaded: set[str] = set()
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = seen.line.split()[1]
+        if path == "/models":
+            loaded.add(json.loads(seen.body)["model_name"])
+        known = path == "/models" or path.split("/")[2] in loaded
+        writer.write(answer("404 Not Found" if not known or seen.body == b"nothing" else "200 OK"))
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, models_dir=tmp_path) as client:
+
+        async def status(body: bytes) -> int:
+            return (await client.post(INVOKE, content=body, headers={f"{X}target-model": "a"})).status_code
+
+        assert await status(b"{}") == 200
+        loaded.clear()
+        assert await status(b"{}") == 200
+        assert await status(b"nothing") == 424  # a 404 of the model's own
+    paths = [(seen.line.split()[0], seen.line.split()[1].count("/")) for seen in container.seen]
+    load, invoke, look = ("POST", 1), ("POST", 3), ("GET", 2)
+    assert paths == [load, invoke, invoke, look, load, invoke, invoke, look]
+
+
+async def test_a_target_model_that_loads_slowly_is_not_ready_and_then_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    go_on = asyncio.Event()
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if seen.line.startswith("POST /models "):
+            await go_on.wait()
+        writer.write(answer())
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, models_dir=tmp_path, answer_timeout=0.3) as client:
+
+        async def invoke() -> httpx.Response:
+            return await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": "a"})
+
+        for _ in range(2):
+            assert error_of(await invoke())[:2] == (429, "ModelNotReadyException")
+        go_on.set()
+        assert (await invoke()).status_code == 200
+    assert [seen.line.split()[1] == "/models" for seen in container.seen] == [True, False]
+
+
 async def test_payloads_have_a_limit_both_ways() -> None:
     container = ScriptedContainer(always(answer("200 OK", b"x" * 2000)))
     async with local_endpoint(container, max_payload=1000) as client:
@@ -276,6 +324,24 @@ async def test_a_model_that_is_loading_is_not_ready_and_then_it_is(ping: bytes) 
         assert container.seen == []
         container.ping = answer()
         assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+
+
+async def test_a_container_that_was_started_again_is_waited_for_and_gets_its_adapters() -> None:
+    statuses = iter(("200 OK", "200 OK", "503 Service Unavailable", "200 OK", "200 OK"))
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(next(statuses)))
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, adapters={"fr": "/adapters/fr"}) as client:
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 424
+        container.ping, serving = answer("503 Service Unavailable"), container.ping
+        assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (429, "ModelNotReadyException")
+        container.ping = serving
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+    paths = [seen.line.split()[1] for seen in container.seen]
+    assert paths == ["/adapters", "/invocations", "/invocations", "/adapters", "/invocations"]
 
 
 async def test_a_container_that_is_not_there_is_unavailable() -> None:
@@ -429,6 +495,17 @@ async def test_everything_else_passes_through_as_it_is() -> None:
     assert post.line == "POST /openai/v1/chat/completions?x=1 HTTP/1.1"
     assert "authorization" not in post.headers
     assert chat.status_code == 201
+
+
+async def test_what_is_escaped_in_a_path_stays_escaped() -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        for path in ("models/org%2Fmodel", "models/a%3Fb%20c"):
+            assert (await client.get(f"/endpoints/e/openai/v1/{path}")).status_code == 200
+        for path in ("/endpoints%2Fe/openai/v1/models", "/endpoints/e/openai%2Fv1%2Fmodels"):
+            assert (await client.get(path)).headers["x-amzn-errortype"] == "UnknownOperationException"
+    lines = [seen.line for seen in container.seen]
+    assert lines == [f"GET /openai/v1/models/{name} HTTP/1.1" for name in ("org%2Fmodel", "a%3Fb%20c")]
 
 
 async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"network_isolation": "yes"}, "expected true or false"),
     ({"network_isolation": True}, "as network_isolation keeps the container from reaching a hub"),
     ({"env": {"HF_MODEL_ID": "x/y"}}, "the field model says which model it is"),
+    *(
+        ({"env": {name: "x/y"}}, f"env.{name} is set; expected no such variable")
+        for name in ("MODEL_ID", "SM_VLLM_MODEL", "OPTION_MODEL_ID")
+    ),
     ({"env": {"1X": "x"}}, "env.1X"),
     ({"env": ["X"]}, "expected a table of at most 90 entries"),
     ({"tags": {"slipway:endpoint": "x"}}, "tags.slipway:endpoint"),
@@ -51,6 +55,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"autoscaling": {"min": 2, "max": 4, "target": 1}}, "instances is 1; expected a number from autoscaling.min"),
     ({"capacity": {"min": 0, "max": 2}}, "only inference components have it"),
     ({"adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}]}, "an adapter is a component on another"),
+    (
+        {
+            "component": {},
+            "env": {"OPTION_ENABLE_LORA": False},
+            "adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}],
+        },
+        "expected OPTION_ENABLE_LORA = true in env beside it",
+    ),
     ({"component": {"gpus": 2}}, "component.gpus is 2; expected at most 1, which ml.g6e.xlarge has"),
     ({"component": {}, "instance_type": "ml.g7.2xlarge"}, "component.gpus: missing; expected a number"),
     ({"component": {}, "async": {"output": "s3://b/"}}, "SageMaker has no asynchronous components"),
@@ -94,6 +106,13 @@ def test_a_wrong_credential_is_not_shown() -> None:
     with pytest.raises(ConfigurationError) as raised:
         read_configuration(_plain(env={"HF_TOKEN": ["hf_abcdefghijklmnop"]}))
     assert "abcdefghijklmnop" not in str(raised.value)
+
+
+def test_a_model_from_s3_may_name_its_directory_and_bring_its_own_settings() -> None:
+    adapters = [{"name": "a", "source": "s3://b/a.tar.gz"}]
+    env = {"OPTION_MODEL_ID": "/opt/ml/model/weights"}
+    read = read_configuration(_plain(model="s3://b/m/", component={}, adapters=adapters, env=env))
+    assert read.env["OPTION_MODEL_ID"] == "/opt/ml/model/weights"
 
 
 def test_options_go_before_the_file() -> None:

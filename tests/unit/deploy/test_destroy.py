@@ -72,6 +72,15 @@ def test_the_image_repository_stays_unless_told(cloud: MemoryCloud, around: Surr
     assert cloud.names == ["image repository slipway"]
 
 
+def test_an_image_repository_without_the_tag_stays_whatever_is_told(cloud: MemoryCloud, around: Surroundings) -> None:
+    Executor(around).deploy(planned("everything"))
+    for thing in cloud.things.values():
+        thing.tags.clear()
+    done = destroy(around, "my-llm", untagged=True, repository="slipway")
+    assert "image repository slipway" in cloud.names
+    assert done.foreign == ("image repository slipway",)
+
+
 def test_a_dry_run_removes_nothing_and_says_what_would_go(cloud: MemoryCloud, around: Surroundings) -> None:
     Executor(around).deploy(planned("adapters"))
     cloud.calls.clear()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +12,10 @@ from botocore.exceptions import EventStreamError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.local.event_stream import payload_part
 from deploy.sagemaker import invoke, logs
 from deploy.sagemaker.api_call import ApiCall
+from deploy.sagemaker.aws import AwsCloud
 from tests.unit.deploy.cloud import TurnedClock, error
 
 
@@ -69,6 +73,31 @@ def test_a_stream_that_breaks_says_so_after_what_came() -> None:
     assert next(pieces) == b"a"
     with pytest.raises(invoke.StreamBroken, match="out of time"):
         next(pieces)
+
+
+def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = payload_part(b"a")
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.amazon.eventstream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(head + b"%x\r\n%s\r\n" % (len(part), part))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for name, value in (
+            ("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{listener.getsockname()[1]}"),
+            ("AWS_ACCESS_KEY_ID", "local"),
+            ("AWS_SECRET_ACCESS_KEY", "local"),
+        ):
+            monkeypatch.setenv(name, value)
+        server = threading.Thread(target=answer, args=(listener,))
+        server.start()
+        pieces = invoke.invoke_stream(AwsCloud("eu-west-1"), "e", b"{}")
+        assert next(pieces) == b"a"
+        with pytest.raises(invoke.StreamBroken, match="the connection broke"):
+            next(pieces)
+        server.join(10)
 
 
 def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:

@@ -117,6 +117,25 @@ def test_another_instance_type_lets_go_of_the_scaling_and_takes_it_up_again(
     assert order == ["deregister_scalable_target", "update_endpoint", "register_scalable_target"]
 
 
+def test_an_interrupted_change_of_the_instance_type_says_that_nothing_scales(
+    cloud: MemoryCloud, around: Surroundings
+) -> None:
+    Executor(around).deploy(planned("real_time"))
+
+    def interrupt(call: ApiCall) -> None:
+        if call.operation == "update_endpoint":
+            raise KeyboardInterrupt
+
+    cloud.before = interrupt
+    with pytest.raises(Failed, match="nothing scales it until") as raised:
+        _update(around, "real_time", instance_type="ml.g6e.2xlarge")
+    assert raised.value.interrupted
+    assert not any("scalable target" in name for name in cloud.names)
+    cloud.before = lambda call: None
+    _update(around, "real_time", instance_type="ml.g6e.2xlarge")
+    assert any("scalable target" in name for name in cloud.names)
+
+
 def test_adapters_come_and_go(cloud: MemoryCloud, around: Surroundings) -> None:
     Executor(around).deploy(planned("adapters"))
     adapters = [
