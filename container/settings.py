@@ -219,7 +219,8 @@ def _given_model(sources: Sources, model: Mapping[str, Any]) -> GivenModel:
     directories = [sources.model_dir]
     if model.get("model_id") is not None and os.path.isdir(model["model_id"]):
         directories.append(Path(model["model_id"]))
-    return GivenModel(sources.given, sources.variables, tuple(dict.fromkeys(directories)))
+    fetched = tuple(remote.directory for remote in sources.remote_models.opened)
+    return GivenModel(sources.given, sources.variables, tuple(dict.fromkeys(directories)), fetched)
 
 
 def _server_fields(layer: dict[str, Value], found: Resolution) -> dict[str, Any]:
