@@ -124,14 +124,15 @@ class SettingsError(Exception):
 
 
 def load_settings(
-    model_dir: Path | str | None,
+    model_dir: Path | str | Value | None,
     environ: Mapping[str, str],
     command_line: Mapping[str, str] | None = None,
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
     """Read and check all settings of one model and of the server; of a model on S3, all but the weights are fetched.
 
-    `model_dir` is --model-dir, a directory or `s3://`; without it SERVING_MODEL_STORE counts, else /opt/ml/model.
+    `model_dir` is --model-dir, a directory or `s3://`, or a value that says where else it was given; without it
+    SERVING_MODEL_STORE counts, else /opt/ml/model.
     `command_line` holds server keys such as "port", "host", "model_name". `arguments`: keys of the model, such as
     "batch_size", that go before all other sources, as those of the management API do.
 

@@ -90,7 +90,7 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
 
 
 def further_settings(
-    directory: Path | str,
+    directory: Path | str | Value,
     name: str,
     environ: Mapping[str, str],
     command_line: Mapping[str, str],
@@ -136,7 +136,8 @@ def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str,
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, f"{value.source}: {text}") for key, part in given.items() if part}
         name = entry["name"] or location.name_of_url(entry["url"])
-        settings = further_settings(directory, name, environ, command_line, arguments)
+        place = Value(str(directory), f"{value.source}: {text}")
+        settings = further_settings(place, name, environ, command_line, arguments)
         yield StartupModel(settings, entry["url"], entry["version"] or None)
 
 
