@@ -233,8 +233,7 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
     ensure_home()
-    for model in startup.models:
-        os.environ.update(model.settings.exports)
+    os.environ.update(startup.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     import uvloop

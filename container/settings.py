@@ -113,6 +113,8 @@ class ServerReport:
     entries: tuple[SettingEntry, ...]
     warnings: tuple[str, ...]
     aliases: tuple[AppliedAlias, ...]
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """As those of `Settings`, for models that come later."""
 
 
 class SettingsError(Exception):
@@ -163,7 +165,7 @@ def load_settings(
         given,
         sources.remote_models.opened,
         sources.aliases,
-        _exports(sources),
+        _exports(sources.variables),
     )
 
 
@@ -176,12 +178,12 @@ def _warn_of_names(environ: Mapping[str, str], sources: Sources, model: Mapping[
         found.warnings.extend(likely_names.unknown_options(model["engine_arguments"], model["engine_argument_sources"]))
 
 
-def _exports(sources: Sources) -> dict[str, str]:
+def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
     """What the libraries read by themselves, where it was given under another name."""
     exports = {}
-    if (token := sources.variables.get("HF_TOKEN")) is not None:
+    if (token := variables.get("HF_TOKEN")) is not None:
         exports["HF_TOKEN"] = token.text.strip()
-    if is_offline(sources):
+    if is_offline(variables):
         exports["HF_HUB_OFFLINE"] = "1"
     return exports
 
@@ -202,7 +204,8 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
     read_secure_mode(variables, found.problems)
     if found.problems:
         raise SettingsError(tuple(dict.fromkeys(found.problems)))
-    return ServerReport(ServerSettings(**server), tuple(found.entries), tuple(dict.fromkeys(found.warnings)), applied)
+    warnings = tuple(dict.fromkeys(found.warnings))
+    return ServerReport(ServerSettings(**server), tuple(found.entries), warnings, applied, _exports(variables))
 
 
 def _declared_memory(sources: Sources, found: Resolution) -> DeclaredMemory:

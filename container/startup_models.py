@@ -53,6 +53,12 @@ class Startup:
     """Where the server's settings came from, if not from those of its one model."""
 
     @property
+    def exports(self) -> dict[str, str]:
+        """Environment variables that the libraries below are to see; also where a model is yet to come."""
+        given = [self.report.exports if self.report else {}, *(model.settings.exports for model in self.models)]
+        return {name: text for one in given for name, text in one.items()}
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Those of all settings, each once."""
         said = [*(self.report.warnings if self.report else ()), *(w for m in self.models for w in m.settings.warnings)]

@@ -168,6 +168,7 @@ async def test_a_model_may_be_loaded_in_the_background_and_ping_stays_ready() ->
         assert (answer.status_code, answer.json()) == (202, {"status": 'Model "b" registration scheduled.'})
         ping = await api.client.get("/ping")
         assert (ping.status_code, ping.json()["b"]) == (200, {"status": "PENDING"})
+        assert "\nslipway_ready 1.0\n" in (await api.client.get("/metrics")).text
         assert error(await api.client.post("/models/b/invoke"))[:2] == (503, "ServiceUnavailableException")
         assert error(await api.client.put("/models/b?max_worker=1"))[:2] == (503, "ServiceUnavailableException")
         for _ in range(600):

@@ -10,7 +10,9 @@ import pytest
 
 from container import server
 from container.lifecycle import State
-from container.settings import ServerSettings, Settings
+from container.models import Model
+from container.settings import ServerSettings
+from container.startup_models import Startup
 from handlers.model_settings import ModelSettings
 
 
@@ -21,6 +23,7 @@ class Stalled:
     reason = ""
     stalled = "the engine is stalled"
     drained = False
+    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
 
     async def drain(self, limit: float) -> None:
         self.drained = True
@@ -29,16 +32,15 @@ class Stalled:
 async def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int | None:
     """The exit code, None where the process goes on."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
-    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
-    process = server.Process(Settings(ServerSettings(**settings), model))
+    process = server.Process(Startup(ServerSettings(**settings), ()))
     lifecycle: Any = Stalled()
-    process._lifecycle = lifecycle
+    process._models.add(Model(lifecycle, "."))
     try:
-        await asyncio.wait_for(process._watch_engine(), 0.2)
+        await asyncio.wait_for(process._watch_engines(), 0.2)
     except TimeoutError:
         return None
     assert lifecycle.drained
-    assert process._server.should_exit
+    assert all(listener.server.should_exit for listener in process._listeners)
     return process._exit_code
 
 

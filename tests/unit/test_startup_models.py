@@ -80,7 +80,9 @@ def test_the_command_lines_directory_goes_before_a_list(tmp_path: Path) -> None:
 
 def test_no_models_but_those_that_are_loaded_later(tmp_path: Path) -> None:
     assert load_startup(None, {"SERVING_LOAD_MODELS": "none"}, {}).models == ()
-    startup = load_startup(tmp_path, {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODEL_ID": "a/b"}, {"port": "90"})
+    environ = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODEL_ID": "a/b", "DJL_OFFLINE": "true", "HF_API_TOKEN": "hf_x"}
+    startup = load_startup(tmp_path, environ, {"port": "90"})
+    assert startup.exports == {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_x"}
     assert (startup.models, startup.server.multi_model, startup.server.port) == ((), True, 90)
     assert "fail_fast" in problem(None, {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_FAIL_FAST": "maybe"})
 
