@@ -28,8 +28,9 @@ $(VENV)/.installed-%: requirements/%.txt pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
-run: install ## Serve the sample model on port 8080 (PORT=...)
-	HF_MODEL_ID="$$($(BIN)/slipway sample-model)" $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT)
+run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
+	HF_MODEL_ID="$$($(BIN)/slipway sample-model)" $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT) \
+		--local-endpoint my-endpoint
 
 test: lint unit live ## Everything that CI runs
 

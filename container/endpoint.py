@@ -113,7 +113,7 @@ class Endpoint:
         # A client that went away before the end is counted as proxies do.
         status = writer.status if writer.finished else CLIENT_GONE
         site.counts.count(self._route, status, seconds)
-        if site.error_rates.limited and not site.models.starting:  # before that, refusals are no errors
+        if site.error_rates.limited and site.models.loaded:  # before that, refusals are no errors
             site.error_rates.count(status)
         log_request(scope, identity, status, seconds, writer.bytes_sent)
 

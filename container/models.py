@@ -190,6 +190,11 @@ class Models:
             del self._models[model.name, model.version]
 
     @property
+    def loaded(self) -> bool:
+        """A model has come so far that it may be asked."""
+        return any(model.lifecycle.service is not None for model in self)
+
+    @property
     def starting(self) -> bool:
         """A model that belongs to the server's start is not loaded yet."""
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)

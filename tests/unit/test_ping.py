@@ -12,6 +12,7 @@ import pytest
 from container.error_rates import ErrorRates
 from container.health import ping
 from container.lifecycle import State
+from container.models import Model, Models
 from container.settings import ServerSettings
 from handlers.model_settings import ModelSettings
 
@@ -30,8 +31,12 @@ class Life:
     model: ModelSettings = MODEL
 
 
+def models(*lives: Any) -> Models:
+    return Models(Model(life, "") for life in lives)
+
+
 def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple[int, dict[str, str]]:
-    reply = ping(life, ServerSettings(**settings), rates or ErrorRates({}, frozenset()))  # type: ignore[arg-type]
+    reply = ping(models(life), ServerSettings(**settings), rates or ErrorRates({}, frozenset()))
     return reply.status, json.loads(reply.body)["m"]
 
 
@@ -55,8 +60,7 @@ def test_each_state_has_its_status_and_text(
 
 
 def test_the_bytes_are_lmis() -> None:
-    life: Any = Life()
-    reply = ping(life, ServerSettings(), ErrorRates({}, frozenset()))
+    reply = ping(models(Life()), ServerSettings(), ErrorRates({}, frozenset()))
     assert reply.body == b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n'
 
 
@@ -66,3 +70,13 @@ def test_too_many_errors_go_before_everything_else() -> None:
     reason = "more than 0 errors in 60 s (error_rate_any)"
     assert asked(Life(), rates) == (503, {"status": "Healthy", "reason": reason})
     assert asked(Life(State.FAILED, reason="dead"), rates) == (503, {"status": "FAILED", "reason": "dead"})
+
+
+def test_one_model_that_is_not_well_makes_the_server_unhealthy_and_its_entry_alone_says_so() -> None:
+    other = ModelSettings(name="other", model_dir=Path("."), model_id="m")
+    reply = ping(models(Life(), Life(stalled=STALLED, model=other)), ServerSettings(), ErrorRates({}, frozenset()))
+    assert reply.status == 500
+    assert json.loads(reply.body) == {
+        "m": {"status": "Healthy"},
+        "other": {"status": "Unhealthy", "reason": STALLED},
+    }

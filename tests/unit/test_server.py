@@ -10,7 +10,7 @@ import pytest
 
 from container import server
 from container.lifecycle import State
-from container.models import Model
+from container.models import Models
 from container.settings import ServerSettings
 from container.startup_models import Startup
 from handlers.model_settings import ModelSettings
@@ -21,9 +21,10 @@ class Stalled:
 
     state = State.READY
     reason = ""
+    open_calls = 0
+    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
     stalled = "the engine is stalled"
     drained = False
-    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
 
     async def drain(self, limit: float) -> None:
         self.drained = True
@@ -32,9 +33,9 @@ class Stalled:
 async def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int | None:
     """The exit code, None where the process goes on."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
-    process = server.Process(Startup(ServerSettings(**settings), ()))
     lifecycle: Any = Stalled()
-    process._models.add(Model(lifecycle, "."))
+    process = server.Process(Startup(ServerSettings(**settings), ()))
+    process._models = Models.of(lifecycle)
     try:
         await asyncio.wait_for(process._watch_engines(), 0.2)
     except TimeoutError:
