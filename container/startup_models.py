@@ -92,7 +92,10 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
         listing = ", ".join(directory.name for directory in directories)
         raise SettingsError((f"model_name is {quoted('', name)}, but there are several models ({listing})",))
     models = [_model(directory, name, environ, command_line) for directory in directories]
-    return _several(environ, command_line, [*models, *_from_hub(variables, environ, command_line)])
+    hub = variables.get("HF_MODEL_ID")
+    if hub is None or not location.is_store_of(hub.text, directories):
+        models += _from_hub(variables, environ, command_line)
+    return _several(environ, command_line, models)
 
 
 def further_settings(
@@ -151,6 +154,8 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     """Whether HF_MODEL_ID names a model beside the one that the directory holds (contracts/lmi.md 2.6)."""
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not directories or "OPTION_MODEL_ID" in variables:
+        return False
+    if location.is_store_of(hub.text, directories):
         return False
     (directory,) = directories
     own = read_properties(directory / FILE_NAME).values.get("option.model_id")

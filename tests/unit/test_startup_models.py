@@ -127,3 +127,15 @@ def test_a_file_url_may_have_escapes(tmp_path: Path) -> None:
     (tmp_path / "a b").mkdir()
     assert model_place(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
     assert model_place(f"{tmp_path}/a b/") == tmp_path / "a b"
+
+
+@pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL"])
+def test_the_store_itself_is_no_further_model(tmp_path: Path, variable: str) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    model(one / "archived")
+    startup = load_startup(one, {variable: f"{one}/"}, {})
+    assert names(startup) == ["archived"]
+    assert startup.models[0].settings.model.model_id == str(one / "archived")
+    model(two / "a")
+    model(two / "b")
+    assert names(load_startup(two, {variable: str(two)}, {})) == ["a", "b"]
