@@ -127,8 +127,10 @@ def model_of(models: Models, family: Family, names: Mapping[str, str], body: byt
     if "model" in names:
         return models.choose(names["model"])
     name = _named_in(body) if family.body_names_model else ""
-    found = next((model for model in models if name in _names(model)), None)
-    return models.choose(found.name) if found is not None else models.startup()
+    found = [model for model in models if name in _names(model)]
+    if len(found) == 1:
+        return found[0]  # of several versions, the one that has the adapter
+    return models.choose(found[0].name) if found else models.startup()
 
 
 def _names(model: Model) -> set[str]:

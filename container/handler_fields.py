@@ -53,7 +53,7 @@ def package_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
     """How the packages of `requirements.txt` are installed (lmi.md 2.15; sagemaker_hosting.md 10)."""
     arguments = sources.variables.get("STANDARD_PIP_ARGS")
     wanted = sources.variables.get("STANDARD_AUTO_INSTALL_REQ")
-    fields: dict[str, Any] = {"offline": is_offline(sources), "pip_arguments": ()}
+    fields: dict[str, Any] = {"offline": is_offline(sources.variables), "pip_arguments": ()}
     fields["install_requirements"] = wanted is None or wanted.text.strip().lower() not in FALSE
     if arguments is not None:
         try:
@@ -66,9 +66,9 @@ def package_fields(sources: Sources, found: Resolution) -> dict[str, Any]:
     return fields
 
 
-def is_offline(sources: Sources) -> bool:
+def is_offline(variables: Mapping[str, Value]) -> bool:
     """Whether packages are to be installed without an index (lmi.md 2.15)."""
-    offline = sources.variables.get("DJL_OFFLINE")
+    offline = variables.get("DJL_OFFLINE")
     return offline is not None and offline.text.strip().lower() in TRUE
 
 

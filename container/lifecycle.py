@@ -47,6 +47,7 @@ class Lifecycle:
         self.service: Service | None = None
         """None until the model is loaded."""
         self._stall: StallWatch | None = None
+        self._fetched = False
         self._state, self._failure = State.STARTING, ""
         self._started_at = time.time()
         self.open_calls = 0
@@ -96,16 +97,19 @@ class Lifecycle:
                 model_aliases=self._server.model_aliases,
                 adapter_faults=partial(check_adapter, self._secure_mode) if self._secure_mode is not None else None,
             )
-            await fetch_weights(self.remote_models, self.model.model_loading_timeout)
-            await self._check_fetched()
+            await self.fetch()
             self.service = await load_service(self.model, limits)
             if self.service.engine is not None:
                 await _warm_up(self.service.engine)
             self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
         except BaseException as error:
-            self._state, self._failure = State.FAILED, str(error)
-            if self.service is not None:
-                await self.service.stop()
+            try:
+                if self.service is not None:
+                    await self.service.stop()
+            finally:
+                # Not before: whoever loads the model takes it off the lists then, and /ping is not to see it meanwhile.
+                if self._state is State.STARTING:
+                    self._state, self._failure = State.FAILED, str(error)
             raise
         # What exists now lives as long as the process; the collector need not look at it again.
         gc.collect()
@@ -114,6 +118,18 @@ class Lifecycle:
         if self._state is State.STARTING:
             self._state = State.READY
             logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)
+
+    async def fetch(self) -> None:
+        """Have the weights here that are on S3. `start` does so as well, unless it is done.
+
+        Raises:
+            EngineStartError: it is not possible, or the secure mode refuses what has come.
+        """
+        if self._fetched:
+            return
+        await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+        await self._check_fetched()
+        self._fetched = True
 
     async def _check_fetched(self) -> None:
         """The secure mode once more: what it looks for may have come with the weights."""

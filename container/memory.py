@@ -91,8 +91,19 @@ def _main_memory() -> Free:
     free, total = int(memory.available), int(memory.total)
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None and limit < total:
-        free, total = min(free, max(limit - used, 0)), limit
+        free, total = min(free, max(limit - used + _reclaimable(), 0)), limit
     return Free(free, total, gpu=False)
+
+
+def _reclaimable() -> int:
+    """Bytes of the control group that are pages of files, such as weights that were read or downloaded: the kernel
+    drops them where memory is needed, so that they are in the way of nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_CGROUP / "memory.stat").read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "inactive_file":
+                return int(number)
+    return 0
 
 
 def _number(path: Path) -> int | None:

@@ -87,7 +87,9 @@ class Metrics(Collector):
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in self._models)
+        # As with /ping, a model that comes later leaves it as it is until it is there.
+        counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
+        ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
         if remote := [weights for model in self._models for weights in model.lifecycle.remote_models]:
             there, total = sum(m.progress.bytes for m in remote), sum(m.progress.total_bytes for m in remote)

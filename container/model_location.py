@@ -68,6 +68,13 @@ def _descend(path: Path) -> tuple[Path, ...]:
     return tuple(models) if len(models) > 1 or len(models) == len(names) == 1 else (path,)
 
 
+def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
+    """Whether `text` is the directory that these models are in: HF_MODEL_ID may well be /opt/ml/model, which then names
+    no further model (contracts/lmi.md 2.6)."""
+    path = Path(os.path.abspath(text.strip()))
+    return os.path.isdir(path) and path not in directories and _descend(path) == directories
+
+
 def is_model_dir(path: Path) -> bool:
     """Whether there is a model, settings or code of one."""
     return any(os.path.isfile(path / mark) for mark in _MARKS)

@@ -24,6 +24,8 @@ def set_model(sources: Sources, fields: dict[str, Any], found: Resolution, *, re
         fields["model_id"] = found.take(_MODEL_ID, sources.model, sources.variables)
     given = sources.model.get("option.model_id")
     variable = sources.variables.get("HF_MODEL_ID")
+    if given is None and variable is not None and location.is_store_of(variable.text, (sources.model_dir,)):
+        variable = None  # the same model, by the directory around it
     by_variable = given is None and variable is not None
     if given is not None and variable is not None and not _same_or_opened(given.text, variable.text, sources):
         found.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")

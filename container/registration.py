@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,7 +17,9 @@ from container.model_url import model_place
 from container.models import AlreadyRegistered, Model, Models
 from container.properties import Value
 from container.settings import ServerSettings, Settings
+from container.sources.remote_model import SETTINGS_SECONDS
 from container.startup_models import StartupModel, further_settings
+from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import NotReady, Overloaded
 
@@ -26,7 +28,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_LOADS = 100
-"""Models that may wait to be loaded; one is loaded at a time, as each measures what memory is free."""
+"""Models that may wait to be loaded; one is loaded at a time, as each measures what memory is free. Downloads go on
+beside."""
+_READ_SECONDS = SETTINGS_SECONDS + 60.0
+"""That reading the settings of a model may take; those of one on S3 are fetched."""
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|No available memory for the cache blocks|larger than the available KV cache memory"
     r"|less than desired GPU memory utilization|Cannot allocate memory|MemoryError|core proc\(s\): \{[^}]*: -9\b",
@@ -60,11 +65,15 @@ class Registrar:
         environ: Mapping[str, str],
         command_line: Mapping[str, str] | None = None,
         free: Callable[[], Free] = free_memory,
+        said: Iterable[str] = (),
     ) -> None:
+        """`said`: warnings of settings that are in the log already."""
         self._models, self._server = models, server
         self._environ, self._command_line, self._free = environ, command_line or {}, free
+        self._said = set(said)
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[Model, asyncio.Task[None]] = {}
+        self._reads: set[asyncio.Future[Settings]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """Registrations that are still being read, and unloads."""
 
@@ -93,6 +102,7 @@ class Registrar:
             UrlNotFound: there is no model at the url.
             AlreadyRegistered: there is one with this name and version.
             SettingsError: its settings are wrong, or refused by the secure mode.
+            LoadFailed: its settings cannot be read in time.
             NotReady: the server is stopping.
             Overloaded: too many models wait to be loaded.
         """
@@ -109,8 +119,9 @@ class Registrar:
         name = order.name or name_of_url(order.url)
         if any((known.name, known.version) == (name, order.version) for known in self._models):
             raise AlreadyRegistered(f"Model {name} is already registered.")
-        settings = await asyncio.to_thread(self._settings, name, order)
+        settings = await self._read(name, order)
         self._check_running()
+        self._warn(name, settings)
         model = as_model(StartupModel(settings, order.url, order.version), at_startup=False)
         self._models.add(model)
         task = asyncio.create_task(self._load(model, settings))
@@ -148,22 +159,48 @@ class Registrar:
         return min_workers, max_workers
 
     async def stop(self) -> None:
-        """Give up what is being loaded, and wait for what is being unloaded."""
+        """Give up what is being read or loaded, and wait for what is being unloaded."""
         while self._loads or self._tasks:
+            for read in self._reads:
+                read.cancel()
             for task in self._loads.values():
                 task.cancel()
             await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # their ends are noted by callbacks
 
+    async def _read(self, name: str, order: Order) -> Settings:
+        """In a thread that nobody waits for when the server stops: S3 may take minutes to answer."""
+        read = asyncio.ensure_future(in_daemon_thread(lambda: self._settings(name, order)))
+        self._reads.add(read)
+        try:
+            return await asyncio.wait_for(read, _READ_SECONDS)
+        except TimeoutError:
+            raise LoadFailed(f"the settings of model {name} were not read within {_READ_SECONDS:g} s") from None
+        except asyncio.CancelledError:
+            raise NotReady("the server is stopping") from None
+        finally:
+            self._reads.discard(read)
+
     def _settings(self, name: str, order: Order) -> Settings:
-        directory = model_place(order.url)
+        place = Value(str(model_place(order.url)), "POST /models: url")
         arguments = {key: Value(text, "POST /models") for key, text in order.arguments.items()}
-        return further_settings(directory, name, self._environ, self._command_line, arguments)
+        return further_settings(place, name, self._environ, self._command_line, arguments)
+
+    def _warn(self, name: str, settings: Settings) -> None:
+        """Each warning once: those about the environment are the same for every model."""
+        for warning in settings.warnings:
+            if warning not in self._said:
+                self._said.add(warning)
+                logger.warning("model %s: %s", name, warning)
+
+    def _check_room(self, settings: Settings) -> None:
+        check_room(settings, self._free())
 
     async def _load(self, model: Model, settings: Settings) -> None:
         try:
+            await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
             async with self._one_at_a_time:
-                check_room(settings, await asyncio.to_thread(self._free))
+                await asyncio.to_thread(self._check_room, settings)
                 await model.lifecycle.start()
         except (OutOfMemory, EngineStartError) as error:
             self._models.remove(model)
@@ -176,6 +213,8 @@ class Registrar:
             raise LoadFailed(f"model {model.name} cannot be loaded: internal error; the log has more") from error
         except asyncio.CancelledError:
             self._models.remove(model)
+            if self._models.draining:
+                raise NotReady("the server is stopping") from None
             raise LoadFailed(f"model {model.name} was unregistered while it was loaded") from None
 
     def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:

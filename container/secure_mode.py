@@ -53,6 +53,8 @@ class GivenModel:
     variables: Mapping[str, Value]
     directories: tuple[Path, ...]
     """The model directory, and that of the weights if it is another."""
+    fetched: tuple[Path, ...] = ()
+    """Directories of models that were fetched from S3, which no channel can hold."""
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
@@ -82,7 +84,7 @@ def check_model(mode: SecureMode, model: GivenModel) -> list[str]:
         found += _requirements(model.directories)
     if REMOTE_CODE in mode.controls:
         found += _remote_code(model)
-    channels = mode.channels or model.directories
+    channels = tuple(dict.fromkeys((*(mode.channels or model.directories), *model.fetched)))
     if PICKLES in mode.controls:
         found += _pickles(channels)
     if CHAT_TEMPLATE in mode.controls:

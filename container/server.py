@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -37,6 +38,8 @@ _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0
 """How long a model that failed to load can be asked for its reason."""
+_EXIT_SECONDS = 3.0
+"""How long threads that nobody waits for any more may keep the process from ending."""
 
 
 class _Server(uvicorn.Server):
@@ -93,13 +96,15 @@ class Process:
         self._mounts = mounts
         self._models = Models(as_model(model, at_startup=True) for model in startup.models)
         line = {key: str(value) for key, value in (("host", startup.server.host), ("port", startup.server.port))}
-        self._registrar = Registrar(self._models, startup.server, os.environ, line)
+        self._registrar = Registrar(self._models, startup.server, os.environ, line, said=startup.warnings)
         applications = create_app(self._models, startup.server, self._registrar, mounts)
         self._listeners = [_Listener(applications.main, startup.server.host, startup.server.port)]
         if applications.management is not None and startup.server.management_address is not None:
             address = Address.parse(Value(startup.server.management_address, ""))
             self._listeners.append(_Listener(applications.management, address.host, int(address.port)))
         self._exit_code = EXIT_OK
+        self._unfinished = False
+        """An engine was still being started when it was given up."""
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -116,12 +121,12 @@ class Process:
         loading.cancel()
         if self._stopping is not None:
             await self._stopping
-        unfinished = self._exit_code == EXIT_FAILED_TO_START or self._registrar.loading
+        self._unfinished |= self._exit_code == EXIT_FAILED_TO_START or self._registrar.loading
         await self._registrar.stop()
         if self._exit_code != EXIT_FAILED_TO_START:
             await self._models.stop()
-        if unfinished:
-            _kill_children()  # an engine that was still being started
+        if self._unfinished:
+            _kill_children()
         return self._exit_code
 
     async def _load(self) -> None:
@@ -174,7 +179,10 @@ class Process:
 
     async def _drain(self) -> None:
         try:
-            await self._models.drain(self._settings.drain_timeout)
+            self._models.draining = True
+            self._unfinished = self._registrar.loading
+            # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for.
+            await asyncio.gather(self._registrar.stop(), self._models.drain(self._settings.drain_timeout))
             await self._models.stop()
             logger.info("drained")
         finally:
@@ -199,6 +207,18 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+async def _run(process: Process) -> int:
+    """`process.run`, after which the process ends soon, whatever its threads do.
+
+    The interpreter joins the threads of all executors, and one may hang in a model's code or in a session's file.
+    """
+    code = await process.run()
+    last = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+    last.daemon = True
+    last.start()
+    return code
+
+
 def _kill_children() -> None:
     """While a model loads, the engine's processes are children that nobody else can stop."""
     for child in psutil.Process().children(recursive=True):
@@ -213,8 +233,7 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
     ensure_home()
-    for model in startup.models:
-        os.environ.update(model.settings.exports)
+    os.environ.update(startup.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     import uvloop
@@ -222,4 +241,4 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
         # LMI runs a model's code in its directory, and the code may read files from there.
         os.chdir(only.model_dir)
-    return uvloop.run(Process(startup, mounts).run())
+    return uvloop.run(_run(Process(startup, mounts)))

@@ -46,7 +46,7 @@ class Sources:
 
 
 def read_sources(
-    model_dir: Path | str | None,
+    model_dir: Path | str | Value | None,
     environ: Mapping[str, str],
     command_line: Mapping[str, str],
     found: Resolution,
@@ -109,20 +109,22 @@ def _expand(layer: dict[str, Value], found: Resolution) -> None:
 
 
 def _model_dir(
-    given: Path | str | None,
+    given: Path | str | Value | None,
     store: Value | None,
     variables: Mapping[str, Value],
     remote: RemoteModels,
     found: Resolution,
 ) -> Path:
-    place = Value(str(given), "command line: --model-dir") if given is not None else store
+    if isinstance(given, Path | str):
+        given = Value(str(given), "command line: --model-dir")
+    place = given or store
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, found)
     try:
-        directory = location.find_model_dir(given, store)
+        directory = location.find_model_dir(given.text if given is not None else None, store)
     except location.ModelNotFound as error:
         found.problems.append(str(error))
-        return Path(given) if given is not None else location.DEFAULT_MODEL_DIR
+        return Path(given.text) if given is not None else location.DEFAULT_MODEL_DIR
     named = variables.get("HF_MODEL_ID")
     if named is not None and is_s3(named.text) and _is_its_own(directory, variables):
         return _remote_dir("HF_MODEL_ID", named, remote, found)

@@ -113,6 +113,8 @@ class ServerReport:
     entries: tuple[SettingEntry, ...]
     warnings: tuple[str, ...]
     aliases: tuple[AppliedAlias, ...]
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """As those of `Settings`, for models that come later."""
 
 
 class SettingsError(Exception):
@@ -124,14 +126,15 @@ class SettingsError(Exception):
 
 
 def load_settings(
-    model_dir: Path | str | None,
+    model_dir: Path | str | Value | None,
     environ: Mapping[str, str],
     command_line: Mapping[str, str] | None = None,
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
     """Read and check all settings of one model and of the server; of a model on S3, all but the weights are fetched.
 
-    `model_dir` is --model-dir, a directory or `s3://`; without it SERVING_MODEL_STORE counts, else /opt/ml/model.
+    `model_dir` is --model-dir, a directory or `s3://`, or a value that says where else it was given; without it
+    SERVING_MODEL_STORE counts, else /opt/ml/model.
     `command_line` holds server keys such as "port", "host", "model_name". `arguments`: keys of the model, such as
     "batch_size", that go before all other sources, as those of the management API do.
 
@@ -162,7 +165,7 @@ def load_settings(
         given,
         sources.remote_models.opened,
         sources.aliases,
-        _exports(sources),
+        _exports(sources.variables),
     )
 
 
@@ -175,12 +178,12 @@ def _warn_of_names(environ: Mapping[str, str], sources: Sources, model: Mapping[
         found.warnings.extend(likely_names.unknown_options(model["engine_arguments"], model["engine_argument_sources"]))
 
 
-def _exports(sources: Sources) -> dict[str, str]:
+def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
     """What the libraries read by themselves, where it was given under another name."""
     exports = {}
-    if (token := sources.variables.get("HF_TOKEN")) is not None:
+    if (token := variables.get("HF_TOKEN")) is not None:
         exports["HF_TOKEN"] = token.text.strip()
-    if is_offline(sources):
+    if is_offline(variables):
         exports["HF_HUB_OFFLINE"] = "1"
     return exports
 
@@ -201,7 +204,8 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
     read_secure_mode(variables, found.problems)
     if found.problems:
         raise SettingsError(tuple(dict.fromkeys(found.problems)))
-    return ServerReport(ServerSettings(**server), tuple(found.entries), tuple(dict.fromkeys(found.warnings)), applied)
+    warnings = tuple(dict.fromkeys(found.warnings))
+    return ServerReport(ServerSettings(**server), tuple(found.entries), warnings, applied, _exports(variables))
 
 
 def _declared_memory(sources: Sources, found: Resolution) -> DeclaredMemory:
@@ -219,7 +223,8 @@ def _given_model(sources: Sources, model: Mapping[str, Any]) -> GivenModel:
     directories = [sources.model_dir]
     if model.get("model_id") is not None and os.path.isdir(model["model_id"]):
         directories.append(Path(model["model_id"]))
-    return GivenModel(sources.given, sources.variables, tuple(dict.fromkeys(directories)))
+    fetched = tuple(remote.directory for remote in sources.remote_models.opened)
+    return GivenModel(sources.given, sources.variables, tuple(dict.fromkeys(directories)), fetched)
 
 
 def _server_fields(layer: dict[str, Value], found: Resolution) -> dict[str, Any]:

@@ -53,6 +53,12 @@ class Startup:
     """Where the server's settings came from, if not from those of its one model."""
 
     @property
+    def exports(self) -> dict[str, str]:
+        """Environment variables that the libraries below are to see; also where a model is yet to come."""
+        given = [self.report.exports if self.report else {}, *(model.settings.exports for model in self.models)]
+        return {name: text for one in given for name, text in one.items()}
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Those of all settings, each once."""
         said = [*(self.report.warnings if self.report else ()), *(w for m in self.models for w in m.settings.warnings)]
@@ -86,11 +92,14 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
         listing = ", ".join(directory.name for directory in directories)
         raise SettingsError((f"model_name is {quoted('', name)}, but there are several models ({listing})",))
     models = [_model(directory, name, environ, command_line) for directory in directories]
-    return _several(environ, command_line, [*models, *_from_hub(variables, environ, command_line)])
+    hub = variables.get("HF_MODEL_ID")
+    if hub is None or not location.is_store_of(hub.text, directories):
+        models += _from_hub(variables, environ, command_line)
+    return _several(environ, command_line, models)
 
 
 def further_settings(
-    directory: Path | str,
+    directory: Path | str | Value,
     name: str,
     environ: Mapping[str, str],
     command_line: Mapping[str, str],
@@ -136,7 +145,8 @@ def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str,
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, f"{value.source}: {text}") for key, part in given.items() if part}
         name = entry["name"] or location.name_of_url(entry["url"])
-        settings = further_settings(directory, name, environ, command_line, arguments)
+        place = Value(str(directory), f"{value.source}: {text}")
+        settings = further_settings(place, name, environ, command_line, arguments)
         yield StartupModel(settings, entry["url"], entry["version"] or None)
 
 
@@ -144,6 +154,8 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     """Whether HF_MODEL_ID names a model beside the one that the directory holds (contracts/lmi.md 2.6)."""
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not directories or "OPTION_MODEL_ID" in variables:
+        return False
+    if location.is_store_of(hub.text, directories):
         return False
     (directory,) = directories
     own = read_properties(directory / FILE_NAME).values.get("option.model_id")

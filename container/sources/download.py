@@ -199,9 +199,10 @@ class _Download:
         finally:
             with self._finishing:
                 self._over.set()
+            # Also where it has failed: nothing goes on with halves, and they may be all that fills the disk.
+            shutil.rmtree(self._partial, ignore_errors=True)
         if self._errors:
             raise self._explained(self._errors[0])
-        shutil.rmtree(self._partial, ignore_errors=True)
 
     def _wait_for(self, thread: threading.Thread, deadline: float, seconds: float) -> None:
         while thread.is_alive():
@@ -236,6 +237,8 @@ class _Download:
             except Exception as error:
                 if attempt == _ATTEMPTS or _is_disks(error) or not may_pass(error):
                     raise
+                if self._over.is_set():
+                    return
                 failure = error
             pause = min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
             logger.warning(

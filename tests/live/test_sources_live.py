@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -144,6 +147,38 @@ def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
             started = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - started < 3
+        finally:
+            server.stop()
+
+
+def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path: Path) -> None:
+    """S3 that does not answer, and a `model.py` that does not come to its end as it is imported in the server."""
+    (tmp_path / "model.py").write_text(
+        "import time\nfrom djl_python.output_formatter import output_formatter\n"
+        "@output_formatter\ndef write(output): return ''\ntime.sleep(600)\n"
+    )
+    (tmp_path / "serving.properties").write_text("option.model_id=org/name\n")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = CREDENTIALS | {"SAGEMAKER_MULTI_MODEL": "true", "AWS_ENDPOINT_URL_S3": address}
+        server = Server(None, tmp_path / "server.log", environment, name=None)
+        try:
+            server.wait_until_ready()
+            with ThreadPoolExecutor() as threads:
+                calls = [
+                    threads.submit(server.client.post, "/models", params={"url": url, "model_name": name})
+                    for name, url in (("s3", f"s3://{BUCKET}/m"), ("hangs", str(tmp_path)))
+                ]
+                deadline = time.monotonic() + 30
+                while '"hangs"' not in server.client.get("/models").text:
+                    assert time.monotonic() < deadline, server.log_text()
+                    time.sleep(0.05)
+                assert server.ping() == 200
+                started = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                assert [call.result().status_code for call in calls] == [503, 503]
+                assert server.process.wait(30) == 0
+                assert time.monotonic() - started < 10
         finally:
             server.stop()
 

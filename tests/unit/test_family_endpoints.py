@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from container.endpoint import Site
-from container.family_endpoints import family_endpoints
+from container.family_endpoints import family_endpoints, model_of
+from container.lifecycle import Lifecycle
+from container.models import Model, Models
+from container.settings import ServerSettings, Settings
 from handlers.contracts.family import Family, ModelView, Tells
 from handlers.contracts.protocol import Call, Reply
+from handlers.families import FAMILIES
+from handlers.model_settings import ModelSettings
 
 pytestmark = pytest.mark.asyncio
 
@@ -64,3 +70,16 @@ async def test_a_short_body_is_answered_at_once() -> None:
     text = Text()
     await text.ask(100)
     assert text.threads == [threading.current_thread()]
+
+
+async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None:
+    def version(number: str, *adapters: str) -> Model:
+        life: Any = Lifecycle(Settings(ServerSettings(), ModelSettings(name="m", model_dir=Path(), model_id="m")))
+        registry = SimpleNamespace(all=lambda: [SimpleNamespace(name=name) for name in adapters])
+        life.service = SimpleNamespace(adapters=registry)
+        return Model(life, "m", number, at_startup=False)
+
+    models = Models([version("1"), version("2", "poet")])
+    openai = next(family for family in FAMILIES if family.body_names_model)
+    assert {model_of(models, openai, {}, b'{"model": "poet"}').version for _ in range(4)} == {"2"}
+    assert {model_of(models, openai, {}, b'{"model": "m"}').version for _ in range(4)} == {"1", "2"}

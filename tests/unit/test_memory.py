@@ -85,6 +85,8 @@ def test_what_is_free_is_within_the_control_group(tmp_path: Path, monkeypatch: p
     (tmp_path / "memory.max").write_text(f"{64 * MEBIBYTE}\n")
     (tmp_path / "memory.current").write_text(f"{63 * MEBIBYTE}\n")
     assert free_memory() == Free(MEBIBYTE, 64 * MEBIBYTE, gpu=False)
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {40 * MEBIBYTE}\nactive_file 1\n")
+    assert free_memory().free == 41 * MEBIBYTE
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory().total == psutil.virtual_memory().total
 

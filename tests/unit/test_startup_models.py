@@ -80,7 +80,9 @@ def test_the_command_lines_directory_goes_before_a_list(tmp_path: Path) -> None:
 
 def test_no_models_but_those_that_are_loaded_later(tmp_path: Path) -> None:
     assert load_startup(None, {"SERVING_LOAD_MODELS": "none"}, {}).models == ()
-    startup = load_startup(tmp_path, {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODEL_ID": "a/b"}, {"port": "90"})
+    environ = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODEL_ID": "a/b", "DJL_OFFLINE": "true", "HF_API_TOKEN": "hf_x"}
+    startup = load_startup(tmp_path, environ, {"port": "90"})
+    assert startup.exports == {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_x"}
     assert (startup.models, startup.server.multi_model, startup.server.port) == ((), True, 90)
     assert "fail_fast" in problem(None, {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_FAIL_FAST": "maybe"})
 
@@ -125,3 +127,15 @@ def test_a_file_url_may_have_escapes(tmp_path: Path) -> None:
     (tmp_path / "a b").mkdir()
     assert model_place(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
     assert model_place(f"{tmp_path}/a b/") == tmp_path / "a b"
+
+
+@pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL"])
+def test_the_store_itself_is_no_further_model(tmp_path: Path, variable: str) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    model(one / "archived")
+    startup = load_startup(one, {variable: f"{one}/"}, {})
+    assert names(startup) == ["archived"]
+    assert startup.models[0].settings.model.model_id == str(one / "archived")
+    model(two / "a")
+    model(two / "b")
+    assert names(load_startup(two, {variable: str(two)}, {})) == ["a", "b"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from container.lifecycle import Lifecycle
 from container.model_download import fetch_weights
 from container.settings import Settings, SettingsError, load_settings
 from handlers.engines.protocol import EngineStartError
@@ -95,3 +96,32 @@ def test_the_time_for_loading_counts(model: Gate, url: str, environ: dict[str, s
     model.fault = refuse(503, "SlowDown")
     with pytest.raises(EngineStartError, match=r"option\.model_loading_timeout sets the limit \(0\.5 s\)"):
         asyncio.run(fetch_weights(settings.remote_models, 0.5))
+
+
+@pytest.mark.parametrize(("name", "weights"), [("pickled.bin", True), ("chat_template.jinja", False)])
+def test_the_secure_mode_looks_into_what_comes_from_s3_whatever_its_channels_are(
+    model: Gate,
+    url: str,
+    s3_address: str,
+    prefix: str,
+    environ: dict[str, str],
+    tmp_path: Path,
+    name: str,
+    weights: bool,
+) -> None:
+    put(s3_address, {f"{prefix}/more/{name}": b"x"})
+    (tmp_path / "channel").mkdir()
+    secure = {
+        "SAGEMAKER_SECURE_MODE": "true",
+        "SAGEMAKER_SECURITY_CONTROLS": "DISALLOW_PICKLE_FILES,DISALLOW_CHAT_TEMPLATE",
+        "SAGEMAKER_UNTRUSTED_CHANNELS": str(tmp_path / "channel"),
+        "HF_MODEL_ID": url,
+    }
+    put(s3_address, {f"{prefix}/serving.properties": b""})
+    if weights:
+        lifecycle = Lifecycle(load_settings(None, environ | secure))
+        with pytest.raises(EngineStartError, match=name):
+            asyncio.run(lifecycle.start())
+    else:
+        with pytest.raises(SettingsError, match=name):
+            load_settings(None, environ | secure)
