@@ -291,6 +291,8 @@ def test_what_the_docs_show_is_what_is_served(server: Server, engine: str) -> No
         if path.endswith(("{response_id}", "/cancel")):
             continue  # of nothing that is stored
         for method in operations:
+            if method in ("delete", "put"):
+                continue  # it would unload or scale the model that the tests share
             filled = path.replace("{model}", "model").replace("{version}", "1")
             body = {"inputs": "x", "parameters": {"max_new_tokens": 1}} if method == "post" else None
             status = server.client.request(method, filled, json=body).status_code
