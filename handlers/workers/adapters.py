@@ -40,6 +40,9 @@ class WorkerAdapters:
         try:
             # A worker that is ready only later has been told of it by `introduce`.
             message = _said(await self._tell_some(self._workers(), REGISTER, adapter))
+        except asyncio.CancelledError:  # the workers are about to end
+            del self._known[adapter.id]
+            raise
         except BaseException:
             del self._known[adapter.id]
             await self._take_back(adapter, former)

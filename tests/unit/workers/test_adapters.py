@@ -180,6 +180,17 @@ async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: P
     await until(lambda: not psutil.pid_exists(pid))
 
 
+async def test_a_registration_that_hangs_does_not_hold_up_the_end_of_the_model(tmp_path: Path) -> None:
+    async with handling() as (_, registry):
+        slow = asyncio.create_task(registry.register(order(tmp_path, switch="slow", seconds="60")))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5):
+            await registry.stop()
+        await asyncio.wait({slow})
+        assert slow.cancelled()
+        assert registry.all() == ()
+
+
 async def exit_and_restart(client: Client) -> None:
     before = client.pids
     await client.ask("x", query={"exit": "1"})
