@@ -150,6 +150,9 @@ class VllmAdapters:
                 self._check_pins(held)
             if preload:
                 await self._loaded(held)
+        except asyncio.CancelledError:
+            await self.remove(adapter.id, wait=False)  # whoever cancels is not to wait until it is loaded
+            raise
         except BaseException:
             await self.remove(adapter.id)
             raise
@@ -193,17 +196,6 @@ class VllmAdapters:
         if held is None:
             raise UnknownAdapter(name)
         return await self._claimed(held)
-
-    async def claim_id(self, adapter_id: int) -> Claim:
-        """The same for an adapter that vLLM's front end has looked up."""
-        held = self._held.get(adapter_id)
-        if held is None or self._by_name.get(held.adapter.name) is not held:
-            raise UnknownAdapter(held.adapter.name if held is not None else str(adapter_id))
-        return await self._claimed(held)
-
-    def request(self, adapter_id: int) -> LoRARequest:
-        """What vLLM is told of an adapter that somebody has a claim to."""
-        return self._held[adapter_id].request
 
     async def stop(self) -> None:
         """End what waits for something."""
