@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
-from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter
+from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter, read_ahead
 from handlers.engines.protocol import EngineAdapter, EngineStartError
 from handlers.errors import (
     AdapterFailed,
@@ -238,6 +238,7 @@ class VllmAdapters:
     async def _load(self, held: _Held) -> None:
         async with self._turn:
             await asyncio.to_thread(self._check, held.adapter.path)
+            await asyncio.to_thread(read_ahead, held.adapter.path)
             await self._make_place()
             started = time.monotonic()
             try:

@@ -53,6 +53,32 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
+async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Path) -> None:
+    from handlers.engines.vllm_adapters import VllmAdapters
+
+    size = 16_000_000
+    (source / "adapter_model.bin").write_bytes(bytes(size))
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    before = bytes_read()
+    await adapters.add(EngineAdapter("a", 1, source), preload=False)
+    assert bytes_read() - before < size
+    llm.answers.clear()
+    claim = asyncio.create_task(adapters.claim("a"))
+    async with asyncio.timeout(10):
+        while not llm.orders:
+            await asyncio.sleep(0.01)
+    assert bytes_read() - before >= size
+    llm.answers.set()
+    (await claim).release()
+    await adapters.stop()
+
+
+def bytes_read() -> int:
+    """By this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(source: Path) -> None:
     from handlers.adapter_formatters import AdapterFormatters
     from handlers.engine_adapters import EngineAdapterHost
