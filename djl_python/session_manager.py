@@ -88,6 +88,11 @@ class SessionManager:
             if session.expiration_ts is None or time.time() > session.expiration_ts:
                 _try_to_remove(session)
 
+    def close(self) -> None:
+        """Ends what goes on in the background: what has changed is saved to S3. Sessions stay. May take minutes."""
+        if self._saver:
+            self._saver.close()
+
     def _find(self, session_id: str) -> Session:
         if not _SESSION_ID.fullmatch(session_id):
             raise ValueError(f"session not found: {session_id}")

@@ -23,6 +23,8 @@ DIRECTORY = "adapters"
 """Adapters that come with a model are in directories below this one."""
 
 _NAME = re.compile(r"[^/\x00-\x1f\x7f]{1,200}")
+_SHOWN = 200
+"""Characters of what a client sent that a message repeats."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -149,7 +151,8 @@ class AdapterRegistry:
         path = self._path(order)
         if not _NAME.fullmatch(order.name):
             raise AdapterConflict(
-                f"name must have 1 to 200 characters, none of them a slash or a control character; got {order.name!r}"
+                "name must have 1 to 200 characters, none of them a slash or a control character; "
+                f"got {order.name[:_SHOWN]!r}"
             )
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
@@ -201,7 +204,8 @@ class AdapterRegistry:
         """
         adapter = self._known(name, alias or name)
         self._check_free(name)
-        return await self._outliving(self._unregister(replace(adapter, alias=alias or adapter.alias)))
+        del self._adapters[name]  # at once, so that no other order finds it
+        return await self._outliving(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
         """End what goes on in the background."""
@@ -223,12 +227,11 @@ class AdapterRegistry:
         self._adapters[adapter.name] = adapter
         return message
 
-    async def _unregister(self, adapter: Adapter) -> str:
-        kept = self._adapters.pop(adapter.name)
+    async def _unregister(self, adapter: Adapter, alias: str) -> str:
         try:
-            message = await self._host.unregister(adapter)
+            message = await self._host.unregister(replace(adapter, alias=alias))
         except AdapterError:
-            self._adapters.setdefault(adapter.name, kept)
+            self._adapters.setdefault(adapter.name, adapter)
             raise
         logger.info("adapter %s unregistered", adapter.name)
         return message
@@ -277,9 +280,9 @@ class AdapterRegistry:
             try:
                 url = urlsplit(src)
             except ValueError:
-                raise AdapterConflict(f"src is no URL: {src[:200]!r}") from None
+                raise AdapterConflict(f"src is no URL: {src[:_SHOWN]!r}") from None
             if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):
-                raise AdapterConflict(f"src must be a directory of this machine, got {src[:200]!r}")
+                raise AdapterConflict(f"src must be a directory of this machine, got {src[:_SHOWN]!r}")
             src = unquote(url.path)
         if "\0" in src:
             raise AdapterConflict("src must be a path, got one with a null character")

@@ -80,12 +80,16 @@ class Service:
     custom: CustomHandler | None = None
     adapters: AdapterRegistry | None = None
     """None where `option.enable_lora` is off."""
+    sessions: Sessions | None = None
+    """None where a custom handler has its own."""
 
     async def stop(self) -> None:
         """Free the engine or end the workers."""
         if self.adapters is not None:
             await self.adapters.stop()
         await self.runtime.stop()
+        if self.sessions is not None:
+            await self.sessions.stop()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -106,6 +110,16 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     await add_packages(settings)
     formatters = await asyncio.to_thread(load_formatters, settings)
     sessions = await load_sessions(settings, limits.overload_status)
+    try:
+        return await _load_engine(settings, limits, formatters, sessions)
+    except BaseException:
+        await sessions.stop()
+        raise
+
+
+async def _load_engine(
+    settings: ModelSettings, limits: Limits, formatters: Formatters | None, sessions: Sessions
+) -> Service:
     settings = await asyncio.to_thread(chosen, settings)
     if settings.enable_lora and not is_vllm(settings):
         raise EngineStartError(
@@ -143,6 +157,7 @@ async def _serving(
         engine_handler=handler,
         engine=engine,
         adapters=adapters,
+        sessions=sessions,
     )
 
 

@@ -17,6 +17,7 @@ from djl_python.session_manager import Session, SessionManager
 from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed, created, refused, session_of
 from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import Overloaded
 from handlers.model_settings import ModelSettings
@@ -31,6 +32,7 @@ _THREADS = 4
 _MOST_WAITING = 256
 """Calls whose session is looked up at a time; a directory in S3 may take long to answer."""
 _SECONDS = 30.0
+_LAST_SAVE_SECONDS = 5.0
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
 
@@ -71,6 +73,16 @@ class Sessions:
             raise refused(f"CLOSE needs the session's id in the header {SESSION_ID}")
         await self._run(lambda: _close(manager, session_id))
         return closed(session_id)
+
+    async def stop(self) -> None:
+        """End the threads. What is saved to S3 goes on for a few seconds at most; the process may end meanwhile."""
+        self._threads.shutdown(wait=False)
+        if self._manager is None:
+            return
+        try:
+            await asyncio.wait_for(in_daemon_thread(self._manager.close), _LAST_SAVE_SECONDS)
+        except TimeoutError:
+            logger.warning("sessions are still being saved to %s", self._manager.sessions_s3url)
 
     def _on(self, what: str) -> SessionManager:
         if self._manager is None:

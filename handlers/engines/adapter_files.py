@@ -25,6 +25,8 @@ _SIZE = struct.Struct("<Q")
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 _LARGEST_CONFIG = 10_000_000
+_READ_AHEAD = 1 << 20
+"""Bytes at a time."""
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types of weights that lie in memory as they are multiplied; packed ones have another shape."""
 _PREFIX = "base_model.model."
@@ -47,6 +49,26 @@ def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
         raise AdapterFailed(f"{directory} has no weights; expected {WEIGHTS[0]}")
     if weights.suffix == ".safetensors":
         check_shapes(_shapes_of_adapter(weights), max_rank, base)
+
+
+def read_ahead(directory: Path) -> None:
+    """Read an adapter's weights once, so that whoever reads them next finds them in memory. May block for long.
+
+    An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
+
+    Raises:
+        AdapterFailed: they cannot be read.
+    """
+    for path in (directory / name for name in WEIGHTS):
+        try:
+            with path.open("rb", buffering=0) as file:
+                while file.read(_READ_AHEAD):
+                    pass
+            return
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def check_rank(config: Mapping[str, Any], max_rank: int) -> None:

@@ -23,7 +23,11 @@ class Progress:
         self.mark = 0.0
         """What the last look saw; another value means that the engine has moved meanwhile."""
         self.quiet_seconds = 0.0
-        """For how long there has been work without any sign of life; from the last one, or from when the work came."""
+        """For how long there has been work without any sign of life since the last one.
+
+        Time without work does not count, and does not make up for any either: work that was given up, by its clients or
+        for its time limit, is no sign of life.
+        """
 
     def look(self, busy: bool, mark: float) -> None:
         """Take note of the engine.
@@ -32,8 +36,8 @@ class Progress:
         """
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
-        if not busy or mark != self.mark:
+        if mark != self.mark:
             self.quiet_seconds = 0.0
-        else:
+        elif busy:
             self.quiet_seconds += passed
         self.mark = mark

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.beam_search import BeamSearchTask, submit_beam_search
+from handlers.engines.compiler import go_without_compiler
 from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
@@ -102,6 +104,8 @@ class VllmEngine:
 
     def _load(self) -> CheckingLLM:
         on_cpu = vllm.platforms.current_platform.is_cpu()
+        if on_cpu:
+            go_without_compiler(os.environ)
         arguments = engine_arguments(self._settings, on_cpu)
         if self._typical:
             own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"

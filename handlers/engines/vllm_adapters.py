@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
-from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter
+from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter, read_ahead
 from handlers.engines.protocol import EngineAdapter, EngineStartError
 from handlers.errors import (
     AdapterFailed,
@@ -150,6 +150,9 @@ class VllmAdapters:
                 self._check_pins(held)
             if preload:
                 await self._loaded(held)
+        except asyncio.CancelledError:
+            await self.remove(adapter.id, wait=False)  # whoever cancels is not to wait until it is loaded
+            raise
         except BaseException:
             await self.remove(adapter.id)
             raise
@@ -194,17 +197,6 @@ class VllmAdapters:
             raise UnknownAdapter(name)
         return await self._claimed(held)
 
-    async def claim_id(self, adapter_id: int) -> Claim:
-        """The same for an adapter that vLLM's front end has looked up."""
-        held = self._held.get(adapter_id)
-        if held is None or self._by_name.get(held.adapter.name) is not held:
-            raise UnknownAdapter(held.adapter.name if held is not None else str(adapter_id))
-        return await self._claimed(held)
-
-    def request(self, adapter_id: int) -> LoRARequest:
-        """What vLLM is told of an adapter that somebody has a claim to."""
-        return self._held[adapter_id].request
-
     async def stop(self) -> None:
         """End what waits for something."""
         for task in self._tasks:
@@ -246,6 +238,7 @@ class VllmAdapters:
     async def _load(self, held: _Held) -> None:
         async with self._turn:
             await asyncio.to_thread(self._check, held.adapter.path)
+            await asyncio.to_thread(read_ahead, held.adapter.path)
             await self._make_place()
             started = time.monotonic()
             try:

@@ -7,7 +7,7 @@ and free again when it ends, whatever became of them.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 from handlers.engine_handler import EngineHandler
 from handlers.errors import InvalidRequest
@@ -15,7 +15,11 @@ from handlers.meter import Meter
 
 
 class Hold(Protocol):
-    """Something that is kept for a call."""
+    """An adapter that is kept for a call."""
+
+    @property
+    def request(self) -> Any:
+        """What vLLM is told of it."""
 
     def release(self) -> None:
         """It is not needed any more."""
@@ -32,8 +36,8 @@ class OpenAICall:
         self._closed = False
         self.any_model = any_model
         """The `model` of its body never makes a refusal."""
-        self.adapters: dict[int, Hold] = {}
-        """What keeps adapters in place while the call runs, by their ids: a beam search asks for its own again."""
+        self.adapters: dict[str, Hold] = {}
+        """What keeps adapters in place while the call runs, by their names: a beam search asks for its own again."""
         self.generates = False
         """It was let into the queue."""
         self.failed = False
@@ -71,12 +75,14 @@ class OpenAICall:
             self._held -= sequences
             self._handler.open_sequences -= sequences
 
-    def keep(self, adapter: int, hold: Hold) -> None:
-        """Keep an adapter in place until the call ends; once for all requests of the call."""
-        if self._closed or adapter in self.adapters:
+    def keep(self, adapter: str, hold: Hold) -> Hold:
+        """Keep an adapter in place until the call ends; once for all requests of the call, which is returned."""
+        if self._closed:
             hold.release()
-        else:
-            self.adapters[adapter] = hold
+            return hold
+        if (kept := self.adapters.setdefault(adapter, hold)) is not hold:
+            hold.release()
+        return kept
 
     def close(self) -> None:
         """Give everything back."""

@@ -171,14 +171,22 @@ class EngineClient:
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         if self._adapters is not None and options.get("lora_request") is not None:
-            named = options["lora_request"].lora_int_id
-            if named not in call.adapters:
-                call.keep(named, await _claim(self._adapters, named))
-            options = {**options, "lora_request": self._adapters.request(named)}
+            options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         try:
             return await self._llm.add_request(request_id, prompt, params, **options)
         except OverflowError as error:  # a number that the engine's message cannot hold
             raise VLLMValidationError(str(error)) from None
+
+    async def _adapter(self, call: OpenAICall, name: str) -> Any:
+        """What vLLM is told of the adapter of this name, which is in its memory until the call ends.
+
+        It is looked up anew: another one may have taken its place since the front end did.
+        """
+        assert self._adapters is not None
+        hold = call.adapters.get(name)
+        if hold is None:
+            hold = call.keep(name, await _claim(self._adapters, name))
+        return hold.request
 
 
 class _Request:
@@ -286,9 +294,9 @@ class _StepCounter:
                 self._queued_at = None
 
 
-async def _claim(adapters: VllmAdapters, adapter_id: int) -> Claim:
+async def _claim(adapters: VllmAdapters, name: str) -> Claim:
     try:
-        return await adapters.claim_id(adapter_id)
+        return await adapters.claim(name)
     except UnknownAdapter as error:  # it was there when the front end looked
         raise VLLMNotFoundError(error.message) from None
     except Overloaded as error:

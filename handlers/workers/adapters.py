@@ -35,24 +35,33 @@ class WorkerAdapters:
         """See `AdapterHost.register`."""
         if not await asyncio.to_thread(_exists, adapter):
             raise AdapterFailed(f"src: there is nothing at {adapter.path}")
+        former = [known for known in self._known.values() if known.name == adapter.name]
         self._known[adapter.id] = adapter
         try:
-            return await self._tell_all(REGISTER, adapter)
+            # A worker that is ready only later has been told of it by `introduce`.
+            message = _said(await self._tell_some(self._workers(), REGISTER, adapter))
+        except asyncio.CancelledError:  # the workers are about to end
+            del self._known[adapter.id]
+            raise
         except BaseException:
             del self._known[adapter.id]
-            await self._take_back(adapter)
+            await self._take_back(adapter, former)
             raise
+        for known in former:
+            self._known.pop(known.id, None)
+        return message
 
     async def update(self, adapter: Adapter) -> str:
         """See `AdapterHost.update`."""
-        message = await self._tell_all(UPDATE, adapter)
+        message = _said(await self._tell_all(UPDATE, adapter))
         self._known[adapter.id] = adapter
         return message
 
     async def unregister(self, adapter: Adapter) -> str:
-        """See `AdapterHost.unregister`."""
-        message = await self._tell_all(UNREGISTER, adapter)
-        del self._known[adapter.id]
+        """See `AdapterHost.unregister`. A worker that ends instead of answering has let go of it, too."""
+        answers = await self._tell_all(UNREGISTER, adapter)
+        message = _said([answer for answer in answers if not isinstance(answer, _WorkerLost)])
+        self._known.pop(adapter.id, None)
         return message
 
     async def stop(self) -> None:
@@ -67,31 +76,40 @@ class WorkerAdapters:
         told: dict[int, Adapter] = {}
         try:
             while self._known.keys() != told.keys():
-                for adapter in [adapter for id_, adapter in self._known.items() if id_ not in told]:
-                    await self._tell(worker, REGISTER, adapter)
-                    told[adapter.id] = adapter
+                # What has gone first: an adapter that has come since may have its name.
                 for adapter in [adapter for id_, adapter in told.items() if id_ not in self._known]:
                     await self._tell(worker, UNREGISTER, adapter)
                     del told[adapter.id]
+                for adapter in [adapter for id_, adapter in self._known.items() if id_ not in told]:
+                    await self._tell(worker, REGISTER, adapter)
+                    told[adapter.id] = adapter
         except AdapterError as error:
             await worker.kill("was ended because it did not take an adapter")
             raise EngineStartError(f"{worker.name} did not take the model's adapters: {error.message}") from None
 
-    async def _tell_all(self, function: str, adapter: Adapter) -> str:
-        """What the first worker says. Every one has answered before the first failure is raised."""
-        told = [self._tell(worker, function, adapter) for worker in self._workers()]
-        answers = await asyncio.gather(*told, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return next((answer for answer in answers if isinstance(answer, str) and answer), "")
+    async def _tell_all(self, function: str, adapter: Adapter) -> list[str | BaseException]:
+        """The answers of all workers, those included that become ready meanwhile: they were told of the adapter."""
+        told: set[Worker] = set()
+        answers: list[str | BaseException] = []
+        while late := [worker for worker in self._workers() if worker not in told]:
+            told.update(late)
+            answers += await self._tell_some(late, function, adapter)
+        return answers
 
-    async def _take_back(self, adapter: Adapter) -> None:
-        """Undo a registration that some workers may have taken."""
-        told = [self._tell(worker, UNREGISTER, adapter) for worker in self._workers()]
-        for answer in await asyncio.gather(*told, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                logger.info("adapter %s: %s", adapter.name, answer)
+    async def _tell_some(
+        self, workers: Collection[Worker], function: str, adapter: Adapter
+    ) -> list[str | BaseException]:
+        return await asyncio.gather(
+            *(self._tell(worker, function, adapter) for worker in workers), return_exceptions=True
+        )
+
+    async def _take_back(self, adapter: Adapter, former: Collection[Adapter]) -> None:
+        """Undo a registration that some workers may have taken, in the place of a former one of its name."""
+        orders = [(UNREGISTER, adapter), *((REGISTER, known) for known in former)]
+        for function, subject in orders:
+            for answer in await self._tell_some(self._workers(), function, subject):
+                if isinstance(answer, BaseException):
+                    logger.info("adapter %s: %s", subject.name, answer)
 
     async def _tell(self, worker: Worker, function: str, adapter: Adapter) -> str:
         order = _Order(asyncio.get_running_loop().create_future())
@@ -136,11 +154,23 @@ class _Order:
 
     def on_lost(self, reason: str) -> None:
         """Called by the worker."""
-        self._fail(reason)
+        self._fail(reason, _WorkerLost)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, kind: type[AdapterFailed] = AdapterFailed) -> None:
         if not self.answer.done():
-            self.answer.set_exception(AdapterFailed(f"the handler's worker {reason}"))
+            self.answer.set_exception(kind(f"the handler's worker {reason}"))
+
+
+class _WorkerLost(AdapterFailed):
+    """The worker has ended before it answered."""
+
+
+def _said(answers: Collection[str | BaseException]) -> str:
+    """What the first worker says; every one has answered before the first failure is raised."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return next((answer for answer in answers if isinstance(answer, str) and answer), "")
 
 
 def _message(function: str, adapter: Adapter) -> InputMessage:

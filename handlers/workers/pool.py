@@ -192,6 +192,7 @@ class Pool:
             if self._introduce is not None:
                 await self._introduce(worker)
         except BaseException:
+            await worker.kill("was not needed any more")
             self._free_device(worker)
             raise
         finally:

@@ -146,6 +146,28 @@ async def test_a_name_is_unknown_as_soon_as_it_is_unregistered_and_may_be_used_a
     assert registry.get("a").src == "/y"
 
 
+async def test_of_orders_that_come_together_one_removes_the_adapter_and_the_others_do_not_know_it() -> None:
+    host, registry = make()
+    await registry.register(ORDER)
+    orders = (
+        registry.unregister("a"),
+        registry.unregister("a"),
+        registry.update(AdapterOrder(name="a", preload=False)),
+    )
+    removed, *others = await asyncio.gather(*orders, return_exceptions=True)
+    assert removed == ""
+    assert [type(other) for other in others] == [UnknownAdapter, UnknownAdapter]
+    assert registry.all() == ()
+    assert [what for what, _ in host.calls] == ["register", "unregister"]
+
+
+async def test_a_name_that_is_too_long_is_not_repeated_in_full() -> None:
+    _, registry = make()
+    with pytest.raises(AdapterConflict) as caught:
+        await registry.register(replace(ORDER, name="a" * 1_000_000))
+    assert len(caught.value.message) < 400
+
+
 async def test_an_adapter_that_its_handler_does_not_let_go_stays_registered() -> None:
     host, registry = make()
     await registry.register(ORDER)

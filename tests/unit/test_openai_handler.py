@@ -277,6 +277,8 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
 
 
 class Hold:
+    request = None
+
     def __init__(self) -> None:
         self.released = 0
 
@@ -287,10 +289,10 @@ class Hold:
 def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     call = OpenAICall(handler_of())
     first, second, late = Hold(), Hold(), Hold()
-    call.keep(1, first)
-    call.keep(1, second)
+    assert call.keep("a", first) is first
+    assert call.keep("a", second) is first
     assert (first.released, second.released) == (0, 1)
     call.close()
     assert first.released == 1
-    call.keep(1, late)
+    assert call.keep("a", late) is late
     assert late.released == 1

@@ -58,6 +58,22 @@ def test_the_time_counts_from_when_the_work_came_and_not_from_the_last_sign_of_l
     assert bench.stalled
 
 
+def test_an_engine_whose_requests_are_given_up_one_by_one_is_stalled_nevertheless() -> None:
+    bench = Bench()
+    for _ in range(3):  # `predict_timeout` is shorter than the limit, and there is little to do
+        bench.run(LIMIT / 2, busy=True)
+        bench.run(LIMIT, busy=False)
+    assert bench.stalled
+
+
+def test_work_that_was_given_up_counts_no_more_once_the_engine_has_moved() -> None:
+    bench = Bench()
+    bench.run(LIMIT - 1, busy=True)
+    bench.run(1, busy=False, moving=True)
+    bench.run(LIMIT - 1, busy=True)
+    assert not bench.stalled
+
+
 def test_it_is_well_again_with_the_next_sign_of_life_and_not_before() -> None:
     bench = Bench()
     bench.run(LIMIT + 1, busy=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from handlers.adapters import AdapterOrder, AdapterRegistry
@@ -120,3 +124,74 @@ async def test_a_registration_that_takes_too_long_fails_and_is_undone(tmp_path: 
         assert registry.all() == ()
         await until(lambda: True)
         assert await known(client, 1) == [()]
+
+
+async def test_an_adapter_in_the_place_of_another_is_the_only_one_that_a_new_worker_hears_of(tmp_path: Path) -> None:
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, k="old"))
+        await registry.register(order(tmp_path, k="new"), replacing=True)
+        await exit_and_restart(client)
+        assert (await ask(client, "a"))["adapter"]["k"] == "new"
+        await registry.unregister("a")
+        await exit_and_restart(client)
+        assert await known(client, 1) == [()]
+
+
+async def test_an_adapter_that_cannot_take_the_place_of_another_leaves_it_there(tmp_path: Path) -> None:
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, k="old"))
+        with pytest.raises(AdapterFailed, match="this adapter is broken"):
+            await registry.register(order(tmp_path, switch="error"), replacing=True)
+        assert (await ask(client, "a"))["adapter"]["k"] == "old"
+
+
+async def test_a_worker_that_ends_as_it_lets_an_adapter_go_does_not_keep_it_registered(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        pids = client.pids
+        await registry.register(order(tmp_path, kills=str(pids[0])))
+        await registry.unregister("a")
+        await until(lambda: len(client.pids) == 2 and pids[0] not in client.pids)
+        assert await known(client, 2) == [(), ()]
+
+
+async def test_a_worker_that_starts_while_an_adapter_is_removed_does_not_keep_it(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        # The worker that stays is slow to answer; the other one is back, and told of the adapter, before it has.
+        await registry.register(order(tmp_path, unregister_seconds="3", pid=str(client.pids[0])))
+        before = set(client.pids)
+        os.kill(client.pids[1], signal.SIGKILL)
+        await until(lambda: len(client.pids) < 2)
+        await registry.unregister("a")
+        await until(lambda: len(client.pids) == 2 and set(client.pids) != before)
+        assert await known(client, 2) == [(), ()]
+
+
+async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: Path) -> None:
+    mark = tmp_path / "told"
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, switch="slow_again", seconds="60", mark=str(mark)))
+        mark.touch()
+        before = client.pids
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: client.pids and client.pids != before)  # it is starting
+        await asyncio.sleep(1)
+        (pid,) = client.pids
+        assert psutil.pid_exists(pid)
+    await until(lambda: not psutil.pid_exists(pid))
+
+
+async def test_a_registration_that_hangs_does_not_hold_up_the_end_of_the_model(tmp_path: Path) -> None:
+    async with handling() as (_, registry):
+        slow = asyncio.create_task(registry.register(order(tmp_path, switch="slow", seconds="60")))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5):
+            await registry.stop()
+        await asyncio.wait({slow})
+        assert slow.cancelled()
+        assert registry.all() == ()
+
+
+async def exit_and_restart(client: Client) -> None:
+    before = client.pids
+    await client.ask("x", query={"exit": "1"})
+    await until(lambda: client.pids and client.pids != before)

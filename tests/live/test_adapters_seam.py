@@ -1,0 +1,126 @@
+"""Who holds which adapter, with vLLM but without an engine: loads that hang, and adapters that change places."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from handlers.adapters import AdapterOrder, AdapterRegistry
+from handlers.engine_handler import EngineHandler
+from handlers.engines.protocol import EngineAdapter
+from handlers.errors import UnknownAdapter
+from handlers.meter import Meter
+from handlers.openai.current_call import OpenAICall
+
+pytestmark = pytest.mark.asyncio
+
+
+class Llm:
+    """What `VllmAdapters` asks of AsyncLLM; `answers` is cleared while the engine process does not answer."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_cpu_loras=4, max_loras=4, max_lora_rank=8))
+        self.model_config = SimpleNamespace(model="/none", get_vocab_size=lambda: 100)
+        self.output_processor = SimpleNamespace(request_states={})
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.orders: list[tuple[str, int]] = []
+
+    async def add_lora(self, request: Any) -> bool:
+        self.orders.append(("add", request.lora_int_id))
+        await self.answers.wait()
+        return True
+
+    async def remove_lora(self, adapter_id: int) -> bool:
+        self.orders.append(("remove", adapter_id))
+        await self.answers.wait()
+        return True
+
+    def get_tokenizer(self) -> None: ...
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4}))
+    (tmp_path / "adapter_model.bin").touch()
+    return tmp_path
+
+
+async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Path) -> None:
+    from handlers.engines.vllm_adapters import VllmAdapters
+
+    size = 16_000_000
+    (source / "adapter_model.bin").write_bytes(bytes(size))
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    before = bytes_read()
+    await adapters.add(EngineAdapter("a", 1, source), preload=False)
+    assert bytes_read() - before < size
+    llm.answers.clear()
+    claim = asyncio.create_task(adapters.claim("a"))
+    async with asyncio.timeout(10):
+        while not llm.orders:
+            await asyncio.sleep(0.01)
+    assert bytes_read() - before >= size
+    llm.answers.set()
+    (await claim).release()
+    await adapters.stop()
+
+
+def bytes_read() -> int:
+    """By this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(source: Path) -> None:
+    from handlers.adapter_formatters import AdapterFormatters
+    from handlers.engine_adapters import EngineAdapterHost
+    from handlers.engines.vllm_adapters import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    formatters = AdapterFormatters(lambda _: None, None, 60)  # type: ignore[arg-type, return-value]
+    registry = AdapterRegistry(EngineAdapterHost(adapters, formatters), source)
+    llm.answers.clear()
+    order = asyncio.create_task(registry.register(AdapterOrder(name="a", src=str(source))))
+    async with asyncio.timeout(10):
+        while not llm.orders:
+            await asyncio.sleep(0.01)
+        await registry.stop()
+        await adapters.stop()
+        await asyncio.wait({order})
+    assert order.cancelled()
+    assert registry.all() == ()
+
+
+async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place(source: Path) -> None:
+    from handlers.engines.vllm_adapters import VllmAdapters
+    from handlers.openai.engine_client import EngineClient
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    await adapters.add(EngineAdapter("a", 1, source), preload=True)
+    looked_up = adapters.public["a"]  # by vLLM's front end, before it reads the prompt
+    await adapters.add(EngineAdapter("a", 2, source), preload=True)
+    await adapters.remove(1)
+    client = EngineClient(llm, Meter(), 10, None, adapters)
+    call = OpenAICall(EngineHandler(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    taken = await client._adapter(call, looked_up.lora_name)
+    assert (taken.lora_int_id, taken.lora_name) == (2, "a#2")
+    removal = asyncio.create_task(adapters.remove(2))
+    await asyncio.sleep(0.3)
+    assert not removal.done()  # the call has it
+    assert await client._adapter(call, "a") is taken  # and asks again, as a beam search does
+    with pytest.raises(UnknownAdapter):
+        await adapters.claim("a")
+    call.close()
+    await asyncio.wait_for(removal, 10)
+    assert llm.orders[-1] == ("remove", 2)
+    await adapters.stop()
