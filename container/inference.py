@@ -5,7 +5,7 @@ Source: contracts/lmi.md sections 1.2, 1.4 and 1.6.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
@@ -38,7 +38,7 @@ def invocations(site: Site, route: str) -> Endpoint:
     models = site.models
 
     def check(scope: Scope, headers: dict[bytes, bytes]) -> Reply | None:
-        named = _named(scope.get("path_params") or {}, scope["query_string"], headers, models.names)
+        named = _named(scope.get("path_params") or {}, scope["query_string"], headers, models)
         a_field_may_name_it = not models.single and is_form(headers.get(b"content-type", b"").decode("latin-1"))
         if named.name is None and a_field_may_name_it:
             return None
@@ -85,7 +85,7 @@ def _says_more(call: Call) -> bool:
 def _chosen(models: Models, call: Call) -> Model:
     headers = {name.lower().encode("latin-1"): value.encode("latin-1", "replace") for name, value in call.headers}
     query = dict(reversed(call.query))  # the first of several counts
-    named = _attributes(headers, models.names)
+    named = _attributes(headers, models)
     name = call.path_parameters.get("model") or query.get(_NAME) or named.name
     version = call.path_parameters.get("version") or query.get(_VERSION) or named.version
     if name is None and _says_more(call):
@@ -101,7 +101,7 @@ def _form_field(call: Call) -> str | None:
     return next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
 
 
-def _named(path: dict[str, str], query: bytes, headers: dict[bytes, bytes], served: Collection[str]) -> _Named:
+def _named(path: dict[str, str], query: bytes, headers: dict[bytes, bytes], served: Container[str]) -> _Named:
     """The model that a call names before its body. Source: contracts/lmi.md section 1.4."""
     asked = parse_qs(query.decode("latin-1")) if query else {}
     named = _attributes(headers, served)
@@ -109,7 +109,7 @@ def _named(path: dict[str, str], query: bytes, headers: dict[bytes, bytes], serv
     return _Named(name, path.get("version") or next(iter(asked.get(_VERSION, ())), None) or named.version)
 
 
-def _attributes(headers: dict[bytes, bytes], served: Collection[str]) -> _Named:
+def _attributes(headers: dict[bytes, bytes], served: Container[str]) -> _Named:
     """What headers say, or SageMaker's custom attributes, or its Target-Model."""
     found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, _VERSION) if key.encode() in headers}
     if _CUSTOM_ATTRIBUTES in headers:
@@ -119,7 +119,7 @@ def _attributes(headers: dict[bytes, bytes], served: Collection[str]) -> _Named:
     return _Named(found.get(_NAME) or _target_model(headers, served), found.get(_VERSION))
 
 
-def _target_model(headers: dict[bytes, bytes], served: Collection[str]) -> str | None:
+def _target_model(headers: dict[bytes, bytes], served: Container[str]) -> str | None:
     """The model of SageMaker's Target-Model, which names an artifact, such as `small.tar.gz`.
 
     None where no such model is served: a client may send the header to an endpoint that has but one model, whatever

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000
 """Requests leave no reference cycles behind, so there is little to look for."""
+
+
+_POLL_SECONDS = 0.05
 
 
 class State(Enum):
@@ -161,9 +165,7 @@ class Lifecycle:
     async def drain(self, limit: float) -> None:
         """Let no call in any more and wait for those inside, at most `limit` seconds."""
         self._state = State.DRAINING
-        deadline = time.monotonic() + limit
-        while self.open_calls and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        await until_none(lambda: self.open_calls, limit)
         if self.open_calls:
             logger.warning("%d requests were still running after %g s of draining; ending them", self.open_calls, limit)
 
@@ -172,6 +174,13 @@ class Lifecycle:
         self._state = State.STOPPED
         if self.service is not None:
             await self.service.stop()
+
+
+async def until_none(calls: Callable[[], int], limit: float) -> None:
+    """Wait for calls to end, at most `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while calls() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _nothing_to_abort(_: str) -> None:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from container.lifecycle import Lifecycle, State
+from container.lifecycle import Lifecycle, State, until_none
 from handlers.contracts.protocol import Call
 from handlers.entry_point import Service
 from handlers.errors import NotReady, UnknownModel
 from handlers.reply import Handler, ReplyWriter, Running
 
 _NAMES_SHOWN = 20
-_POLL_SECONDS = 0.05
 
 
 class ModelNotNamed(UnknownModel):
@@ -119,13 +118,12 @@ class Models:
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a model is called so."""
+        return any(known == name for known, _ in self._models)
+
     def __len__(self) -> int:
         return len(self._models)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """What the models are called."""
-        return frozenset(name for name, _ in self._models)
 
     @property
     def single(self) -> bool:
@@ -202,13 +200,9 @@ class Models:
     async def drain(self, limit: float) -> None:
         """Let no call in any more and wait for those inside, at most `limit` seconds."""
         self.draining = True
-        await asyncio.gather(self._until_quiet(limit), *(model.lifecycle.drain(limit) for model in self))
-
-    async def _until_quiet(self, limit: float) -> None:
-        """Calls whose bodies are still being read are no model's yet."""
-        deadline = time.monotonic() + limit
-        while self.open_calls and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
+        # Calls whose bodies are still being read are no model's yet.
+        own = until_none(lambda: self.open_calls, limit)
+        await asyncio.gather(own, *(model.lifecycle.drain(limit) for model in self))
 
     async def stop(self) -> None:
         """Free all engines and end all workers."""
