@@ -26,6 +26,7 @@ from deploy.local.container_client import (
 from deploy.local.endpoints import Endpoints
 from deploy.local.errors import (
     RuntimeApiError,
+    internal_failure,
     model_error,
     model_not_ready,
     model_timed_out,
@@ -133,6 +134,11 @@ class Invoker:
             last = event_stream.model_stream_error(
                 "The connection between the endpoint and the model was reset or closed.", "StreamBroken"
             )
+        except Exception:
+            if not begun:
+                raise
+            logger.exception("endpoint %s: internal error in the middle of a stream", invocation.endpoint)
+            last = event_stream.internal_stream_failure(internal_failure().message)
         try:
             async with asyncio.timeout(_LAST_WORD_SECONDS if last else None):
                 await send({"type": "http.response.body", "body": last, "more_body": False})

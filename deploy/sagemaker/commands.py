@@ -239,11 +239,18 @@ def policy(
     account: Annotated[str, typer.Option("--account", help="Twelve digits.")],
     role: Annotated[str, typer.Option("--role", help="ARN of the execution role.")],
     region: Annotated[str, typer.Option("--region")],
+    repository: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--repository", help="Also what `deploy --push` needs, for this image repository."),
+    ] = None,
 ) -> None:
     """Print the IAM policy that someone needs who deploys, looks, asks and removes."""
-    from deploy.sagemaker.policies import caller_policy
+    from deploy.sagemaker.policies import caller_policy, push_policy
 
-    typer.echo(json.dumps(caller_policy(account, region, role), indent=2))
+    document = caller_policy(account, region, role)
+    if repository:
+        document["Statement"] += push_policy(account, region, repository)["Statement"]
+    typer.echo(json.dumps(document, indent=2))
 
 
 def _show(prepared: Prepared) -> None:

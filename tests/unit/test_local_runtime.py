@@ -11,6 +11,7 @@ import httpx
 import pytest
 from botocore.eventstream import EventStreamBuffer
 
+from deploy.local.event_stream import payload_part
 from tests.unit.local_endpoint import (
     OK,
     ScriptedContainer,
@@ -517,3 +518,24 @@ async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypat
         response = await client.post(INVOKE, content=b"{}")
     assert error_of(response)[:2] == (500, "InternalFailure")
     assert "secret" not in response.text
+
+
+async def test_a_fault_of_ours_in_the_middle_of_a_stream_is_its_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def two_pieces(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"one\n"))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.write(chunk(b"two\n") + b"0\r\n\r\n")
+
+    def faulty(data: bytes) -> bytes:
+        if data == b"two\n":
+            raise ZeroDivisionError("secret")
+        return payload_part(data)
+
+    monkeypatch.setattr("deploy.local.event_stream.payload_part", faulty)
+    async with local_endpoint(ScriptedContainer(two_pieces)) as client:
+        response = await client.post(STREAM, content=b"{}")
+    piece, failure = messages_of(response.content)
+    assert (response.status_code, piece) == (200, ("PayloadPart", b"one\n"))
+    assert failure[0] == "InternalStreamFailure"
+    assert b"secret" not in failure[1]

@@ -198,7 +198,16 @@ def test_a_dry_run_shows_the_commands_of_a_push() -> None:
 
 def test_the_policy_is_json() -> None:
     done = _run("policy", "--account", "111122223333", "--role", ROLE, "--region", "eu-west-1")
-    assert "sagemaker:CallWithBearerToken" in json.loads(done.stdout)["Statement"][2]["Action"]
+    statements = json.loads(done.stdout)["Statement"]
+    assert "sagemaker:CallWithBearerToken" in statements[2]["Action"]
+    assert not any("ecr:PutImage" in statement["Action"] for statement in statements)
+
+
+def test_the_policy_of_who_pushes_images_names_their_repository() -> None:
+    arguments = ["--account", "111122223333", "--role", ROLE, "--region", "eu-west-1", "--repository", "mine"]
+    push = json.loads(_run("policy", *arguments).stdout)["Statement"][-1]
+    assert "ecr:PutImage" in push["Action"]
+    assert push["Resource"] == "arn:aws:ecr:eu-west-1:111122223333:repository/mine"
 
 
 def test_the_command_line_imports_no_boto3_until_it_is_needed() -> None:
