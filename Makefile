@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
+# Processes that run tests side by side; 0: none but make's own.
+WORKERS ?= 2
 LOCK := uv pip compile --python-version 3.11 --no-emit-index-url --no-emit-find-links --quiet --override requirements/overrides.in
 
 .PHONY: help install install-dev run test lint unit live bench image image-test lock clean
@@ -42,10 +44,10 @@ lint: install-dev ## Style, types, architecture
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Tests that start no engine
-	$(BIN)/python -m pytest tests -m "not live and not image"
+	$(BIN)/python -m pytest tests -n $(WORKERS) -m "not live and not image"
 
 live: install-dev ## Tests with the real engine and real clients
-	$(BIN)/python -m pytest tests -m live
+	$(BIN)/python -m pytest tests -n $(WORKERS) -m live
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks

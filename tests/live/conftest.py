@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from container.sample_model import prepare
 from tests.live.server import Server, serving
 
 # float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Beside each other: one thread for each engine, and a core of its own for those that vLLM binds to one.
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[int(worker.removeprefix("gw")) % len(cores)]
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,8 +68,19 @@ def tgi_server(
 
 
 @pytest.fixture(scope="session")
-def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
-    """What bare AsyncLLM generates greedily for each of PROMPTS, in a process of its own."""
+def bare_texts(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What bare AsyncLLM generates greedily for each of PROMPTS; found once for all processes that run tests."""
+    directory = tmp_path_factory.getbasetemp()
+    found = (directory.parent if worker else directory) / "bare_texts.json"
+    with FileLock(found.with_suffix(".lock")):
+        if not found.exists():
+            found.write_text(_bare_texts(sample_model))
+    texts: dict[str, dict[str, Any]] = json.loads(found.read_text())
+    return texts
+
+
+def _bare_texts(sample_model: Path) -> str:
+    """In a process of its own."""
     script = Path(__file__).with_name("bare_asyncllm.py")
     arguments = {
         "model": str(sample_model),
@@ -73,5 +92,4 @@ def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
         [sys.executable, str(script), json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=False
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
-    texts: dict[str, dict[str, Any]] = json.loads(finished.stdout.splitlines()[-1])
-    return texts
+    return finished.stdout.splitlines()[-1]

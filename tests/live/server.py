@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 
 
 def free_port() -> int:
@@ -100,7 +100,7 @@ class Server:
                 return float(line.split()[-1])
         raise AssertionError(f"no metric {name}")
 
-    def wait_for_metric(self, name: str, value: float, seconds: float) -> None:
+    def wait_for_metric(self, name: str, value: float, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while (now := self.metric(name)) != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}, after {seconds:g} s"

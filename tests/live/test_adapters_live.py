@@ -244,7 +244,7 @@ def test_a_request_that_runs_keeps_its_adapter_while_new_ones_do_not_get_it_any_
         parts = [next(lines)]
         with ThreadPoolExecutor(1) as pool:
             deleted = pool.submit(lora.client.delete, "/adapters/guest")
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while "guest" in registered(lora):
                 assert time.monotonic() < deadline
             refused = lora.client.post("/invocations", json={**document, "adapters": "guest"})

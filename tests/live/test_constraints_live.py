@@ -122,7 +122,7 @@ def test_what_cannot_be_enforced_is_refused_before_anything_runs(results: dict[s
     assert result["error"] in ("InvalidParameter", "InvalidRequest"), result
     assert re.search(REFUSED[name][1], result["message"]), result["message"]
     assert len(result["message"]) < 400
-    assert result["seconds"] < 15
+    assert result["seconds"] < 60, "what is tried out has a limit of its own"
 
 
 @pytest.mark.parametrize("number", range(len(POOL)))
@@ -178,4 +178,4 @@ def test_a_request_whose_parameters_forbid_every_token_fails_alone(results: dict
 
 def test_others_go_on_meanwhile(results: dict[str, dict[str, Any]]) -> None:
     assert results["others"]["alive"]
-    assert results["others"]["longest_wait"] < 3.0  # on two busy cores; a stalled engine takes longer
+    assert results["others"]["longest_wait"] < 10.0  # on a busy machine; a stalled engine takes longer

@@ -111,7 +111,7 @@ def test_a_worker_that_crashes_is_replaced_and_its_client_told(echo: Server) -> 
         assert "worker" in response.json()["message"]
         assert echo.client.post("/invocations", content=b"on").content == b"on"
     assert echo.metric("slipway_worker_failures_total") == failures + 2
-    echo.wait_for_metric("slipway_workers", 2, seconds=20)
+    echo.wait_for_metric("slipway_workers", 2)
     assert echo.ping() == 200
 
 
@@ -123,8 +123,8 @@ def test_clients_that_leave_free_their_workers(echo: Server, tmp_path: Path) -> 
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(leave, range(24)))
-    echo.wait_for_metric("slipway_workers_busy", 0, seconds=20)
-    echo.wait_for_metric("slipway_open_requests", 0, seconds=20)
+    echo.wait_for_metric("slipway_workers_busy", 0)
+    echo.wait_for_metric("slipway_open_requests", 0)
     assert len(list(tmp_path.glob("*.closed"))) == 24
     assert echo.client.post("/invocations", content=b"on").content == b"on"
 
@@ -171,7 +171,7 @@ def test_async_handlers_serve_many_at_once(tmp_path: Path) -> None:
         with ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(ask, range(20)))
         assert answers == ["".join(f"n{number}-{i}\n" for i in range(5)) for number in range(20)]
-        assert time.monotonic() - started < 5, "twenty calls of half a second each did not run together"
+        assert time.monotonic() - started < 9, "twenty calls of half a second each did not run together"
         refused = server.client.post("/invocations", json={"do": "raise"})
         assert (refused.status_code, refused.json()["code"]) == (424, 424)
 
@@ -267,11 +267,11 @@ def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None
         workers = psutil.Process(server.process.pid).children(recursive=True)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(server.client.post, "/invocations", content=b"1.5")
-            server.wait_for_metric("slipway_workers_busy", 1, seconds=10)
+            server.wait_for_metric("slipway_workers_busy", 1)
             os.kill(server.process.pid, 15)
             assert call.result().text == "done"
-        assert server.process.wait(20) == 0
-        _, alive = psutil.wait_procs(workers, timeout=5)
+        assert server.process.wait(60) == 0
+        _, alive = psutil.wait_procs(workers, timeout=30)
         assert workers
         assert not alive
     finally:
@@ -284,7 +284,7 @@ def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
         server.wait_until_ready()
         workers = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()
-        _, alive = psutil.wait_procs(workers, timeout=5)
+        _, alive = psutil.wait_procs(workers, timeout=30)
         assert workers
         assert not alive
     finally:

@@ -97,14 +97,14 @@ def test_errors_of_formatters_fail_their_own_request_alone(tmp_path: Path, engin
         assert server.ping() == 200
         assert "Traceback" not in midway.result().text
         assert "KeyError: 'answer'" in server.log_text()
-        server.wait_for_metric("slipway_engine_running", 0, seconds=10)
+        server.wait_for_metric("slipway_engine_running", 0)
 
 
 def test_a_formatter_that_hangs_fails_its_request_and_stops_nothing_else(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
     fixture = FIXTURES / "formatters" / "hanging"
-    options = {**engine_options, "rolling_batch": "scheduler", "predict_timeout": 3}
+    options = {**engine_options, "rolling_batch": "scheduler", "predict_timeout": 6}
     with serving_copy(fixture, tmp_path, **options) as server, ThreadPoolExecutor(2) as pool:
         stuck = pool.submit(server.invoke, "hang here")
         assert server.ping() == 200
@@ -112,7 +112,7 @@ def test_a_formatter_that_hangs_fails_its_request_and_stops_nothing_else(
         assert "did not return within predict_timeout" in stuck.result().json()["error"]
         started = time.monotonic()
         assert server.invoke(PROMPT, max_new_tokens=3).text == " Paris.\n"
-        assert time.monotonic() - started < 3, "it waited for what is left of the request that had hung"
+        assert time.monotonic() - started < 6, "it waited for what is left of the request that had hung"
 
 
 def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine_options: dict[str, object]) -> None:

@@ -112,15 +112,15 @@ def test_a_deep_queue_is_no_reason_to_be_unhealthy_and_ping_stays_quick(vllm_ser
     with contextlib.ExitStack() as clients:
         for _ in range(40):
             clients.enter_context(open_stream(vllm_server))
-        vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=30)
-        vllm_server.wait_for_metric("slipway_engine_waiting", 38, seconds=5)
+        vllm_server.wait_for_metric("slipway_engine_running", 2)
+        vllm_server.wait_for_metric("slipway_engine_waiting", 38)
         times = ping_times(vllm_server, STALL_TIMEOUT + 2)
     p99 = times[int(0.99 * len(times))]
     print(f"busy: {len(times)} pings; p50 {times[len(times) // 2]:.4f} s, p99 {p99:.4f} s, max {times[-1]:.4f} s")
     assert p99 < 2.0, "SageMaker's limit for /ping"
     assert "the engine is stalled" not in vllm_server.log_text()
     for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
-        vllm_server.wait_for_metric(gauge, 0, seconds=10)
+        vllm_server.wait_for_metric(gauge, 0)
 
 
 @contextlib.contextmanager
@@ -144,9 +144,9 @@ def ask(server: Server, pool: ThreadPoolExecutor) -> list[Future[httpx.Response]
 def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on(vllm_server: Server) -> None:
     with ThreadPoolExecutor(2) as pool:
         calls = ask(vllm_server, pool)
-        vllm_server.wait_for_metric("slipway_engine_running", 2, seconds=30)
+        vllm_server.wait_for_metric("slipway_engine_running", 2)
         with stopped(vllm_server.engine_process()):
-            took = wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 4)
+            took = wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 10)
             code, model = status(vllm_server)
             assert (code, model["status"]) == (500, "Unhealthy")
             assert "the engine is stalled" in model["reason"]
@@ -154,7 +154,7 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
             assert vllm_server.metric("slipway_ready") == 0
             assert vllm_server.client.get("/v2/health/ready").status_code == 400
             assert vllm_server.client.get("/v2/health/live").status_code == 200
-        back = wait_for_ping(vllm_server, 200, 3)
+        back = wait_for_ping(vllm_server, 200, 15)
         print(f"stopped: 500 after {took:.2f} s; continued: 200 after {back:.2f} s")
         assert took > STALL_TIMEOUT / 2
         assert [call.result().status_code for call in calls] == [200, 200]
@@ -170,10 +170,10 @@ def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Serv
             "/v1/completions",
             json={"model": "model", "prompt": "Once", "max_tokens": 300, "ignore_eos": True},
         )
-        wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 4)
+        wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 10)
         os.kill(vllm_server.engine_process(), signal.SIGCONT)
         assert chat.result().status_code == 200
-    wait_for_ping(vllm_server, 200, 3)
+    wait_for_ping(vllm_server, 200, 15)
 
 
 def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_until_it_moves(
@@ -191,7 +191,7 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
             assert vllm_server.metric("slipway_open_requests") == 0
             time.sleep(1)
             assert status(vllm_server)[0] == 500, "nothing runs any more, but nothing has come either"
-        wait_for_ping(vllm_server, 200, 5)
+        wait_for_ping(vllm_server, 200, 15)
     assert vllm_server.invoke("Once", max_new_tokens=2).status_code == 200
 
 
@@ -285,9 +285,9 @@ def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
     os.kill(vllm_server.engine_process(), signal.SIGSTOP)  # it cannot find out by itself
     killed = time.monotonic()
     vllm_server.process.kill()
-    vllm_server.process.wait(10)
+    vllm_server.process.wait(60)
     while left := [child for child in children if lives(child)]:
-        assert time.monotonic() - killed < 5, left
+        assert time.monotonic() - killed < 30, left
         time.sleep(0.02)
     print(f"killed: {len(children)} processes ended within {time.monotonic() - killed:.2f} s")
 
@@ -304,6 +304,6 @@ def test_a_model_that_fails_to_load_says_why_for_a_while_and_ends_with_1(tmp_pat
             time.sleep(0.05)
         assert status(server)[1]["status"] == "FAILED"
         assert "no such weights" in status(server)[1]["reason"]
-        assert server.process.wait(10) == 1
+        assert server.process.wait(60) == 1
     finally:
         server.stop()

@@ -233,7 +233,7 @@ def test_a_container_that_is_killed_breaks_its_streams_and_ends_the_command(star
         with pytest.raises(EventStreamError, match="was reset or closed") as broken:
             list(events)
         assert broken.value.response["Error"]["Code"] == "ModelStreamError"
-        assert local.process.wait(20) == 128 + signal.SIGKILL
+        assert local.process.wait(60) == 128 + signal.SIGKILL
 
 
 def test_sigterm_lets_a_running_answer_out_and_ends_the_container(start: Start) -> None:
@@ -243,7 +243,7 @@ def test_sigterm_lets_a_running_answer_out_and_ends_the_container(start: Start) 
         time.sleep(0.7)
         local.process.terminate()
         assert answer.result(20) == b"slept"
-        assert local.process.wait(30) == 0
+        assert local.process.wait(60) == 0
         assert not container.is_running()
 
 

@@ -82,7 +82,7 @@ def in_front(
 ) -> Iterator[str]:
     """`slipway local --container`, before the same container, beside whose model it can have others loaded."""
     directory = tmp_path_factory.mktemp("in-front")
-    write_model(directory / "models" / "tgi", rolling_batch="vllm", tgi_compat="true", **engine_options)
+    write_model(directory / "models" / "tgi", rolling_batch="scheduler", tgi_compat="true", **engine_options)
     shutil.copytree(ECHO, directory / "models" / "echo", ignore=shutil.ignore_patterns("__pycache__"))
     arguments = ("--endpoint-name", NAME, "--adapter", "red", "--models-dir", str(directory / "models"))
     with local_command(directory, "--container", container.url, *arguments) as (url, _):
@@ -188,7 +188,7 @@ def test_an_asynchronous_call_leaves_its_answer_or_its_failure(container: Server
             accepted = client.invoke_endpoint_async(EndpointName=NAME, ContentType=JSON, Body=body, **more)
             assert accepted["InferenceId"] == more.get("InferenceId", accepted["InferenceId"])
             path = Path(accepted[key].removeprefix("file://"))
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while not path.exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -353,9 +353,9 @@ def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation
         bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))
         threading.Timer(0.5, leaver["Body"].close).start()
         answers = [records(body.decode()) for body in bodies]
-        container.wait_for_metric(ABORTED, aborted + 1, seconds=20)
+        container.wait_for_metric(ABORTED, aborted + 1)
         texts = {answer[-1]["generated_text"] for answer in answers}
     assert len(texts) == 1, texts
     assert all("".join(r["token"]["text"] for r in answer) == answer[-1]["generated_text"] for answer in answers)
-    container.wait_for_metric(RUNNING, 0, seconds=20)
+    container.wait_for_metric(RUNNING, 0)
     assert container.metric(ABORTED) == aborted + 1

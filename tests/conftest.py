@@ -1,0 +1,46 @@
+"""How the tests are shared out when several processes run them (pytest-xdist)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+_ENGINE = re.compile(r"\[(lmi-dist|scheduler)[-\]]")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the servers that many files share come last, so that these do not stand by all the time."""
+    items.sort(key=lambda item: _engine(item.nodeid) is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What was logged goes from process to process as UTF-8, and some tests log what that cannot write."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
+class ByServer(LoadScopeScheduling):
+    """Tests that share a server run in one process: those of an engine, or else those of a file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _engine(nodeid) or nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer:
+    """See pytest-xdist. Its own grouping by marks does nothing with pytest 9.2, whose items keep their ids."""
+    config.option.loadscopereorder = False
+    return ByServer(config, log)
+
+
+def _engine(nodeid: str) -> str | None:
+    """The engine that a live test is a variant for."""
+    path, _, name = nodeid.partition("::")
+    found = _ENGINE.search(name) if path.startswith("tests/live/") else None
+    return found.group(1) if found else None
