@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,29 +13,25 @@ from typing import Any
 
 import vllm.platforms
 from vllm import SamplingParams
-from vllm.config import ModelConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.beam_search import BeamSearchTask, submit_beam_search
-from handlers.engines.compiler import go_without_compiler
-from handlers.engines.model_texts import ModelTexts, copied
+from handlers.engines.model_texts import ModelTexts
 from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
-from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
+from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_adapters import VllmAdapters
-from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU, engine_arguments
-from handlers.engines.vllm_children import tied_to_this_thread
-from handlers.engines.vllm_constraints import CheckingLLM, ConstraintTranslator, choose_backend, in_thread
-from handlers.engines.vllm_frontend_arguments import frontend_arguments
+from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU
+from handlers.engines.vllm_constraints import ConstraintTranslator, in_thread
+from handlers.engines.vllm_generation import VllmGeneration
+from handlers.engines.vllm_loading import SHUTDOWN_SECONDS, LoadedModel, VllmLoader, end_token_ids, own_tokenizer
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
@@ -49,8 +44,6 @@ logger = logging.getLogger(__name__)
 SUBMITS_PER_TURN = 16
 """After so many sequences others get their turn on the event loop."""
 _WATCH_SECONDS = 0.25
-_SHUTDOWN_SECONDS = 1.0
-"""What vLLM's processes have to end by themselves; by then nothing runs in them."""
 
 
 class VllmEngine:
@@ -67,7 +60,7 @@ class VllmEngine:
         self._progress = Progress()
         self.reports = 0
         """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
-        self._stopped = self._abandoned = False
+        self._stopped = False
         self.adapters: VllmAdapters | None = None
 
     async def start(self) -> None:
@@ -75,54 +68,21 @@ class VllmEngine:
         check_seam()
         started = time.monotonic()
         try:
-            await self._load_in_thread()
+            loaded = await VllmLoader(self._settings, self._thread).load()
         except BaseException:
             self._thread.end()
             raise
         try:
-            await self._attach()
+            await self._attach(loaded)
         except BaseException:
-            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+            await asyncio.to_thread(loaded.llm.shutdown, SHUTDOWN_SECONDS)
             self._thread.end()
             raise
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
-    async def _load_in_thread(self) -> None:
-        try:
-            self._llm = await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
-        except asyncio.CancelledError:
-            self._abandoned = True
-            raise
-        except TimeoutError:
-            self._abandoned = True
-            limit = self._settings.model_loading_timeout
-            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
-        except EngineStartError:
-            raise
-        except Exception as error:
-            raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
-
-    def _load(self) -> CheckingLLM:
-        on_cpu = vllm.platforms.current_platform.is_cpu()
-        if on_cpu:
-            go_without_compiler(os.environ)
-        arguments = engine_arguments(self._settings, on_cpu)
-        if self._typical:
-            own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"
-            arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
-        self.frontend_arguments = frontend_arguments(self._settings)
-        """What vLLM's OpenAI front end is told; read here, so that what is wrong is said before the model is loaded."""
-        self._args = AsyncEngineArgs(**arguments)
-        config = self._args.create_engine_config()
-        choose_backend(config)
-        with tied_to_this_thread():
-            llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
-        if self._abandoned:
-            llm.shutdown(_SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
-        return llm
-
-    async def _attach(self) -> None:
-        llm = self._llm
+    async def _attach(self, loaded: LoadedModel) -> None:
+        llm = self._llm = loaded.llm
+        self.frontend_arguments = loaded.frontend_arguments
         # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
         llm.log_stats = llm.output_processor.log_stats = False
         llm.logger_manager = _SchedulerReports(self)
@@ -147,7 +107,7 @@ class VllmEngine:
         )
         backend = llm.vllm_config.structured_outputs_config.backend
         self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
-        self.eos_token_ids = _eos_token_ids(llm)
+        self.eos_token_ids = end_token_ids(llm)
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         """Where the model's own generation config differs from vLLM's defaults."""
         if llm.vllm_config.lora_config is not None:
@@ -205,7 +165,7 @@ class VllmEngine:
         except BaseException:
             claim.release()
             raise
-        if isinstance(generation, _VllmGeneration):
+        if isinstance(generation, VllmGeneration):
             claim.release()
         else:
             generation.when_done(claim.release)
@@ -213,7 +173,7 @@ class VllmEngine:
 
     async def _submit(
         self, request: GenerationRequest, sink: Sink, adapter: LoRARequest | None
-    ) -> _VllmGeneration | BeamSearchTask:
+    ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
             self._translator.check(request)
             return await submit_beam_search(
@@ -223,7 +183,7 @@ class VllmEngine:
         structured_outputs = await self._constraints.structured_outputs(request.sampling)
         params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
         self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
-        generation = _VllmGeneration(self._llm)
+        generation = VllmGeneration(self._llm)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
@@ -256,7 +216,7 @@ class VllmEngine:
         params: SamplingParams,
         index: int,
         sink: Sink,
-        generation: _VllmGeneration,
+        generation: VllmGeneration,
         adapter: LoRARequest | None,
     ) -> None:
         processed = partial(
@@ -327,44 +287,8 @@ class VllmEngine:
             await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         await self._constraints.stop()
-        await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
         self._thread.end()
-
-
-class _VllmGeneration:
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-        self.states: list[PushedState] = []
-
-    def cancel(self) -> None:
-        running = self._running()
-        for state in running:
-            if not state.ended:
-                state.end()
-                state.meter.aborted_requests += 1
-        self._stop(running)
-
-    def abort(self) -> None:
-        running = self._running()
-        for state in running:
-            state.abort()
-        self._stop(running)
-
-    def _running(self) -> list[PushedState]:
-        """The sequences that vLLM still has; whoever asks ends them."""
-        known = self._llm.output_processor.request_states
-        states, self.states = self.states, []
-        return [state for state in states if state.request_id in known]
-
-    def _stop(self, states: list[PushedState]) -> None:
-        if states and not self._llm.errored:
-            self._task = asyncio.ensure_future(self._abort([state.request_id for state in states]))
-
-    async def _abort(self, request_ids: list[str]) -> None:
-        try:
-            await self._llm.abort(request_ids, internal=True)
-        except EngineDeadError:
-            logger.debug("nothing to abort: the engine has died")
 
 
 class _SchedulerReports:
@@ -384,15 +308,3 @@ class _SchedulerReports:
 
     def record_admission_rejection(self, reason: str) -> None:
         """vLLM's own admission limits are off; the queue is bounded before the engine."""
-
-
-def own_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, outside vLLM's pool, and a copy of the one from which that copies."""
-    return copied(cached_tokenizer_from_config(config))
-
-
-def _eos_token_ids(llm: AsyncLLM) -> frozenset[int]:
-    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
-    ids = configured if isinstance(configured, list) else [configured]
-    own = llm.get_tokenizer().eos_token_id
-    return frozenset(ids if own is None else [*ids, own])

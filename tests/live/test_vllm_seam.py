@@ -300,7 +300,7 @@ def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> 
     from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 
     from handlers.engines.model_texts import ModelTexts
-    from handlers.engines.vllm import own_tokenizer
+    from handlers.engines.vllm_loading import own_tokenizer
 
     config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
     pool = maybe_make_thread_pool(copy(cached_tokenizer_from_config(config)))  # as vLLM's renderer does

@@ -1,0 +1,96 @@
+"""From a model's settings to vLLM's engine process with that model in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import vllm.platforms
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from handlers.daemon_thread import LastingThread
+from handlers.engines.compiler import go_without_compiler
+from handlers.engines.model_texts import copied
+from handlers.engines.protocol import EngineStartError
+from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_children import tied_to_this_thread
+from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
+from handlers.engines.vllm_frontend_arguments import frontend_arguments
+from handlers.model_settings import ModelSettings
+
+SHUTDOWN_SECONDS = 1.0
+"""What vLLM's processes have to end by themselves; by then nothing runs in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """vLLM with a model, and what its OpenAI front end is to be told."""
+
+    llm: CheckingLLM
+    frontend_arguments: dict[str, Any]
+
+
+class VllmLoader:
+    """Loads one model, once."""
+
+    def __init__(self, settings: ModelSettings, thread: LastingThread) -> None:
+        """`thread`: starts vLLM's processes, which the kernel ends with it."""
+        self._settings = settings
+        self._thread = thread
+        self._abandoned = False
+
+    async def load(self) -> LoadedModel:
+        """Takes half a minute and more; other tasks go on meanwhile.
+
+        Raises:
+            EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
+        """
+        try:
+            return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            raise
+        except TimeoutError:
+            self._abandoned = True
+            limit = self._settings.model_loading_timeout
+            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        except EngineStartError:
+            raise
+        except Exception as error:
+            raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
+
+    def _load(self) -> LoadedModel:
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        if on_cpu:
+            go_without_compiler(os.environ)
+        arguments = engine_arguments(self._settings, on_cpu)
+        if self._settings.rolling_batch == "lmi-dist":
+            own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"
+            arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
+        # Read here, so that what is wrong is said before the model is loaded.
+        frontend = frontend_arguments(self._settings)
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        choose_backend(config)
+        with tied_to_this_thread():
+            llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+        if self._abandoned:
+            llm.shutdown(SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
+        return LoadedModel(llm, frontend)
+
+
+def own_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer, outside vLLM's pool, and a copy of the one from which that copies."""
+    return copied(cached_tokenizer_from_config(config))
+
+
+def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
+    """The tokens that end a text, by the model's generation config and by its tokenizer."""
+    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
+    ids = configured if isinstance(configured, list) else [configured]
+    own = llm.get_tokenizer().eos_token_id
+    return frozenset(ids if own is None else [*ids, own])
