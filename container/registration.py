@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import re
@@ -256,7 +257,13 @@ def as_model(given: StartupModel, *, at_startup: bool) -> Model:
 
 
 def release_memory() -> None:
-    """Collect what a model has left behind. What was there when one was loaded is exempt from collection otherwise."""
+    """Collect what a model has left behind, and give it back to the system, which counts what is free for the next one.
+
+    What was there when a model was loaded is exempt from collection otherwise.
+    """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
+    if malloc_trim is not None:
+        malloc_trim(0)

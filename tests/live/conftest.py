@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from container.registration import release_memory
 from container.sample_model import prepare
 from tests.live.server import Server, serving
 
@@ -30,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.live)
             # torch, transformers and vLLM warn of each other.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_engines() -> Iterator[None]:
+    """Give back what engines in this process had; servers that start later need it."""
+    yield
+    release_memory()
 
 
 @pytest.fixture(scope="session")

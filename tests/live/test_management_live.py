@@ -27,7 +27,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[s
     """A model directory for each engine, and one with a handler."""
     root = tmp_path_factory.mktemp("models")
     options = {**engine_options, "kv_cache_memory_bytes": 256 << 20, "max_rolling_batch_size": 8}
-    found = {name: write_model(root / name, rolling_batch=name, **options) for name in ("vllm", "scheduler")}
+    found = {name: write_model(root / name, rolling_batch=name, **options) for name in ("vllm", "scheduler", "disable")}
     shutil.copytree(HANDLERS / "echo", root / "echo", ignore=shutil.ignore_patterns("__pycache__"))
     return found | {"echo": root / "echo"}
 
@@ -82,6 +82,18 @@ def test_a_second_engine_is_loaded_called_and_unloaded_while_the_first_serves(
         finally:
             stop = True
         assert traffic.result() == {text}
+
+
+def test_what_a_model_had_of_memory_is_given_back_when_it_is_unloaded(
+    multi_model: Server, directories: dict[str, Path]
+) -> None:
+    process, held = psutil.Process(multi_model.process.pid), []
+    for _ in range(4):
+        load(multi_model, "d", directories["disable"])
+        assert multi_model.client.post("/models/d/invoke", json=PROMPT).status_code == 200
+        assert multi_model.client.delete("/models/d").status_code == 200
+        held.append(process.memory_info().rss >> 20)
+    assert held[-1] - held[0] < 200, f"MiB after each time: {held}"
 
 
 def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Server) -> None:
