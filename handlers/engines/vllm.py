@@ -29,6 +29,7 @@ from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_adapters import VllmAdapters
 from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU
+from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_constraints import ConstraintTranslator, in_thread
 from handlers.engines.vllm_generation import VllmGeneration
 from handlers.engines.vllm_loading import SHUTDOWN_SECONDS, LoadedModel, VllmLoader, end_token_ids, own_tokenizer
@@ -288,6 +289,7 @@ class VllmEngine:
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         await self._constraints.stop()
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
+        forget_tokenizers()
         self._thread.end()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from copy import copy
 from importlib.metadata import version
 from pathlib import Path
@@ -311,6 +313,30 @@ def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> 
     pool._tokenizer.enable_truncation(1)
     cached_tokenizer_from_config(config)._tokenizer.enable_truncation(1)
     assert len(ModelTexts(own).encode("one two three")) > 1
+
+
+def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.tokenizers.hf import maybe_make_thread_pool
+    from vllm.transformers_utils.processor import cached_get_processor
+    from vllm.utils.func_utils import supports_kw
+
+    from handlers.engines.vllm_caches import forget_tokenizers
+
+    def used() -> list[weakref.ref[Any]]:
+        """As vLLM's renderer uses them."""
+        config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
+        pool = maybe_make_thread_pool(cached_tokenizer_from_config(config))
+        supports_kw(pool.apply_chat_template, "tools")
+        return [weakref.ref(pool), weakref.ref(type(pool)), weakref.ref(cached_get_processor(str(sample_model)))]
+
+    left = used()
+    gc.collect()
+    assert None not in [reference() for reference in left]
+    forget_tokenizers()
+    gc.collect()
+    assert [reference() for reference in left] == [None, None, None]
 
 
 def test_typical_p_names_both_engines_that_have_it() -> None:
