@@ -6,7 +6,7 @@ launcher). Of two that stand for the same, the one that comes first here counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from container.option_parsers import TRUE
@@ -148,6 +148,13 @@ def overruled(alias: AppliedAlias, sources: Mapping[str, str]) -> str | None:
     if source is None or source == alias.value.source:
         return None
     return f"{alias.variable} ({alias.value.source}) is ignored: {alias.key} is set by {source}"
+
+
+def with_aliases(names: Iterable[str]) -> frozenset[str]:
+    """These variables, and those that stand for one of them."""
+    targets = frozenset(names)
+    others = {alias.variable for alias in ALIASES if alias.target in targets}
+    return targets | others | {VLLM_PREFIX + name for name, target in _VLLM_TARGETS.items() if target in targets}
 
 
 def _of_vllm(variables: Mapping[str, Value]) -> list[Alias]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from container import model_location as location
 from container import options, properties
 from container.addresses import AddressError, expand_address
-from container.aliases import AppliedAlias, read_variables
+from container.aliases import AppliedAlias, read_variables, with_aliases
 from container.masking import quoted
 from container.option_parsers import TRUE
 from container.properties import Value
@@ -21,7 +21,9 @@ from container.remote_models import RemoteModels, SourceError, is_s3
 from container.resolution import DEFAULT, Resolution, SettingEntry
 from container.sources.local_copy import download_dir
 
-_FOR_ONE_MODEL = ("HF_MODEL_ID", "HF_REVISION", "SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS")
+FOR_HUB_MODEL = with_aliases(("HF_MODEL_ID", "HF_REVISION"))
+"""Variables that name the hub's model, by whatever container's name."""
+_FOR_ONE_MODEL = FOR_HUB_MODEL | {"SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
 """Variables that are about one model or about which there are; all others are for every model of the server."""
 
 
