@@ -44,10 +44,11 @@ class Alias:
 
 ALIASES = (
     Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
+    Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
     Alias("REVISION", "HF_REVISION", _TGI),
-    Alias("HF_MODEL_QUANTIZE", "OPTION_QUANTIZE", _LMI),
+    Alias("HF_MODEL_QUANTIZE", "OPTION_QUANTIZE", f"{_LMI}, {_TGI}", _quantization),
     Alias("QUANTIZE", "OPTION_QUANTIZE", _TGI, _quantization),
-    Alias("HF_MODEL_TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", _LMI),
+    Alias("HF_MODEL_TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", f"{_LMI}, {_TGI}"),
     Alias("TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", _TGI),
     Alias("SM_NUM_GPUS", "TENSOR_PARALLEL_DEGREE", f"{_LMI}, {_TGI}"),
     Alias("NUM_SHARD", "TENSOR_PARALLEL_DEGREE", _TGI),

@@ -13,7 +13,7 @@ from handlers.engines.vllm_option_names import vllm_option_names
 
 _OURS = re.compile(r"(HF|SM|SAGEMAKER|DJL|TENSOR|PIPELINE|MAX|MODEL|PREDICT|STANDARD|MESSAGES)_[A-Z0-9_]{3,}", re.ASCII)
 _VERY_CLOSE, _CLOSE = 0.88, 0.75
-_STANDARD = frozenset({"SAGEMAKER_MODEL_SERVER_WORKERS", "SAGEMAKER_MODEL_PATH", "HF_MODEL_REVISION"})
+_STANDARD = frozenset({"SAGEMAKER_MODEL_SERVER_WORKERS", "SAGEMAKER_MODEL_PATH"})
 """Those that others set, and that are close to one of ours."""
 _KNOWN = frozenset({*VARIABLES, *WITHOUT_EFFECT, *(alias.variable for alias in ALIASES)})
 

@@ -26,6 +26,7 @@ def model_dir(tmp_path: Path) -> Path:
     [
         ({"MODEL_ID": "org/name"}, "model_id", "org/name"),
         ({"MODEL_ID": "org/name", "REVISION": "v2"}, "revision", "v2"),
+        ({"HF_MODEL_ID": "org/name", "HF_MODEL_REVISION": "v2"}, "revision", "v2"),
         ({"NUM_SHARD": "4"}, "tensor_parallel_degree", 4),
         ({"SM_NUM_GPUS": "2", "NUM_SHARD": "2"}, "tensor_parallel_degree", 2),
         ({"MAX_INPUT_LENGTH": "100"}, "max_prompt_tokens", 100),
@@ -37,6 +38,7 @@ def model_dir(tmp_path: Path) -> Path:
         ({"MESSAGES_API_ENABLED": "true"}, "chat_format", "openai"),
         ({"MESSAGES_API_ENABLED": "false"}, "chat_format", "lmi"),
         ({"QUANTIZE": "bitsandbytes-nf4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
+        ({"HF_MODEL_QUANTIZE": "bitsandbytes-fp4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
         ({"DTYPE": "bfloat16"}, "dtype", "bfloat16"),
         ({"TRUST_REMOTE_CODE": "1"}, "trust_remote_code", True),
         ({"SM_VLLM_MODEL": "org/name"}, "model_id", "org/name"),
