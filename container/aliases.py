@@ -84,6 +84,15 @@ WITHOUT_EFFECT = frozenset(
 )
 """TGI's that have nothing to set here."""
 
+ADVICE: Mapping[str, str] = {
+    "API_KEY": "requests are served without a key; let a proxy ask for it",
+    "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
+    "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
+    "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
+    "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
+}
+"""TGI's for which there is something else: what to do."""
+
 NAMES = frozenset({*(alias.variable for alias in ALIASES), *(alias.target for alias in ALIASES)})
 
 
@@ -115,7 +124,7 @@ def read_variables(
     environ: Mapping[str, str], problems: list[str], warnings: list[str]
 ) -> tuple[dict[str, Value], tuple[AppliedAlias, ...]]:
     """The variables that can matter, with what aliases stand for, and the aliases that count."""
-    variables = read_environment(environ, problems, NAMES | WITHOUT_EFFECT, VLLM_PREFIX)
+    variables = read_environment(environ, problems, NAMES | WITHOUT_EFFECT | ADVICE.keys(), VLLM_PREFIX)
     return variables, _apply(variables, warnings)
 
 
@@ -140,6 +149,9 @@ def _apply(variables: dict[str, Value], warnings: list[str]) -> tuple[AppliedAli
             f"{', '.join(ignored)} (environment, of TGI) have no effect: the engine schedules and places by itself; "
             "OPTION_<NAME> sets any argument of vLLM"
         )
+    warnings += [
+        f"{name} (environment, of TGI) has no effect: {advice}" for name, advice in ADVICE.items() if name in variables
+    ]
     return tuple(applied)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from container import options, server_options
-from container.aliases import ALIASES, VLLM_PREFIX, WITHOUT_EFFECT
+from container.aliases import ADVICE, ALIASES, VLLM_PREFIX, WITHOUT_EFFECT
 from container.properties import PREFIXES, VARIABLES, Value
 from handlers.engines.vllm_option_names import vllm_option_names
 
@@ -15,7 +15,7 @@ _OURS = re.compile(r"(HF|SM|SAGEMAKER|DJL|TENSOR|PIPELINE|MAX|MODEL|PREDICT|STAN
 _VERY_CLOSE, _CLOSE = 0.88, 0.75
 _STANDARD = frozenset({"SAGEMAKER_MODEL_SERVER_WORKERS", "SAGEMAKER_MODEL_PATH"})
 """Those that others set, and that are close to one of ours."""
-_KNOWN = frozenset({*VARIABLES, *WITHOUT_EFFECT, *(alias.variable for alias in ALIASES)})
+_KNOWN = frozenset({*VARIABLES, *WITHOUT_EFFECT, *ADVICE, *(alias.variable for alias in ALIASES)})
 
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:

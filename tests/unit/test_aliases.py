@@ -88,6 +88,11 @@ def warning(settings: Settings) -> str:
         ({"OPTION_DTYPE": "fp16", "SM_VLLM_DTYPE": "fp32"}, "SM_VLLM_DTYPE"),
         ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
         ({"ROPE_FACTOR": "2", "MAX_WAITING_TOKENS": "20"}, "MAX_WAITING_TOKENS, ROPE_FACTOR (environment, of TGI)"),
+        ({"API_KEY": "hidden"}, "API_KEY (environment, of TGI) has no effect: requests are served without a key"),
+        (
+            {"LORA_ADAPTERS": "org/a,org/b"},
+            "LORA_ADAPTERS (environment, of TGI) has no effect: give OPTION_ENABLE_LORA",
+        ),
         ({"OPTION_MAX_MODEL_LENGHT": "9"}, "did you mean option.max_model_len?"),
         ({"OPTION_GPU_MEMORY_UTILISATION": "0.5"}, "did you mean option.gpu_memory_utilization?"),
         ({"SERVING_JOB_QUE_SIZE": "9"}, "did you mean SERVING_JOB_QUEUE_SIZE?"),
