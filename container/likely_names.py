@@ -38,7 +38,7 @@ def unknown_options(arguments: Mapping[str, str], sources: Mapping[str, str]) ->
     for name in arguments:
         if name in known or name in ours:
             continue
-        close = _closest(name, known | ours, _CLOSE)
+        close = _closest(name.lower(), known | ours, _CLOSE)
         hint = f"; did you mean option.{close}?" if close else ""
         warnings.append(f"option.{name} ({sources[name]}) is neither Slipway's nor vLLM's{hint}")
     return warnings

@@ -270,6 +270,7 @@ NOT_SERVED = (
     _refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
     _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
     _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
+    _refused("option.s3url", TEXT, (), "`option.model_id` of LMI's first versions", "`option.model_id` takes s3://"),
     _refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
     Option(
         key="option.task",

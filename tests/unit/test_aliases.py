@@ -94,6 +94,8 @@ def warning(settings: Settings) -> str:
             "LORA_ADAPTERS (environment, of TGI) has no effect: give OPTION_ENABLE_LORA",
         ),
         ({"OPTION_MAX_MODEL_LENGHT": "9"}, "did you mean option.max_model_len?"),
+        ({"OPTION_Max_Model_LEN": "9"}, "did you mean option.max_model_len?"),
+        ({"OPTION_ENABLE_REASONING": "true"}, "`option.reasoning_parser` alone switches it on"),
         ({"OPTION_GPU_MEMORY_UTILISATION": "0.5"}, "did you mean option.gpu_memory_utilization?"),
         ({"SERVING_JOB_QUE_SIZE": "9"}, "did you mean SERVING_JOB_QUEUE_SIZE?"),
         ({"MAX_INPUT_LENGHT": "9"}, "did you mean MAX_INPUT_LENGTH?"),

@@ -217,6 +217,7 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
         "option.output_formatter=3p",
         "option.task=text-embedding",
         "option.model=org/name",
+        "option.s3url=s3://bucket/llama/",
         "option.model_id=djl://x",
     ],
 )
