@@ -68,6 +68,7 @@ SERVED = (
         default="1",
         field="batch_size",
         aliases=("max_dynamic_batch_size", "option.batch_size"),
+        first_counts=True,
         meaning="Prompts of a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: "
         "calls that it gets together",
     ),

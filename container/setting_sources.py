@@ -69,19 +69,24 @@ def read_sources(
         properties.sagemaker_model_layer(variables),
         file.values,
         written,
-        {
-            model_key: server.pop(key)
-            for key, model_key in properties.SERVER_DEFAULTS_OF_MODEL_KEYS.items()
-            if key in server
-        },
     )
+    for key, model_key in properties.SERVER_DEFAULTS_OF_MODEL_KEYS.items():
+        default = server.pop(key, None)
+        if default is not None and not any(name in model for name in _names_of(model_key)):
+            model[model_key] = default
     for key in arguments:
-        for alias in options.BY_KEY[key].aliases if key in options.BY_KEY else ():
+        for alias in _names_of(key)[1:]:
             model.pop(alias, None)  # another source's, for the same
     if (queue := model.pop("job_queue_size", None)) is not None:
         server["job_queue_size"] = queue
     given = properties.merged(arguments, file.values, written)
     return Sources(directory, variables, server, model, given, remote, applied)
+
+
+def _names_of(key: str) -> tuple[str, ...]:
+    """The key and its aliases."""
+    option = options.BY_KEY.get(key)
+    return (key,) if option is None else (key, *option.aliases)
 
 
 def _is_true(value: Value | None) -> bool:

@@ -307,6 +307,29 @@ def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("properties", "environ", "size"),
+    [
+        ("batch_size=2\nmax_dynamic_batch_size=4", {}, 2),
+        ("max_dynamic_batch_size=4", {"ARGS_BATCH_SIZE": "2"}, 2),
+        ("max_dynamic_batch_size=4", {"SERVING_BATCH_SIZE": "2"}, 4),
+        ("max_dynamic_batch_size=4\noption.batch_size=2", {}, 4),
+    ],
+)
+def test_a_batch_size_goes_before_its_other_names(
+    model_dir: Path, properties: str, environ: dict[str, str], size: int
+) -> None:
+    assert load(model_dir, properties, environ).model.batch_size == size
+
+
+def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
+    (warning,) = load(model_dir, "batch_size=2\nmax_dynamic_batch_size=4").warnings
+    assert warning == (
+        "max_dynamic_batch_size (serving.properties: max_dynamic_batch_size) is ignored: "
+        'batch_size is "2" (serving.properties: batch_size)'
+    )
+
+
 def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,
