@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from container import model_location
 from container import settings as settings_module
+from container.cli import read_startup
 from container.settings import Settings, SettingsError, load_settings
 from handlers.model_settings import ModelSettings
 
@@ -295,6 +296,23 @@ def test_what_has_no_effect_is_warned_of(model_dir: Path, properties: str, envir
 
 def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
     assert "option.dtype is meant" in load(model_dir, "dtype=fp16").warnings[0]
+
+
+def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model_dir / "config.json").unlink()
+    (model_dir / "serving.properties").write_text("model_id=org/name\n")
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(SystemExit) as caught:
+        read_startup(str(model_dir), None, None, None)
+    assert caught.value.code == 2
+    refusal, warning = capsys.readouterr().err.splitlines()
+    assert refusal.startswith("slipway: there is no model: give option.model_id")
+    assert warning == (
+        "slipway: warning: model_id (serving.properties: model_id) is ignored: "
+        "the model has no such setting; option.model_id is meant"
+    )
 
 
 def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
