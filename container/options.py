@@ -247,7 +247,8 @@ SERVED = (
         parser=TEXT,
         argument="quantization",
         aliases=("option.quantization",),
-        meaning="How weights are quantized: `awq`, `gptq`, `fp8`, `bitsandbytes`, ...",
+        meaning="How weights are quantized, in the engine's words: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
+        "with `option.rolling_batch=scheduler` and `disable`",
     ),
     Option(
         key="option.max_rolling_batch_prefill_tokens",
