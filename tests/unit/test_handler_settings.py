@@ -177,6 +177,7 @@ def test_the_number_of_workers(
 def test_auto_means_no_rolling_batch_where_there_is_a_model(model_dir: Path) -> None:
     found = handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=org/name")
     assert (found.rolling_batch, found.properties["rolling_batch"]) == (False, "disable")
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=https://h/weights").rolling_batch
     (model_dir / "config.json").touch()
     assert handler(model_dir, HANDLER, "option.rolling_batch=auto").rolling_batch is False
     assert handler(model_dir, HANDLER, "option.rolling_batch=vllm").rolling_batch is True
