@@ -6,7 +6,7 @@ launcher). Of two that stand for the same, the one that comes first here counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from container.option_parsers import TRUE
@@ -44,10 +44,11 @@ class Alias:
 
 ALIASES = (
     Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
+    Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
     Alias("REVISION", "HF_REVISION", _TGI),
-    Alias("HF_MODEL_QUANTIZE", "OPTION_QUANTIZE", _LMI),
+    Alias("HF_MODEL_QUANTIZE", "OPTION_QUANTIZE", f"{_LMI}, {_TGI}", _quantization),
     Alias("QUANTIZE", "OPTION_QUANTIZE", _TGI, _quantization),
-    Alias("HF_MODEL_TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", _LMI),
+    Alias("HF_MODEL_TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", f"{_LMI}, {_TGI}"),
     Alias("TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", _TGI),
     Alias("SM_NUM_GPUS", "TENSOR_PARALLEL_DEGREE", f"{_LMI}, {_TGI}"),
     Alias("NUM_SHARD", "TENSOR_PARALLEL_DEGREE", _TGI),
@@ -83,6 +84,15 @@ WITHOUT_EFFECT = frozenset(
 )
 """TGI's that have nothing to set here."""
 
+ADVICE: Mapping[str, str] = {
+    "API_KEY": "requests are served without a key; let a proxy ask for it",
+    "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
+    "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
+    "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
+    "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
+}
+"""TGI's for which there is something else: what to do."""
+
 NAMES = frozenset({*(alias.variable for alias in ALIASES), *(alias.target for alias in ALIASES)})
 
 
@@ -114,7 +124,7 @@ def read_variables(
     environ: Mapping[str, str], problems: list[str], warnings: list[str]
 ) -> tuple[dict[str, Value], tuple[AppliedAlias, ...]]:
     """The variables that can matter, with what aliases stand for, and the aliases that count."""
-    variables = read_environment(environ, problems, NAMES | WITHOUT_EFFECT, VLLM_PREFIX)
+    variables = read_environment(environ, problems, NAMES | WITHOUT_EFFECT | ADVICE.keys(), VLLM_PREFIX)
     return variables, _apply(variables, warnings)
 
 
@@ -139,6 +149,9 @@ def _apply(variables: dict[str, Value], warnings: list[str]) -> tuple[AppliedAli
             f"{', '.join(ignored)} (environment, of TGI) have no effect: the engine schedules and places by itself; "
             "OPTION_<NAME> sets any argument of vLLM"
         )
+    warnings += [
+        f"{name} (environment, of TGI) has no effect: {advice}" for name, advice in ADVICE.items() if name in variables
+    ]
     return tuple(applied)
 
 
@@ -148,6 +161,13 @@ def overruled(alias: AppliedAlias, sources: Mapping[str, str]) -> str | None:
     if source is None or source == alias.value.source:
         return None
     return f"{alias.variable} ({alias.value.source}) is ignored: {alias.key} is set by {source}"
+
+
+def with_aliases(names: Iterable[str]) -> frozenset[str]:
+    """These variables, and those that stand for one of them."""
+    targets = frozenset(names)
+    others = {alias.variable for alias in ALIASES if alias.target in targets}
+    return targets | others | {VLLM_PREFIX + name for name, target in _VLLM_TARGETS.items() if target in targets}
 
 
 def _of_vllm(variables: Mapping[str, Value]) -> list[Alias]:

@@ -83,6 +83,8 @@ def read_startup(model_dir: str | None, port: int | None, host: str | None, mode
     except SettingsError as error:
         for problem in error.problems:
             typer.echo(f"slipway: {problem}", err=True)
+        for warning in error.warnings:
+            typer.echo(f"slipway: warning: {warning}", err=True)
         sys.exit(2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -134,7 +133,7 @@ def _has_config(model_dir: Path, model_id: str | None) -> bool:
     (lmi.md 2.8); a hub id is taken for one."""
     if model_id is None or model_id == str(model_dir):
         return location.has_model(model_dir)
-    return not os.path.isabs(model_id) or location.has_model(Path(model_id))
+    return location.is_hub_id(model_id) or location.has_model(Path(model_id))
 
 
 def _record_others(layer: Mapping[str, Value], found: Resolution) -> None:

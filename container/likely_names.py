@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterable, Mapping
 
 from container import options, server_options
-from container.aliases import ALIASES, VLLM_PREFIX, WITHOUT_EFFECT
+from container.aliases import ADVICE, ALIASES, VLLM_PREFIX, WITHOUT_EFFECT
 from container.properties import PREFIXES, VARIABLES, Value
 from handlers.engines.vllm_option_names import vllm_option_names
 
 _OURS = re.compile(r"(HF|SM|SAGEMAKER|DJL|TENSOR|PIPELINE|MAX|MODEL|PREDICT|STANDARD|MESSAGES)_[A-Z0-9_]{3,}", re.ASCII)
 _VERY_CLOSE, _CLOSE = 0.88, 0.75
-_STANDARD = frozenset({"SAGEMAKER_MODEL_SERVER_WORKERS", "SAGEMAKER_MODEL_PATH", "HF_MODEL_REVISION"})
+_STANDARD = frozenset({"SAGEMAKER_MODEL_SERVER_WORKERS", "SAGEMAKER_MODEL_PATH"})
 """Those that others set, and that are close to one of ours."""
-_KNOWN = frozenset({*VARIABLES, *WITHOUT_EFFECT, *(alias.variable for alias in ALIASES)})
+_KNOWN = frozenset({*VARIABLES, *WITHOUT_EFFECT, *ADVICE, *(alias.variable for alias in ALIASES)})
 
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:
@@ -38,7 +38,7 @@ def unknown_options(arguments: Mapping[str, str], sources: Mapping[str, str]) ->
     for name in arguments:
         if name in known or name in ours:
             continue
-        close = _closest(name, known | ours, _CLOSE)
+        close = _closest(name.lower(), known | ours, _CLOSE)
         hint = f"; did you mean option.{close}?" if close else ""
         warnings.append(f"option.{name} ({sources[name]}) is neither Slipway's nor vLLM's{hint}")
     return warnings

@@ -85,6 +85,11 @@ def has_model(model_dir: Path) -> bool:
     return os.path.isfile(model_dir / CONFIG_FILE)
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether it may be the name of a model on the hub: `name` or `owner/name`."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
 def resolve_model_id(text: str, model_dir: Path) -> str:
     """What the engine loads: an absolute path, or a hub id.
 
@@ -97,7 +102,7 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
         return str(model_dir / text)
     if os.path.isabs(text):
         raise ModelNotFound("there is no such directory")
-    if not _HUB_ID.fullmatch(text):
+    if not is_hub_id(text):
         raise ModelNotFound("allowed: a hub id (name or owner/name), or a directory that is there")
     return text
 

@@ -18,7 +18,8 @@ _MODEL_ID = options.BY_KEY["option.model_id"]
 def set_model(sources: Sources, fields: dict[str, Any], found: Resolution, *, required: bool) -> None:
     """Turn option.model_id, or what stands in for it, into what is loaded; and name it.
 
-    `required`: an engine has to have a model; a custom handler may bring its own.
+    `required`: an engine has to have a model; a custom handler may bring its own, and makes of a value that names
+    nothing here what it likes.
     """
     if "model_id" not in fields:
         fields["model_id"] = found.take(_MODEL_ID, sources.model, sources.variables)
@@ -37,7 +38,8 @@ def set_model(sources: Sources, fields: dict[str, Any], found: Resolution, *, re
         try:
             fields["model_id"] = _resolved(fields["model_id"], sources)
         except (location.ModelNotFound, SourceError) as error:
-            found.problems.append(f"option.model_id is {quoted('', value.text)} ({value.source}): {error}")
+            if required or isinstance(error, SourceError):
+                found.problems.append(f"option.model_id is {quoted('', value.text)} ({value.source}): {error}")
     fields["name"] = found.take(server_options.MODEL_NAME_OPTION, sources.server)
     if fields["name"] is None and fields["model_id"] is not None:
         fields["name"] = location.model_name(fields["model_id"], sources.model_dir, by_variable)

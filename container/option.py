@@ -17,7 +17,9 @@ class Option:
     default: str = ""
     """The text that would give the default; empty: no value."""
     aliases: tuple[str, ...] = ()
-    """Other keys for the same; two of them with different values are an error."""
+    """Other keys for the same; two of them with different values are an error, unless `first_counts`."""
+    first_counts: bool = False
+    """Of the key and its aliases the first that is given counts, with a warning."""
     variables: tuple[str, ...] = ()
     """Environment variables that count when neither key nor alias is given."""
     field: str | None = None

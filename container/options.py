@@ -68,6 +68,7 @@ SERVED = (
         default="1",
         field="batch_size",
         aliases=("max_dynamic_batch_size", "option.batch_size"),
+        first_counts=True,
         meaning="Prompts of a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: "
         "calls that it gets together",
     ),
@@ -246,7 +247,8 @@ SERVED = (
         parser=TEXT,
         argument="quantization",
         aliases=("option.quantization",),
-        meaning="How weights are quantized: `awq`, `gptq`, `fp8`, `bitsandbytes`, ...",
+        meaning="How weights are quantized, in the engine's words: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
+        "with `option.rolling_batch=scheduler` and `disable`",
     ),
     Option(
         key="option.max_rolling_batch_prefill_tokens",
@@ -270,6 +272,7 @@ NOT_SERVED = (
     _refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
     _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
     _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
+    _refused("option.s3url", TEXT, (), "`option.model_id` of LMI's first versions", "`option.model_id` takes s3://"),
     _refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
     Option(
         key="option.task",

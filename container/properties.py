@@ -6,6 +6,7 @@ interpreted here; `container.options` says what a value may be.
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from collections.abc import Container, Iterator, Mapping
@@ -96,12 +97,16 @@ def read_properties(path: Path) -> PropertiesFile:
 def parse_properties(data: bytes) -> PropertiesFile:
     r"""Parse ISO-8859-1 text with \uXXXX escapes, comments and continued lines (lmi.md 2.2).
 
-    Trailing blanks are kept. Of a key that occurs twice, the last value counts.
+    Trailing blanks are kept. Of a key that occurs twice, the last value counts. A byte order mark, which Java takes for
+    a part of the first key, does not count.
     """
     values: dict[str, Value] = {}
     lines: dict[str, int] = {}
     problems: list[str] = []
     warnings: list[str] = []
+    if data.startswith(codecs.BOM_UTF8):
+        data = data.removeprefix(codecs.BOM_UTF8)
+        warnings.append(f"{FILE_NAME} begins with a byte order mark, which is ignored; LMI takes it for text")
     for line, key, text in _pairs(data.decode("iso-8859-1"), problems):
         if _NOT_TEXT.search(text) or not key.isprintable():
             problems.append(f"{FILE_NAME}, line {line}: a NUL, half a surrogate pair or a key that cannot be shown")

@@ -54,9 +54,12 @@ class Resolution:
         if any(value is None for value in parsed):
             return None
         for other, value in zip(given[1:], parsed[1:], strict=True):
-            if value != parsed[0]:
+            if value == parsed[0]:
+                continue
+            if not option.first_counts:
                 self.problems.append(f"{given[0]}, but {other}; both are the same option: give one of them")
                 return None
+            self.warnings.append(f"{other.key} ({other.value.source}) is ignored: {given[0]}")
         return self._accept(option, given[0], parsed[0])
 
     def ignore(self, key: str, value: Value, reason: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from container import model_location as location
 from container import options, properties
 from container.addresses import AddressError, expand_address
-from container.aliases import AppliedAlias, read_variables
+from container.aliases import AppliedAlias, read_variables, with_aliases
 from container.masking import quoted
 from container.option_parsers import TRUE
 from container.properties import Value
@@ -21,7 +21,9 @@ from container.remote_models import RemoteModels, SourceError, is_s3
 from container.resolution import DEFAULT, Resolution, SettingEntry
 from container.sources.local_copy import download_dir
 
-_FOR_ONE_MODEL = ("HF_MODEL_ID", "HF_REVISION", "SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS")
+FOR_HUB_MODEL = with_aliases(("HF_MODEL_ID", "HF_REVISION"))
+"""Variables that name the hub's model, by whatever container's name."""
+_FOR_ONE_MODEL = FOR_HUB_MODEL | {"SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
 """Variables that are about one model or about which there are; all others are for every model of the server."""
 
 
@@ -67,19 +69,24 @@ def read_sources(
         properties.sagemaker_model_layer(variables),
         file.values,
         written,
-        {
-            model_key: server.pop(key)
-            for key, model_key in properties.SERVER_DEFAULTS_OF_MODEL_KEYS.items()
-            if key in server
-        },
     )
+    for key, model_key in properties.SERVER_DEFAULTS_OF_MODEL_KEYS.items():
+        default = server.pop(key, None)
+        if default is not None and not any(name in model for name in _names_of(model_key)):
+            model[model_key] = default
     for key in arguments:
-        for alias in options.BY_KEY[key].aliases if key in options.BY_KEY else ():
+        for alias in _names_of(key)[1:]:
             model.pop(alias, None)  # another source's, for the same
     if (queue := model.pop("job_queue_size", None)) is not None:
         server["job_queue_size"] = queue
     given = properties.merged(arguments, file.values, written)
     return Sources(directory, variables, server, model, given, remote, applied)
+
+
+def _names_of(key: str) -> tuple[str, ...]:
+    """The key and its aliases."""
+    option = options.BY_KEY.get(key)
+    return (key,) if option is None else (key, *option.aliases)
 
 
 def _is_true(value: Value | None) -> bool:

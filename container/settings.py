@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -118,11 +118,15 @@ class ServerReport:
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; `problems` names each one: the option, its source, its value, what is allowed."""
+    """The settings cannot be used; `problems` names each one: the option, its source, its value, what is allowed.
 
-    def __init__(self, problems: tuple[str, ...]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    `warnings` has what else was found: what is ignored may well be why something else is missing.
+    """
+
+    def __init__(self, problems: Iterable[str], warnings: Iterable[str] = ()) -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        self.warnings = tuple(dict.fromkeys(warnings))
+        super().__init__("\n".join(self.problems))
 
 
 def load_settings(
@@ -154,7 +158,7 @@ def load_settings(
     if server["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
     if found.problems:
-        raise SettingsError(tuple(dict.fromkeys(found.problems)))
+        raise SettingsError(found.problems, found.warnings)
     return Settings(
         ServerSettings(**server),
         ModelSettings(**model),
@@ -203,7 +207,7 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
     found.warnings.extend(likely_names.unknown_variables(environ))
     read_secure_mode(variables, found.problems)
     if found.problems:
-        raise SettingsError(tuple(dict.fromkeys(found.problems)))
+        raise SettingsError(found.problems, found.warnings)
     warnings = tuple(dict.fromkeys(found.warnings))
     return ServerReport(ServerSettings(**server), tuple(found.entries), warnings, applied, _exports(variables))
 

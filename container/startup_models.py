@@ -17,7 +17,7 @@ from container.model_url import UrlNotFound, model_place
 from container.properties import FILE_NAME, Value, read_properties
 from container.resolution import Resolution
 from container.server_options import LOAD_MODELS_OPTION
-from container.setting_sources import for_every_model, server_layer
+from container.setting_sources import FOR_HUB_MODEL, for_every_model, server_layer
 from container.settings import ServerReport, ServerSettings, Settings, SettingsError, load_server, load_settings
 from container.sources.s3_url import is_s3
 
@@ -25,7 +25,6 @@ _WORD = r"[A-Za-z0-9_.-]"
 _ENTRY = re.compile(
     rf"(?:\[?(?P<name>{_WORD}+)(?::(?P<version>{_WORD}*))?(?::(?P<engine>\w*))?(?::(?P<devices>[^\]=]*))?\]?=)?(?P<url>.+)"
 )
-_HUB = ("HF_MODEL_ID", "HF_REVISION")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ def _from_hub(
         place = url if is_s3(url) else Path(url).absolute()
         yield _model(place, None, environ, command_line)
         return
-    own = for_every_model(environ) | {name: environ[name] for name in _HUB if name in environ}
+    own = for_every_model(environ) | {name: environ[name] for name in FOR_HUB_MODEL if name in environ}
     line = {key: text for key, text in command_line.items() if key != "model_name"}
     yield StartupModel(load_settings(_empty_directory(), own, line), url)
 

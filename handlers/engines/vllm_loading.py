@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm.platforms
+from pydantic import ValidationError
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -62,7 +63,7 @@ class VllmLoader:
         except EngineStartError:
             raise
         except Exception as error:
-            raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {error}") from error
+            raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {_reason(error)}") from error
 
     def _load(self) -> LoadedModel:
         on_cpu = vllm.platforms.current_platform.is_cpu()
@@ -81,6 +82,14 @@ class VllmLoader:
         if self._abandoned:
             llm.shutdown(SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
         return LoadedModel(llm, frontend)
+
+
+def _reason(error: Exception) -> str:
+    """pydantic's own text goes on to show all arguments, and where to read about it."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    parts = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(": ".join([*map(str, part["loc"]), part["msg"].removeprefix("Value error, ")]) for part in parts)
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

@@ -326,7 +326,9 @@ def test_a_payload_error_is_written_as_lmi_writes_it() -> None:
         ("application/x-www-form-urlencoded", b"inputs=Tell+me", "Tell me"),
         ("application/x-www-form-urlencoded", b"data=Tell%20me", "Tell me"),
         ("application/x-www-form-urlencoded", b"anything=Tell+me&other=x", "Tell me"),
+        ("application/x-www-form-urlencoded", b"parameters={}&stream=true&text=Tell+me", "Tell me"),
         ("application/x-www-form-urlencoded", b'{"inputs": "Tell me"}', "Tell me"),
+        ("text/csv", b"\xef\xbb\xbfinputs\r\nTell me\r\n", "Tell me"),
         ("", b'{"inputs": "Tell me"}', "Tell me"),
         ("application/json; charset=utf-8", b'{"inputs": "Tell me"}', "Tell me"),
     ],
@@ -340,6 +342,18 @@ def test_a_form_may_carry_parameters() -> None:
     exchange = parse(b'inputs=x&parameters={"max_new_tokens":3}&stream=true', "application/x-www-form-urlencoded")
     assert exchange.requests[0].sampling.max_tokens == 3
     assert exchange.requests[0].stream
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (b'inputs=x&parameters={"top_k"', b"`parameters` is not valid JSON: Input data was truncated."),
+        (b'parameters={"top_k":3}', b"The form has no field `inputs`."),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_named(form: bytes, reason: bytes) -> None:
+    body = refusal(form, "application/x-www-form-urlencoded").body
+    assert body == b'{"error":"Input Parsing failed. ' + reason + b'","code":424}'
 
 
 @pytest.mark.parametrize(("content_type", "body"), [("image/png", b"x"), ("text/plain", b"\xff"), ("text/csv", b"a")])

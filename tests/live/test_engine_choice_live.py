@@ -93,6 +93,16 @@ def test_what_is_wrong_otherwise_is_left_to_the_engine_to_say(tmp_path: Path) ->
     assert chosen(settings(tmp_path / "nothing")).rolling_batch == "vllm"
 
 
+@pytest.mark.asyncio
+async def test_a_quantization_that_vllm_does_not_have_is_refused_with_those_that_it_has(sample_model: Path) -> None:
+    model = settings(sample_model, rolling_batch="vllm", engine_arguments={"quantization": "eetq"})
+    with pytest.raises(EngineStartError) as caught:
+        await engine_factory(model)(model).start()
+    refusal = f"vLLM cannot load {sample_model}: Unknown quantization method: eetq. Must be one of ['awq', "
+    assert str(caught.value).startswith(refusal)
+    assert str(caught.value).endswith("'].")
+
+
 def test_an_encoder_decoder_model_is_none_that_vllm_generates_text_with(make: Make) -> None:
     from transformers import BartConfig, BartForConditionalGeneration
 

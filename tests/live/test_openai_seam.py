@@ -86,6 +86,43 @@ def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCapture
     assert "response_role" not in caplog.text
 
 
+@pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
+def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
+    from handlers.engines.vllm_arguments import engine_arguments
+
+    settings = replace(SETTINGS, engine_arguments={"limit_mm_per_prompt": text})
+    assert engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"] == {"image": 2, "video": 1}
+
+
+def test_a_text_that_should_be_json_is_refused_as_such() -> None:
+    from handlers.engines.vllm_arguments import engine_arguments
+
+    with pytest.raises(EngineStartError, match="Value ngram cannot be converted to JSON"):
+        engine_arguments(replace(SETTINGS, engine_arguments={"speculative_config": "ngram"}), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "degree", "words"),
+    [
+        ({}, 1, "1 of 8 GPUs are used; option.tensor_parallel_degree=max uses all"),
+        ({"pipeline_parallel_degree": 8}, 1, ""),
+        ({"tensor_parallel_degree": 1}, 1, ""),
+        ({"tensor_parallel_max": True}, 8, ""),
+    ],
+)
+def test_gpus_that_are_left_out_are_warned_of(
+    fields: dict[str, Any], degree: int, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    from handlers.engines.vllm_arguments import engine_arguments
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with caplog.at_level(logging.WARNING):
+        assert engine_arguments(replace(SETTINGS, **fields), on_cpu=False)["tensor_parallel_size"] == degree
+    assert words in caplog.text if words else not caplog.text
+
+
 def params(**fields: Any) -> Any:
     from vllm import SamplingParams
 

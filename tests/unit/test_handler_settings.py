@@ -134,6 +134,11 @@ def test_the_handler_sees_the_settings_as_they_were_written(model_dir: Path) -> 
     }
 
 
+@pytest.mark.parametrize("text", ["/not/here", "https://example.com/weights", "registry:my model", "djl://x"])
+def test_what_a_model_id_means_is_the_handlers_business(model_dir: Path, text: str) -> None:
+    assert handler(model_dir, HANDLER, f"option.model_id={text}").properties["model_id"] == text
+
+
 def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
     found = handler(
         model_dir,
@@ -172,6 +177,7 @@ def test_the_number_of_workers(
 def test_auto_means_no_rolling_batch_where_there_is_a_model(model_dir: Path) -> None:
     found = handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=org/name")
     assert (found.rolling_batch, found.properties["rolling_batch"]) == (False, "disable")
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=https://h/weights").rolling_batch
     (model_dir / "config.json").touch()
     assert handler(model_dir, HANDLER, "option.rolling_batch=auto").rolling_batch is False
     assert handler(model_dir, HANDLER, "option.rolling_batch=vllm").rolling_batch is True

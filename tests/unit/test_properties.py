@@ -88,6 +88,13 @@ def test_a_file_in_utf_8_is_warned_of() -> None:
     assert "ISO-8859-1" in warning
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
+    file = parse_properties(b"\xef\xbb\xbfoption.model_id=org/x\r\nb=2")
+    assert {key: value.text for key, value in file.values.items()} == {"option.model_id": "org/x", "b": "2"}
+    (warning,) = file.warnings
+    assert "byte order mark" in warning
+
+
 def test_a_missing_file_is_empty_and_an_unreadable_one_a_problem(tmp_path: Path) -> None:
     assert read_properties(tmp_path / "serving.properties").values == {}
     (tmp_path / "serving.properties").mkdir()

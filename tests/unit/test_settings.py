@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from container import model_location
 from container import settings as settings_module
+from container.cli import read_startup
 from container.settings import Settings, SettingsError, load_settings
 from handlers.model_settings import ModelSettings
 
@@ -217,6 +218,7 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
         "option.output_formatter=3p",
         "option.task=text-embedding",
         "option.model=org/name",
+        "option.s3url=s3://bucket/llama/",
         "option.model_id=djl://x",
     ],
 )
@@ -296,6 +298,23 @@ def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
     assert "option.dtype is meant" in load(model_dir, "dtype=fp16").warnings[0]
 
 
+def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model_dir / "config.json").unlink()
+    (model_dir / "serving.properties").write_text("model_id=org/name\n")
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(SystemExit) as caught:
+        read_startup(str(model_dir), None, None, None)
+    assert caught.value.code == 2
+    refusal, warning = capsys.readouterr().err.splitlines()
+    assert refusal.startswith("slipway: there is no model: give option.model_id")
+    assert warning == (
+        "slipway: warning: model_id (serving.properties: model_id) is ignored: "
+        "the model has no such setting; option.model_id is meant"
+    )
+
+
 def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
     assert load(model_dir, "option.max_rolling_batch_size=4\noption.max_num_seqs= 4").model.max_rolling_batch_size == 4
     (problem,) = problems(model_dir, "option.tensor_parallel_degree=4", {"OPTION_TENSOR_PARALLEL_SIZE": "2"})
@@ -303,6 +322,29 @@ def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
         'option.tensor_parallel_degree is "4" (serving.properties: option.tensor_parallel_degree), but '
         'option.tensor_parallel_size is "2" (environment: OPTION_TENSOR_PARALLEL_SIZE); '
         "both are the same option: give one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "size"),
+    [
+        ("batch_size=2\nmax_dynamic_batch_size=4", {}, 2),
+        ("max_dynamic_batch_size=4", {"ARGS_BATCH_SIZE": "2"}, 2),
+        ("max_dynamic_batch_size=4", {"SERVING_BATCH_SIZE": "2"}, 4),
+        ("max_dynamic_batch_size=4\noption.batch_size=2", {}, 4),
+    ],
+)
+def test_a_batch_size_goes_before_its_other_names(
+    model_dir: Path, properties: str, environ: dict[str, str], size: int
+) -> None:
+    assert load(model_dir, properties, environ).model.batch_size == size
+
+
+def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
+    (warning,) = load(model_dir, "batch_size=2\nmax_dynamic_batch_size=4").warnings
+    assert warning == (
+        "max_dynamic_batch_size (serving.properties: max_dynamic_batch_size) is ignored: "
+        'batch_size is "2" (serving.properties: batch_size)'
     )
 
 

@@ -98,6 +98,15 @@ def test_a_hub_id_beside_a_model_directory_is_a_second_model(tmp_path: Path) -> 
     assert names(local) == ["m", "other"]
 
 
+@pytest.mark.parametrize("variable", ["HF_MODEL_ID", "MODEL_ID", "SM_VLLM_MODEL"])
+def test_a_hub_id_under_any_containers_name_is_the_model_of_no_directory(tmp_path: Path, variable: str) -> None:
+    directories = [str(model(tmp_path / name)) for name in ("a", "b")]
+    startup = load_startup(tmp_path, {variable: "org/x", "REVISION": "r"}, {})
+    assert names(startup) == ["a", "b", "org_x"]
+    models = [one.settings.model for one in startup.models]
+    assert [(one.model_id, one.revision) for one in models] == [*((each, None) for each in directories), ("org/x", "r")]
+
+
 @pytest.mark.parametrize("properties", ["option.dtype=fp16", "option.model_id=org/x"])
 def test_a_hub_id_is_the_model_of_a_directory_that_has_none_or_the_same(tmp_path: Path, properties: str) -> None:
     directory = model(tmp_path / "m", properties, config=False)

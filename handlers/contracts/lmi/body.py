@@ -20,6 +20,8 @@ _JSON_LINES = frozenset(
 _MESSAGE_PACK = frozenset({"application/msgpack", "application/x-msgpack", "application/vnd.msgpack"})
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _COLUMN = "inputs"
+_BESIDE = frozenset({"parameters", "stream", "adapters", "adapter"})
+"""Fields of a form that are no prompt."""
 
 
 class BodyError(ValueError):
@@ -30,8 +32,8 @@ def decode(body: bytes, content_type: str) -> Any:
     """The JSON document that the body is or stands for.
 
     text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in
-    `inputs`, else in `data`, else in its first field. JSON is also taken where the content type is absent, says
-    nothing, or is the one that curl sets by default.
+    `inputs`, else in `data`, else in its first field that is nothing else. JSON is also taken where the content type is
+    absent, says nothing, or is the one that curl sets by default.
 
     Raises:
         BodyError: with a message for the client.
@@ -74,10 +76,14 @@ def decode_object(body: bytes, content_type: str, fields: str = "`inputs`") -> d
 def _json(body: bytes) -> Any:
     if not body:
         raise BodyError("the body is empty; expected a JSON object with `inputs`")
+    return _document(body.removeprefix(codecs.BOM_UTF8), "the body")
+
+
+def _document(text: bytes, what: str) -> Any:
     try:
-        return _decode(body.removeprefix(codecs.BOM_UTF8))
+        return _decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BodyError(f"the body is not valid JSON: {json_fault(body, error)}") from None
+        raise BodyError(f"{what} is not valid JSON: {json_fault(text, error)}") from None
 
 
 def _json_lines(body: bytes) -> Any:
@@ -99,10 +105,7 @@ def _json_lines(body: bytes) -> Any:
 
 
 def _line(line: bytes, number: int) -> dict[str, Any]:
-    try:
-        document = _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BodyError(f"line {number} is not valid JSON: {json_fault(line, error)}") from None
+    document = _document(line, f"line {number}")
     if not isinstance(document, dict):
         raise BodyError(f"line {number} must be a JSON object with `inputs`")
     return document
@@ -117,7 +120,7 @@ def _message_pack(body: bytes) -> Any:
 
 def _csv(body: bytes) -> dict[str, Any]:
     try:
-        rows = list(csv.DictReader(io.StringIO(_text(body), newline=""), strict=True))
+        rows = list(csv.DictReader(io.StringIO(_text(body.removeprefix(codecs.BOM_UTF8)), newline=""), strict=True))
     except csv.Error as error:
         raise BodyError(f"the body is not valid CSV: {error}") from None
     if not rows or rows[0].get(_COLUMN) is None:
@@ -139,10 +142,12 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
         raise BodyError(str(error)) from None
     if not fields:
         raise BodyError("the form is empty; expected a field `inputs`")
-    inputs = fields.get("inputs", fields.get("data", next(iter(fields.values()))))
-    document: dict[str, Any] = {"inputs": _text(inputs)}
+    name = next((name for name in ("inputs", "data", *fields) if name in fields.keys() - _BESIDE), None)
+    if name is None:
+        raise BodyError("the form has no field `inputs`")
+    document: dict[str, Any] = {"inputs": _text(fields[name])}
     if "parameters" in fields:
-        document["parameters"] = _json(fields["parameters"])
+        document["parameters"] = _document(fields["parameters"], "`parameters`")
     if (adapters := fields.get("adapters", fields.get("adapter"))) is not None:
         document["adapters"] = _text(adapters)
     if "stream" in fields:
