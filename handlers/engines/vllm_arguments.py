@@ -7,6 +7,7 @@ import difflib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,9 @@ _SHARE_OF_FREE_MEMORY = 0.3
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 """Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
+_COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
+"""How LMI v0.31 writes `limit_mm_per_prompt`: image=2,video=1 (contracts/lmi.md section 2.12)."""
+_JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 _MAX_LORAS = 4
 """LMI's default, where vLLM's is 1 (contracts/lmi.md section 2.12)."""
 EMPTY_SLOTS_ON_CPU = 1
@@ -85,12 +89,20 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
     if settings.tensor_parallel_degree is not None:
         return settings.tensor_parallel_degree
-    if on_cpu or not settings.tensor_parallel_max:
+    if on_cpu:
         return 1
     import torch
 
     count: int = torch.cuda.device_count()
-    return max(1, count // settings.pipeline_parallel_degree)
+    if settings.tensor_parallel_max:
+        return max(1, count // settings.pipeline_parallel_degree)
+    if count > settings.pipeline_parallel_degree:
+        logger.warning(
+            "%d of %d GPUs are used; option.tensor_parallel_degree=max uses all, which LMI does by default",
+            settings.pipeline_parallel_degree,
+            count,
+        )
+    return 1
 
 
 def _parse(settings: ModelSettings) -> dict[str, Any]:
@@ -136,7 +148,7 @@ def parse_options(
 def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSettings) -> dict[str, Any]:
     source = settings.engine_argument_sources.get(name, f"option.{name}")
     flag = next(option for option in action.option_strings if option.startswith("--"))
-    text = _LMI_NAMES.get((name, text.strip().lower()), text.strip())
+    text = _as_vllm_writes(name, text.strip())
     try:
         if action.nargs == 0:
             arguments = [_switch(flag, text, action)]
@@ -146,7 +158,15 @@ def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSe
             arguments = [f"{flag}={text}"]
         return {key: value for key, value in vars(parser.parse_args(arguments)).items() if key == name}
     except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-        raise EngineStartError(f"{source}: {text!r} is not a value that vLLM takes for {name}: {error}") from None
+        reason = _JSON_LOADS.sub("JSON", str(error))
+        raise EngineStartError(f"{source}: {text!r} is not a value that vLLM takes for {name}: {reason}") from None
+
+
+def _as_vllm_writes(name: str, text: str) -> str:
+    if name == "limit_mm_per_prompt" and _COUNTS.fullmatch(text):
+        pairs = (pair.split("=") for pair in text.split(","))
+        return json.dumps({kind.strip(): int(count) for kind, count in pairs})
+    return _LMI_NAMES.get((name, text.lower()), text)
 
 
 def _switch(flag: str, text: str, action: Any) -> str:

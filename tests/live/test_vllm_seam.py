@@ -316,6 +316,7 @@ def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> 
 
 
 def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: Path) -> None:
+    from transformers import PythonBackend, TokenizersBackend
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.tokenizers.hf import maybe_make_thread_pool
@@ -329,7 +330,8 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
         config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
         pool = maybe_make_thread_pool(cached_tokenizer_from_config(config))
         supports_kw(pool.apply_chat_template, "tools")
-        return [weakref.ref(pool), weakref.ref(type(pool)), weakref.ref(cached_get_processor(str(sample_model)))]
+        processor = cached_get_processor(str(sample_model), processor_cls=(PythonBackend, TokenizersBackend))
+        return [weakref.ref(pool), weakref.ref(type(pool)), weakref.ref(processor)]
 
     left = used()
     gc.collect()
