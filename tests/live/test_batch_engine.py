@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -228,3 +229,20 @@ def test_over_http_a_stream_has_a_record_for_each_step(tmp_path: Path, sample_mo
         records = [json.loads(line)["outputs"] for line in lines]
         assert [len(record) for record in records] == [2] * 8
         assert "".join(record[0] for record in records).startswith(" Paris")
+
+
+def test_a_batch_that_outlives_the_drain_leaves_the_exit_code_as_it_is(tmp_path: Path, sample_model: Path) -> None:
+    options: dict[str, Any] = {
+        "model_id": sample_model,
+        "rolling_batch": "disable",
+        "batch_size": 32,
+        "dtype": "fp32",
+        "max_model_len": 1024,
+    }
+    with serving(tmp_path, {"SERVING_DRAIN_TIMEOUT": "0.1"}, **options) as server, ThreadPoolExecutor(1) as clients:
+        document = {"inputs": ["hello " * 900] * 32}  # one step of it takes many seconds
+        call = clients.submit(post, server, document)
+        server.wait_for_metric("slipway_engine_running", 32)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert "the server is stopping" in call.result().text
