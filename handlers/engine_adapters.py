@@ -38,7 +38,9 @@ class EngineAdapterHost:
         return ""
 
     async def stop(self) -> None:
-        """The engine ends what it has begun when it stops."""
+        """Let go of the formatters; the engine ends what it has begun when it stops."""
+        for name in self._current:
+            self._formatters.forget(name)
 
 
 def _for_engine(adapter: Adapter) -> EngineAdapter:

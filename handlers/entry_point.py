@@ -82,6 +82,10 @@ class Service:
     """None where `option.enable_lora` is off."""
     sessions: Sessions | None = None
     """None where a custom handler has its own."""
+    formatters: Formatters | None = None
+    """The model's own, where an engine generates."""
+    formatter_thread: FormatterThread | None = None
+    """Where they run, and those of its adapters."""
 
     async def stop(self) -> None:
         """Free the engine or end the workers."""
@@ -90,6 +94,10 @@ class Service:
         await self.runtime.stop()
         if self.sessions is not None:
             await self.sessions.stop()
+        if self.formatter_thread is not None:
+            self.formatter_thread.stop()
+        if self.formatters is not None:
+            self.formatters.unload()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -114,6 +122,8 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
         return await _load_engine(settings, limits, formatters, sessions)
     except BaseException:
         await sessions.stop()
+        if formatters is not None:
+            formatters.unload()
         raise
 
 
@@ -158,6 +168,8 @@ async def _serving(
         engine=engine,
         adapters=adapters,
         sessions=sessions,
+        formatters=formatters,
+        formatter_thread=thread,
     )
 
 

@@ -43,19 +43,29 @@ class FormatterThread:
         self._changed = threading.Condition()
         self._thread = 0
         """The number of the thread that is to work; those with lower numbers are left behind."""
+        self._stopped = False
+        """Guarded by `_changed`: a thread that finds nothing to do ends."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching = False
 
+    def stop(self) -> None:
+        """Let the thread end once it has done what waits; what comes later has one of its own."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
     def submit(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
         """Have `work` run after what was submitted before; `done` gets its result or error on the event loop."""
+        idle = self._loop is None
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._begin(self._loop)
         job = _Job(work, done)
         self._open.append(job)
         with self._changed:
             self._waiting.append(job)
             self._changed.notify()
+        if idle or self._stopped:
+            self._begin(self._loop)
         if not self._watching:
             self._watching = True
             self._loop.call_later(_CHECK_SECONDS, self._check, self._loop)
@@ -101,8 +111,8 @@ class FormatterThread:
 
     def _next(self, number: int) -> _Job | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or number != self._thread)
-            if number != self._thread:
+            self._changed.wait_for(lambda: self._waiting or self._stopped or number != self._thread)
+            if number != self._thread or not self._waiting:
                 return None
             job = self._waiting.popleft()
             job.started = time.monotonic()

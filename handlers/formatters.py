@@ -32,11 +32,18 @@ class Formatters:
 
     input: Formatter | None
     output: Formatter | None
+    module: ModuleType | None = None
+    """Where a model's own are from."""
 
     @property
     def output_takes_tokens(self) -> bool:
         """Whether the output formatter is of the older kind, which is called with each token."""
         return self.output is not None and not takes_request_output(self.output)
+
+    def unload(self) -> None:
+        """Let go of the module, with all that the customer's code keeps in it."""
+        if self.module is not None and sys.modules.get(self.module.__name__) is self.module:
+            del sys.modules[self.module.__name__]
 
 
 async def add_packages(settings: ModelSettings) -> None:
@@ -80,7 +87,7 @@ def load_formatters(settings: ModelSettings) -> Formatters | None:
             )
     elif settings.output_formatter is not None:  # a built-in one was asked for
         output = None
-    found = Formatters(find_decorated_function(module, "is_input_formatter"), output)
+    found = Formatters(find_decorated_function(module, "is_input_formatter"), output, module)
     if found.input is None and found.output is None:
         logger.info("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
         return None
