@@ -12,6 +12,7 @@ import typer
 
 from container import logs
 from container.config_report import startup_json, startup_text
+from container.process_end import ProcessEnd
 from container.settings import SettingsError
 from container.startup_models import Startup, load_startup
 
@@ -40,12 +41,14 @@ def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, mode
 
 def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
     """Serve, and end the process with the server's exit code."""
+    end = ProcessEnd()
     logs.configure(startup.server.log_format, startup.server.log_level)
     for warning in startup.warnings:
         logging.getLogger("container.settings").warning("%s", warning)
     from container import server
 
-    sys.exit(server.serve(startup, mounts))
+    end.code = server.serve(startup, mounts)
+    sys.exit(end.code)
 
 
 @app.command()

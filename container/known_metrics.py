@@ -22,16 +22,17 @@ from handlers.engines.protocol import EngineStatus
 from handlers.meter import CallCounts, Distribution, Meter
 
 _VERSION = "1"
-"""Of the only version that is served."""
+"""What Triton's series say of a model that has no version."""
 _MICROSECONDS = 1e6
 
 Labels = Mapping[str, str]
 
 
-def known_metrics(model: str, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
-    """The series of one model that runs on an engine."""
-    yield from _vllm({"model_name": model, "engine": "0"}, meter, status)
-    yield from _triton({"model": model, "version": _VERSION}, meter, status)
+def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:
+    """The series of one model that runs on an engine. `version`: tells it from others of its name."""
+    own = {"version": version} if version else {}
+    yield from _vllm({"model_name": model, "engine": "0"} | own, meter, status)
+    yield from _triton({"model": model, "version": _VERSION} | own, meter, status)
     yield from _tgi(meter, status)
 
 

@@ -73,7 +73,7 @@ class Metrics(Collector):
             )
             status = service.engine.status()
             yield from self._engine(status)
-            yield from known_metrics(service.settings.name, service.engine.meter, status)
+            yield from known_metrics(model.name, service.engine.meter, status, model.version)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.status())
 

@@ -54,7 +54,8 @@ SERVED = (
         parser=integer(1),
         default="1000",
         field="job_queue_size",
-        meaning="Requests that may wait or run; more are refused; a model's own `job_queue_size` goes before it",
+        meaning="Sequences that may wait beside those that run; more are refused; a model's own `job_queue_size` goes "
+        "before it. With a custom handler: calls, of which one is with a worker",
     ),
     Option(
         key="max_request_size",

@@ -56,15 +56,20 @@ class AdapterFormatters:
 
     def put(self, adapter: str, loaded: Loaded | None) -> None:
         """Have an adapter's formatters count, in the place of those that it had."""
-        if loaded is None:
-            self.forget(adapter)
-        else:
+        former = self._handlers.pop(adapter, None)
+        if loaded is not None:
             self._handlers[adapter] = loaded
+        self.drop(adapter, former)
 
     def forget(self, adapter: str) -> None:
         """The adapter is not there any more, and its module neither."""
-        if (found := self._handlers.pop(adapter, None)) is not None:
-            sys.modules.pop(found[1], None)
+        self.put(adapter, None)
+
+    def drop(self, adapter: str, loaded: Loaded | None) -> None:
+        """Let go of a module that does not count, unless one that does has its name: the same file, run once more."""
+        current = self._handlers.get(adapter)
+        if loaded is not None and (current is None or current[1] != loaded[1]):
+            sys.modules.pop(loaded[1], None)
 
     def _completed(self, own: Formatters) -> Formatters:
         base = self._base or Formatters(None, None)

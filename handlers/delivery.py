@@ -99,6 +99,11 @@ class Delivery:
             self._keep_alive = KeepAlive(self._exchange.comment, self._writer.write)
 
     @property
+    def begun(self) -> bool:
+        """Whether the reply has begun as a stream."""
+        return self._started
+
+    @property
     def answered(self) -> bool:
         """Whether the reply is complete."""
         return self._closed

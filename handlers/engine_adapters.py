@@ -18,7 +18,11 @@ class EngineAdapterHost:
     async def register(self, adapter: Adapter) -> str:
         """See `AdapterHost.register`."""
         formatters = await self._formatters.load(adapter.name, adapter.path)
-        await self._engine.add(_for_engine(adapter), preload=adapter.preload)
+        try:
+            await self._engine.add(_for_engine(adapter), preload=adapter.preload)
+        except BaseException:
+            self._formatters.drop(adapter.name, formatters)
+            raise
         self._formatters.put(adapter.name, formatters)
         former, self._current[adapter.name] = self._current.get(adapter.name), adapter.id
         if former is not None:

@@ -52,7 +52,9 @@ class EngineHandler:
         try:
             await delivery.submit()
         except RequestError as error:
-            if delivery.answered:  # by an earlier prompt of this call, which has failed already
+            if delivery.begun:  # with what an earlier prompt of this call has made
+                delivery.fail(error)
+            if delivery.answered:  # now, or before that, as an earlier prompt has failed
                 return delivery
             delivery.cancel()
             self.engine.meter.calls.count(0.0, failed=True)

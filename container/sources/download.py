@@ -231,15 +231,17 @@ class _Download:
     def _read(self, one: _Range) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                if self._read_once(one):
-                    self._finish(one.target)
-                return
+                whole = self._read_once(one)
             except Exception as error:
                 if attempt == _ATTEMPTS or _is_disks(error) or not may_pass(error):
                     raise
                 if self._over.is_set():
                     return
                 failure = error
+            else:
+                if whole:
+                    self._finish(one.target)
+                return
             pause = min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
             logger.warning(
                 "%s: %s, bytes %d to %d: %s; trying again in %.1f s",

@@ -91,10 +91,7 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
             raise SourceError(f"{place}: no whole copy is here ({copy.root}), and DJL_OFFLINE forbids to fetch one")
         return RemoteModel(copy, None, files)
     bucket = S3Bucket(place)
-    try:
-        files = selected(bucket.files())
-    except SourceError as error:
-        raise bucket.explained(error) from error
+    files = selected(bucket.files())
     if not copy.is_complete(files):
         small = tuple(file for file in files if not file.is_weights)
         progress = Progress(sum(file.size for file in small), len(small))

@@ -139,9 +139,12 @@ def policy(
     ] = None,
 ) -> None:
     """Print the IAM policy that someone needs who deploys, looks, asks and removes."""
-    from deploy.sagemaker.policies import caller_policy, push_policy
+    with reported_errors():
+        from deploy.sagemaker.configuration_reader import check_caller
+        from deploy.sagemaker.policies import caller_policy, push_policy
 
-    document = caller_policy(account, region, role)
-    if repository:
-        document["Statement"] += push_policy(account, region, repository)["Statement"]
-    typer.echo(json.dumps(document, indent=2))
+        check_caller({"account": account, "role": role, "region": region, "repository": repository})
+        document = caller_policy(account, region, role)
+        if repository:
+            document["Statement"] += push_policy(account, region, repository)["Statement"]
+        typer.echo(json.dumps(document, indent=2))

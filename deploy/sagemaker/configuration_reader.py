@@ -34,10 +34,16 @@ _NAME = rf"(?=.{{1,{LONGEST_NAME}}}$){NAME.pattern}"
 _NAME_EXPECTED = f"letters, digits and hyphens, at most {LONGEST_NAME}, with no hyphen at either end"
 _MODEL = r"s3://[^/\s]+(/\S*)?|[\w][\w.-]*(/[\w][\w.-]*)?"
 _S3 = r"s3://[^/\s]+(/\S*)?"
-_ROLE = r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+"
+_ACCOUNT = ("twelve digits", r"\d{12}")
+"""What is expected, and how it is written; so are those that follow."""
+_REGION = ("a region such as eu-west-1 (also AWS_REGION)", r"[a-z]{2}(-[a-z0-9]+)+")
+_ROLE = ("the ARN of an IAM role, arn:aws:iam::<account>:role/<name>", r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+")
+_REPOSITORY = ("a repository name of ECR", rf"(?=.{{2,256}}$){images.REPOSITORY.pattern}")
 _TOPIC = r"arn:aws[a-z-]*:sns:[a-z0-9-]*:\d{12}:[\w.-]+"
 _RESERVATION = r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:\d{12}:[a-z0-9-]{1,14}/.+"
-_REPOSITORY = rf"(?=.{{2,256}}$){images.REPOSITORY.pattern}"
+_ROLES = (_ROLE[0], r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/*-]+")
+"""A policy may be for several roles, such as `role/slipway-*`."""
+_CALLER = {"account": _ACCOUNT, "region": _REGION, "role": _ROLES, "repository": _REPOSITORY}
 _NETWORK_ID = r"[-0-9a-zA-Z]{1,32}"
 _VARIABLE = r"[a-zA-Z_][a-zA-Z0-9_]{0,1023}"
 _TAG_KEY = r"(?!aws:|slipway:)[\w\s.:/=+@-]{1,128}"
@@ -96,6 +102,20 @@ def read_configuration(values: Mapping[str, Any], origins: Mapping[str, str] | N
     return configuration
 
 
+def check_caller(values: Mapping[str, str | None]) -> None:
+    """Check for whom `slipway policy` prints a policy: account, region, role and repository, each named by its option.
+
+    Raises:
+        ConfigurationError: something is wrong; all that is wrong is listed.
+    """
+    problems: list[str] = []
+    table = Table(values, "", problems, {key: f"--{key}" for key in values})
+    for key, (expected, pattern) in _CALLER.items():
+        table.text(key, expected, pattern)
+    if problems:
+        raise ConfigurationError(tuple(problems))
+
+
 def _fields(table: Table) -> dict[str, Any]:
     model = table.required_text("model", "a hub id such as org/model, or an s3:// prefix", _MODEL)
     name = table.text("name", _NAME_EXPECTED, _NAME) or name_from_model(model)
@@ -120,13 +140,13 @@ def _fields(table: Table) -> dict[str, Any]:
 
 
 def _surroundings(table: Table, name: str) -> dict[str, Any]:
-    region = table.required_text("region", "a region such as eu-west-1 (also AWS_REGION)", r"[a-z]{2}(-[a-z0-9]+)+")
-    role = table.text("role", "the ARN of an IAM role, arn:aws:iam::<account>:role/<name>", _ROLE)
+    region = table.required_text("region", *_REGION)
+    role = table.text("role", *_ROLE)
     image = table.text("image", "an image reference without blanks", r"\S{1,255}")
     push = table.text("push", "a local image such as slipway:gpu", r"[^\s@-][^\s@]*")
-    repository = table.text("repository", "a repository name of ECR", _REPOSITORY) or "slipway"
+    repository = table.text("repository", *_REPOSITORY) or "slipway"
     create_role = table.boolean("create_role") or False
-    account = table.text("account", "twelve digits", r"\d{12}") or _account_of(role, image)
+    account = table.text("account", *_ACCOUNT) or _account_of(role, image)
     if not account:
         table.refuse("account", "twelve digits; or a role's ARN or an image in ECR, which name the account")
     if not role and not create_role:

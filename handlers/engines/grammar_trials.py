@@ -147,7 +147,7 @@ class _Process:
         return error
 
     async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is not None:
+        if self._process is not None and self._process.returncode is None:  # else it was killed while it was idle
             return self._process
         try:
             self._process = process = await asyncio.create_subprocess_exec(

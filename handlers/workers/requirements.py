@@ -7,6 +7,7 @@ a virtual environment, which sees the interpreter's packages behind its own. Sou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -160,7 +161,8 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
     try:
         output, _ = await process.communicate()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and something that left its group has its output
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
     return _Result(process.returncode or 0, output.decode("utf-8", "replace").strip())

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,17 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from handlers.contracts.protocol import Call
 from handlers.engines.protocol import Engine
 from handlers.engines.stream import generate
+from handlers.entry_point import Limits, load_service
 from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, serving
 from tests.recorder import Recorder
+from tests.unit.collected_reply import CollectedReply
 
 GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
 
@@ -228,3 +235,47 @@ def test_over_http_a_stream_has_a_record_for_each_step(tmp_path: Path, sample_mo
         records = [json.loads(line)["outputs"] for line in lines]
         assert [len(record) for record in records] == [2] * 8
         assert "".join(record[0] for record in records).startswith(" Paris")
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_them(
+    tmp_path: Path, sample_model: Path
+) -> None:
+    code = tmp_path / "model.py"
+    code.write_text(
+        "from djl_python.output_formatter import output_formatter\n\n\n"
+        "@output_formatter\n"
+        "def write(token, first_token, last_token, details, generated_text, request_id):\n"
+        "    return token.text\n"
+    )
+    given = replace(settings(sample_model, rolling_batch="disable", formatters=code), name="unloaded")
+    service = await load_service(given, Limits(queue_size=8, overload_status=503, unavailable_status=503))
+    before = {thread for thread in threading.enumerate() if thread.name == "formatters"}
+    module, reply = "slipway_model_unloaded", CollectedReply()
+    assert module in sys.modules
+    await service.invocations.handle(Call(body=b'{"inputs": "The capital of France is"}', request_id="r"), reply)
+    async with asyncio.timeout(60):
+        while not reply.ended:
+            await asyncio.sleep(0.05)
+    [formatting] = {thread for thread in threading.enumerate() if thread.name == "formatters"} - before
+    await service.stop()
+    await asyncio.to_thread(formatting.join, 5)
+    assert not formatting.is_alive()
+    assert module not in sys.modules
+
+
+def test_a_batch_that_outlives_the_drain_leaves_the_exit_code_as_it_is(tmp_path: Path, sample_model: Path) -> None:
+    options: dict[str, Any] = {
+        "model_id": sample_model,
+        "rolling_batch": "disable",
+        "batch_size": 32,
+        "dtype": "fp32",
+        "max_model_len": 1024,
+    }
+    with serving(tmp_path, {"SERVING_DRAIN_TIMEOUT": "0.1"}, **options) as server, ThreadPoolExecutor(1) as clients:
+        document = {"inputs": ["hello " * 900] * 32}  # one step of it takes many seconds
+        call = clients.submit(post, server, document)
+        server.wait_for_metric("slipway_engine_running", 32)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert "the server is stopping" in call.result().text

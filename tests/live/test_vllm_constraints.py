@@ -54,6 +54,19 @@ async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> 
     assert await translator.structured_outputs(SamplingParameters()) is None
 
 
+async def test_a_process_that_was_killed_while_it_was_idle_refuses_no_constraint(
+    translator: ConstraintTranslator,
+) -> None:
+    await translated(translator, regex="before")
+    trials = translator._trials
+    assert trials is not None
+    for own in trials._processes:
+        if (process := own._process) is not None:
+            process.kill()
+            await process.wait()
+    assert (await translated(translator, regex="after")).regex == "after"
+
+
 @pytest.mark.parametrize(
     ("schema", "closed"),
     [

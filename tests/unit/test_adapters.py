@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from handlers.adapter_formatters import AdapterFormatters
 from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
+from handlers.engine_adapters import EngineAdapterHost
+from handlers.engines.protocol import EngineAdapter
 from handlers.errors import AdapterConflict, AdapterFailed, UnknownAdapter
 
 pytestmark = pytest.mark.asyncio
@@ -238,3 +242,59 @@ async def test_an_adapter_that_comes_with_the_model_and_fails_is_named(tmp_path:
     host.failure = AdapterFailed("broken")
     with pytest.raises(AdapterFailed, match=f"the adapter a of {tmp_path}/adapters cannot be registered: broken"):
         await registry.preload((tmp_path,))
+
+
+FORMATTER = (
+    "from djl_python.output_formatter import output_formatter\n\n\n"
+    "@output_formatter\n"
+    "def write(token, first_token, last_token, details, generated_text, request_id):\n"
+    "    return token.text\n"
+)
+
+
+class Engine:
+    """Takes adapters, or does not; the real one needs a model to refuse them."""
+
+    refuses = False
+
+    async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
+        if self.refuses:
+            raise AdapterFailed("it does not fit")
+
+    async def change(self, adapter: EngineAdapter, *, preload: bool) -> None: ...
+
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None: ...
+
+
+def with_formatter(directory: Path) -> str:
+    directory.mkdir()
+    (directory / "model.py").write_text(FORMATTER)
+    return str(directory)
+
+
+async def test_only_adapters_that_are_there_have_their_formatters_loaded(tmp_path: Path) -> None:
+    engine, before = Engine(), set(sys.modules)
+    formatters = AdapterFormatters(lambda found: found, None, 10)  # type: ignore[arg-type, return-value]
+    host = EngineAdapterHost(engine, formatters)
+    registry = AdapterRegistry(host, tmp_path)
+    first, second = (with_formatter(tmp_path / name) for name in ("first", "second"))
+
+    engine.refuses = True
+    with pytest.raises(AdapterFailed):
+        await registry.register(AdapterOrder(name="a", src=first))
+    assert set(sys.modules) == before
+
+    engine.refuses = False
+    await registry.register(AdapterOrder(name="a", src=first))
+    [module] = set(sys.modules) - before
+    engine.refuses = True
+    with pytest.raises(AdapterFailed):  # the same file once more: the module that counts has the name
+        await registry.register(AdapterOrder(name="a", src=first), replacing=True)
+    assert set(sys.modules) - before == {module}
+
+    engine.refuses = False
+    await registry.register(AdapterOrder(name="a", src=second), replacing=True)
+    [other] = set(sys.modules) - before
+    assert other != module
+    await registry.stop()
+    assert set(sys.modules) == before

@@ -13,12 +13,13 @@ import pytest
 
 from handlers.contracts.family import ContractSetting
 from handlers.contracts.happy_vllm.generate import HappyVllmContract
+from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.generate import TritonContract
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
-from handlers.errors import EngineDead, GenerationFailed, RequestError
+from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from handlers.formatter_thread import FormatterThread
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -182,6 +183,34 @@ async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
         await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), Writer())
     assert handler.open_sequences == 0
     assert [running.cancelled for running in engine.running] == [True]
+
+
+class Eager(ScriptedEngine):
+    """Makes a token of each prompt before it takes the next."""
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        generation = await super().submit(request, sink)
+        sink.on_delta(TokenDelta(" a", token_count=1))
+        return generation
+
+
+async def test_a_prompt_that_is_refused_once_the_stream_has_begun_ends_it_with_the_error() -> None:
+    engine, writer = Eager(), Writer()
+    engine.failures[1] = InvalidRequest("the prompt is too long")
+    handler = EngineHandler(engine, limit=4)
+    contract = LmiDynamicContract(replace(MODEL, rolling_batch="disable", enable_streaming="huggingface"))
+    running = await handler.handle(contract, call({"inputs": ["x", "y"]}), writer)
+    assert writer.replies == []
+    assert writer.started == [(200, "application/jsonlines")]
+    records = [json.loads(line) for line in writer.body.splitlines()]
+    assert records[0] == {"outputs": ["x", "y"]}
+    assert records[1:] == [
+        {"outputs": [" a", ""]},
+        {"code": 424, "message": "invoke handler failure", "error": "the prompt is too long"},
+    ]
+    assert [one.cancelled for one in engine.running] == [True]
+    running.cancel()
+    assert (handler.open_sequences, engine.meter.calls.failed) == (0, 1)
 
 
 async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(

@@ -60,3 +60,17 @@ async def test_who_waits_may_go_away() -> None:
     waiting.cancel()
     release.set()
     assert await thread.run(lambda: "on") == "on"
+
+
+async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
+    thread, release = FormatterThread(5), threading.Event()
+    first = asyncio.ensure_future(thread.run(lambda: release.wait() and threading.current_thread()))
+    second = asyncio.ensure_future(thread.run(lambda: "waited"))
+    await asyncio.sleep(0.05)
+    thread.stop()
+    release.set()
+    worked = await first
+    assert await second == "waited"
+    await asyncio.to_thread(worked.join, 5)
+    assert not worked.is_alive()
+    assert await thread.run(lambda: "later") == "later"

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from container.known_metrics import known_metrics
+from container.metrics import labelled
 from handlers.engines.protocol import EngineStatus
 from handlers.meter import Meter
 
@@ -46,6 +47,14 @@ def _samples() -> dict[str, tuple[dict[str, str], float]]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_two_versions_of_a_model_share_no_series() -> None:
+    families = {f"m:{version}": known_metrics("m", _meter(), EngineStatus(3, 2, 0.25), version) for version in "12"}
+    series = [(sample.name, *sorted(sample.labels.items())) for one in labelled(families) for sample in one.samples]
+    assert len(series) == len(set(series))
+    assert ("nv_inference_count", ("model", "m"), ("version", "2")) in series
+    assert ("vllm:num_requests_running", ("engine", "0"), ("model_name", "m"), ("version", "2")) in series
 
 
 def test_vllms_series_have_its_names_and_labels() -> None:

@@ -203,6 +203,23 @@ def test_the_policy_is_json() -> None:
     assert not any("ecr:PutImage" in statement["Action"] for statement in statements)
 
 
+def test_a_policy_for_nobody_is_refused_with_all_that_is_wrong() -> None:
+    done = _run("policy", "--account", "abc", "--role", "admin", "--region", "eu", "--repository", "Mine")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        'slipway: account is "abc" (--account); expected twelve digits',
+        'slipway: region is "eu" (--region); expected a region such as eu-west-1 (also AWS_REGION)',
+        'slipway: role is "admin" (--role); expected the ARN of an IAM role, arn:aws:iam::<account>:role/<name>',
+        'slipway: repository is "Mine" (--repository); expected a repository name of ECR',
+    ]
+
+
+def test_a_policy_may_be_for_several_roles() -> None:
+    roles = "arn:aws:iam::111122223333:role/slipway-*"
+    done = _run("policy", "--account", "111122223333", "--role", roles, "--region", "eu-west-1")
+    assert roles in done.stdout
+
+
 def test_the_policy_of_who_pushes_images_names_their_repository() -> None:
     arguments = ["--account", "111122223333", "--role", ROLE, "--region", "eu-west-1", "--repository", "mine"]
     push = json.loads(_run("policy", *arguments).stdout)["Statement"][-1]

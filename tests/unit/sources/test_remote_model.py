@@ -198,6 +198,13 @@ def test_a_disk_that_fills_up_is_said(model: Gate, url: str, downloads: Path, mo
         opened.fetch_weights(60)
 
 
+def test_a_file_that_cannot_be_put_in_its_place_is_said(model: Gate, url: str, downloads: Path) -> None:
+    opened = open_model(url, downloads)
+    (opened.directory / "model-1.safetensors").mkdir()
+    with pytest.raises(SourceError, match=r"Is a directory.*model-1\.safetensors"):
+        opened.fetch_weights(60)
+
+
 def test_a_place_that_cannot_be_written_is_said(model: Gate, url: str) -> None:
     assert "/proc/slipway" in refusal(url, Path("/proc/slipway"))
 

@@ -15,6 +15,8 @@ import pytest
 
 from handlers.custom_handler import CustomHandler
 from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import HandlerSettings
+from handlers.workers.requirements import prepare_interpreter
 from tests.unit.workers.harness import MODELS, serving, settings_for
 
 pytestmark = pytest.mark.asyncio
@@ -167,3 +169,19 @@ async def test_an_interpreter_that_is_too_old_fails_the_load_with_the_reason(tmp
     handler = CustomHandler(settings_for("echo", python_executable=old), queue_size=1, overload_status=503)
     with pytest.raises(EngineStartError, match=r"a handler needs Python 3\.11 or later"):
         await handler.start()
+
+
+async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(tmp_path: Path) -> None:
+    python, begun = tmp_path / "python", tmp_path / "begun"
+    python.write_text(f"#!/bin/sh\nsetsid sleep 2 &\ntouch {begun}\n")
+    python.chmod(0o755)
+    model = make_model(tmp_path / "model", "")
+    settings = HandlerSettings(entry_point="model.py", python_executable=str(python))
+    load = asyncio.create_task(prepare_interpreter(model, settings))
+    while not begun.exists():
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)  # by now the script itself has ended
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    await asyncio.sleep(2)  # what holds its output ends
