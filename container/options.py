@@ -189,7 +189,8 @@ SERVED = (
         field="tensor_parallel_degree",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
-        meaning="Devices that share each layer; `max`: all GPUs; without it, one",
+        meaning="Devices that share each layer; `max`: all GPUs; without it vLLM takes all that divide the model's "
+        "attention heads",
     ),
     Option(
         key="option.pipeline_parallel_degree",

@@ -89,7 +89,7 @@ class ModelSettings:
     """LoRA adapters can be registered; requests name the one they want."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
-    """None: one device, or with `tensor_parallel_max` as many GPUs as there are."""
+    """None: as many GPUs as there are, and unless `tensor_parallel_max` no more than the model can be shared out to."""
     tensor_parallel_max: bool = False
     """"max" was asked for; only the engine can count the GPUs."""
     pipeline_parallel_degree: int = 1

@@ -87,6 +87,7 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 
 
 def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
+    """All GPUs unless a number is asked for, as LMI and TGI have it (contracts/lmi.md section 2.8)."""
     if settings.tensor_parallel_degree is not None:
         return settings.tensor_parallel_degree
     if on_cpu:
@@ -94,15 +95,7 @@ def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
     import torch
 
     count: int = torch.cuda.device_count()
-    if settings.tensor_parallel_max:
-        return max(1, count // settings.pipeline_parallel_degree)
-    if count > settings.pipeline_parallel_degree:
-        logger.warning(
-            "%d of %d GPUs are used; option.tensor_parallel_degree=max uses all, which LMI does by default",
-            settings.pipeline_parallel_degree,
-            count,
-        )
-    return 1
+    return max(1, count // settings.pipeline_parallel_degree)
 
 
 def _parse(settings: ModelSettings) -> dict[str, Any]:

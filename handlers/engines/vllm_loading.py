@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from handlers.engines.vllm_children import tied_to_this_thread
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0
 """What vLLM's processes have to end by themselves; by then nothing runs in them."""
@@ -75,13 +78,33 @@ class VllmLoader:
             arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
         # Read here, so that what is wrong is said before the model is loaded.
         frontend = frontend_arguments(self._settings)
-        config = AsyncEngineArgs(**arguments).create_engine_config()
+        engine_args = AsyncEngineArgs(**arguments)
+        if self._settings.tensor_parallel_degree is None and not self._settings.tensor_parallel_max:
+            share_out_heads(engine_args)
+        config = engine_args.create_engine_config()
         choose_backend(config)
         with tied_to_this_thread():
             llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
         if self._abandoned:
             llm.shutdown(SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
         return LoadedModel(llm, frontend)
+
+
+def share_out_heads(engine_args: AsyncEngineArgs) -> None:
+    """Take no more GPUs than the model's attention heads can be shared out to evenly, which vLLM insists on."""
+    gpus = engine_args.tensor_parallel_size
+    if gpus == 1:
+        return
+    heads: int = getattr(engine_args.create_model_config().hf_text_config, "num_attention_heads", 0)
+    engine_args.tensor_parallel_size = max(size for size in range(1, gpus + 1) if heads % size == 0)
+    if engine_args.tensor_parallel_size < gpus:
+        logger.warning(
+            "%d of %d GPUs share each layer: more do not divide the model's %d attention heads; "
+            "option.tensor_parallel_degree sets it by hand",
+            engine_args.tensor_parallel_size,
+            gpus,
+            heads,
+        )
 
 
 def _reason(error: Exception) -> str:
