@@ -8,7 +8,7 @@ from typing import Any
 
 from handlers.contracts.parameter_reader import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.engines.token_ids import check_token_ids
-from handlers.engines.vllm_sampling import MAX_LISTED_TOKENS, MAX_STOP_TOKENS, check_bad_words
+from handlers.engines.vllm_sampling import MAX_LISTED_TOKENS, MAX_STOP_TOKENS, NO_PROMPT_LOGPROBS, check_bad_words
 from handlers.engines.vllm_typical import ARGUMENT as TYPICAL_P
 from handlers.errors import InvalidParameter
 
@@ -22,12 +22,16 @@ _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prom
 """What goes to the engine process as 64-bit numbers."""
 
 
-def check_parameters(params: Any, vocabulary_size: int, tokenizer: Any) -> None:
+def check_parameters(params: Any, vocabulary_size: int, tokenizer: Any, prompt_logprobs: bool = True) -> None:
     """Refuse sampling parameters that would harm the engine; `params`: vLLM's `SamplingParams`.
+
+    `prompt_logprobs`: see `handlers.engines.vllm_adapters.has_prompt_logprobs`.
 
     Raises:
         InvalidParameter: the parameter is named.
     """
+    if params.prompt_logprobs is not None and not prompt_logprobs:
+        raise InvalidParameter("prompt_logprobs", f"cannot be given: {NO_PROMPT_LOGPROBS}")
     for name, limit in _LISTS.items():
         token_ids = getattr(params, name) or ()
         check_token_ids(name, token_ids, limit, vocabulary_size)

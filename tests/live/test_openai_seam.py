@@ -122,6 +122,15 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
     assert caught.value.parameter == next(iter(fields)).replace("extra_args", "typical_p")
 
 
+def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
+    from handlers.openai.parameter_limits import check_parameters
+
+    asked = params(prompt_logprobs=0)
+    check_parameters(asked, 100, None)
+    with pytest.raises(InvalidParameter, match=r"not served on a CPU with option\.enable_lora=true"):
+        check_parameters(asked, 100, None, prompt_logprobs=False)
+
+
 def test_what_does_no_harm_passes() -> None:
     from handlers.openai.parameter_limits import check_parameters
 
