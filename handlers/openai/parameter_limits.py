@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from handlers.contracts.parameter_reader import MAX_STRING_LENGTH, MAX_STRINGS
@@ -18,6 +19,8 @@ _LISTS = {
     "allowed_token_ids": MAX_LISTED_TOKENS,
     "logit_bias": MAX_LISTED_TOKENS,
 }
+_MOST_NESTED = 32
+"""Levels of `kv_transfer_params` and of `vllm_xargs`."""
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 """What goes to the engine process as 64-bit numbers."""
 
@@ -46,11 +49,29 @@ def check_parameters(params: Any, vocabulary_size: int, tokenizer: Any, prompt_l
         value = getattr(params, name, None)
         if value is not None and not -_INT64 <= value < _INT64:
             raise InvalidParameter(name, "must be a 64-bit number")
+    for name, value in (params.extra_args or {}).items():
+        _check_depth(name, value)
     _check_typical_p((params.extra_args or {}).get(TYPICAL_P))
     if params.bad_words:
         tokenized = copy.copy(params)
         tokenized.update_from_tokenizer(tokenizer)
         check_bad_words(tokenized)
+
+
+def _check_depth(name: str, value: Any) -> None:
+    """The engine process pickles it, which ends the process where it is nested as deep as JSON may be."""
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        level = [inner for outer in level for inner in _within(outer)]
+        if not level:
+            return
+    raise InvalidParameter(name, f"may be nested {_MOST_NESTED} levels deep at most")
+
+
+def _within(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _check_typical_p(value: Any) -> None:
