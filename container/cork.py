@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 
 class Cork:
@@ -68,15 +69,56 @@ BREAK_OFF = "slipway.break_off"
 """In `scope["extensions"]`: what drops the connection at once, with all that waits in it."""
 
 
+class _Parser:
+    """httptools' parser, for which a request that offers another protocol is plain HTTP (RFC 9110 section 7.8).
+
+    httptools stops at the end of such a request's head, and never sees its body. Java's HttpClient makes such an offer,
+    of HTTP/2, with the first request of each connection.
+    """
+
+    def __init__(self, protocol: CorkedHttpProtocol) -> None:
+        self._protocol = protocol
+        self._parser = _new_parser(protocol)
+
+    def feed_data(self, data: bytes) -> None:
+        """See `httptools.HttpRequestParser`."""
+        while not self._protocol.transport.is_closing():
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                # Read once more without the offer, by a parser that has not stopped.
+                data = self._protocol.head_without_offer() + data[offer.args[0] :]
+                self._parser = _new_parser(self._protocol)
+            else:
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
+def _new_parser(protocol: CorkedHttpProtocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(protocol)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+    return parser
+
+
 class CorkedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol on a corked transport, with a limit on a request's head, which uvicorn does not have."""
+    """uvicorn's HTTP protocol on a corked transport, with what uvicorn does not have.
+
+    These are limits on a request's head and on requests that are sent before the one before them is answered, an answer
+    for requests that offer another protocol, and word for every request of a connection that its client has left.
+    """
 
     MAX_HEAD = 256 * 1024
     """Bytes of request line and headers."""
+    MAX_PIPELINED = 100
+    """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self.parser = _Parser(self)
         self._head: int | None = None
+        self._answering: RequestResponseCycle | None = None
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
@@ -88,7 +130,27 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Called by the parser."""
         self._head = None
+        if self._offers_protocol():
+            return
         super().on_headers_complete()
+        if len(self.pipeline) > self.MAX_PIPELINED:
+            self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if not self._offers_protocol():
+            super().on_message_complete()
+
+    def _offers_protocol(self) -> bool:
+        # CONNECT stops the parser as well, but it is no offer; uvicorn refuses it.
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def head_without_offer(self) -> bytes:
+        """The head of the request that is being read, without the protocol that it offers."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -101,3 +163,17 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(CorkedTransport(transport, _CORK))  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        # uvicorn tells the request that was read last, which may not have begun yet.
+        self.pipeline.clear()
+        running = self._answering
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)

@@ -6,12 +6,19 @@ import json
 import logging
 import logging.config
 import os
+import re
 import tempfile
 import time
 from typing import Any
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s%(request)s: %(message)s"
 _EXTRA = ("request_id",)
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""What ends lines, or moves a terminal's cursor; and what no encoding has."""
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return character.group().encode("unicode_escape").decode("ascii")
 
 
 def _timestamp(record: logging.LogRecord) -> str:
@@ -19,7 +26,7 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """One line of text for each record."""
+    """One line of text for each record about a request, whatever its client has sent; others may have several."""
 
     def __init__(self) -> None:
         super().__init__(_PLAIN)
@@ -33,6 +40,12 @@ class PlainFormatter(logging.Formatter):
         identity = getattr(record, "request_id", None)
         record.request = f" [{identity}]" if identity else ""
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """What is said of a request may have parts of it, which must not look like further records."""
+        if record.request:  # type: ignore[attr-defined]
+            record.message = _CONTROL.sub(_escaped, record.message)
+        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):

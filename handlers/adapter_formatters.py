@@ -18,6 +18,8 @@ from handlers.reply import Handler, ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 200
+
 Loaded = tuple[Handler, str]
 """What answers with an adapter's formatters, and the name of their module."""
 
@@ -92,8 +94,11 @@ class AdapterInvocations:
 
 def _load(adapter: str, directory: Path) -> tuple[Formatters, str] | None:
     """The formatters, and the name of their module; None if there are none. Each load runs the file anew."""
-    if not (directory / MODEL_FILE).is_file():
-        return None
+    try:
+        if not (directory / MODEL_FILE).is_file():
+            return None
+    except OSError as error:  # such as a name that is too long
+        raise AdapterFailed(f"src: {str(directory)[:_SHOWN]!r} cannot be read: {error.strerror}") from None
     try:
         module = load_model_service(str(directory), MODEL_FILE, namespace=adapter).module
     except BaseException as error:

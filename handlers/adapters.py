@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 DIRECTORY = "adapters"
 """Adapters that come with a model are in directories below this one."""
 
-_NAME = re.compile(r"[^/\x00-\x1f\x7f]{1,200}")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
+"""Not `.` or `..`: clients resolve them in a path, and could never remove such an adapter."""
 _SHOWN = 200
 """Characters of what a client sent that a message repeats."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -151,7 +152,7 @@ class AdapterRegistry:
         path = self._path(order)
         if not _NAME.fullmatch(order.name):
             raise AdapterConflict(
-                "name must have 1 to 200 characters, none of them a slash or a control character; "
+                "name must have 1 to 200 characters, none of them a slash or a control character, and not be . or ..; "
                 f"got {order.name[:_SHOWN]!r}"
             )
         if order.name in self._reserved:

@@ -150,6 +150,8 @@ def _found(manager: SessionManager, session_id: str) -> Session | None:
 
 
 def _close(manager: SessionManager, session_id: str) -> None:
+    if _found(manager, session_id) is None:  # whether another session has swept it away or not
+        raise refused(f"session has expired: {session_id}")
     try:
         manager.close_session(session_id)
     except ValueError as error:

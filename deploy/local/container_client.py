@@ -50,8 +50,10 @@ class ContainerClient:
         Raises:
             ContainerUnreachable, ContainerBroken, ContainerBusy: also from within the block, while the body is read.
         """
+        # Text that is not ASCII is what httpx would refuse; HTTP has it as the bytes that came.
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         try:
-            async with self._http.stream(method, target, headers=list(headers), content=body) as response:
+            async with self._http.stream(method, target, headers=raw, content=body) as response:
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ContainerUnreachable(str(error)) from error

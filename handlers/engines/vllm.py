@@ -27,7 +27,7 @@ from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
-from handlers.engines.vllm_adapters import VllmAdapters
+from handlers.engines.vllm_adapters import VllmAdapters, has_prompt_logprobs
 from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU
 from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_constraints import ConstraintTranslator, in_thread
@@ -105,6 +105,7 @@ class VllmEngine:
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
             typical=self._typical,
+            prompt_logprobs=has_prompt_logprobs(llm),
         )
         backend = llm.vllm_config.structured_outputs_config.backend
         self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)

@@ -18,6 +18,10 @@ from handlers.request import GenerationRequest, SamplingParameters
 MAX_LISTED_TOKENS = 1024
 MAX_STOP_TOKENS = 100
 MAX_BAD_WORD_TOKENS = 1024
+NO_PROMPT_LOGPROBS = (
+    "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs) are not served on a "
+    "CPU with option.enable_lora=true"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class SamplingTranslator:
     vocabulary_size: int
     typical: bool
     """Locally typical sampling is loaded."""
+    prompt_logprobs: bool = True
+    """The engine survives them; see `has_prompt_logprobs`."""
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
@@ -75,8 +81,13 @@ class SamplingTranslator:
             raise InvalidRequest(str(error)) from error
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises InvalidParameter for a token id that the vocabulary does not have, or too many of them."""
+        """Raises InvalidParameter for a token id that the vocabulary does not have, or too many of them.
+
+        Raises InvalidRequest where log probabilities of the prompt are asked for and the engine would die of them.
+        """
         s = request.sampling
+        if request.want_prompt_tokens and not self.prompt_logprobs:
+            raise InvalidRequest(NO_PROMPT_LOGPROBS)
         check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
         check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)

@@ -33,7 +33,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from handlers.engines.protocol import EngineStartError
-from handlers.engines.vllm_adapters import Claim, VllmAdapters
+from handlers.engines.vllm_adapters import Claim, VllmAdapters, has_prompt_logprobs
 from handlers.errors import (
     EngineDead,
     GenerationFailed,
@@ -98,6 +98,7 @@ class EngineClient:
         self._max_prompt_tokens, self._adapters = max_prompt_tokens, adapters
         self._tokenizer = llm.get_tokenizer()
         self._vocabulary_size: int = llm.model_config.get_vocab_size()
+        self._prompt_logprobs = has_prompt_logprobs(llm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -121,7 +122,7 @@ class EngineClient:
             GracefulHTTPError: 503, the queue has no place.
         """
         try:
-            check_parameters(sampling_params, self._vocabulary_size, self._tokenizer)
+            check_parameters(sampling_params, self._vocabulary_size, self._tokenizer, self._prompt_logprobs)
         except InvalidParameter as error:
             raise VLLMValidationError(error.message, parameter=error.parameter) from None
         self._check_length(prompt)

@@ -129,6 +129,8 @@ def test_a_registration_is_read_from_a_json_body() -> None:
         (call(b'{"url": ["/x"]}', "application/json"), "Parameter url is no string or number."),
         (call(b"[]", "application/json"), "The body is not a JSON object."),
         (call(url="/x", model_name="a/b"), 'Parameter model_name is "a/b"; allowed: up to 200 letters'),
+        (call(url="/x", model_name=".."), 'Parameter model_name is ".."; allowed: up to 200 letters'),
+        (call(url="/x", model_name="a", model_version="."), 'Parameter model_version is "."; allowed: up to 200'),
         (call(url="/x", synchronous="later"), 'Parameter synchronous is "later"; allowed: true, false'),
     ],
 )

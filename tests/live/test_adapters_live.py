@@ -363,3 +363,18 @@ def test_a_beam_search_keeps_its_adapter(lora: Server) -> None:
         return answer
 
     assert len({beams(""), beams("red"), beams("blue")}) == 3
+
+
+def test_log_probabilities_of_prompts_are_refused_on_a_cpu_where_the_engine_would_die_of_them(lora: Server) -> None:
+    chat = {"model": "model", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 8}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/invocations", {"inputs": PROMPTS[0], "parameters": {"decoder_input_details": True, "details": True}}),
+        ("/v1/chat/completions", chat | {"prompt_logprobs": 1}),
+        ("/v1/chat/completions", chat),
+        ("/invocations", {"inputs": PROMPTS[0]}),
+    ] * 3
+    with ThreadPoolExecutor(len(calls)) as pool:
+        answers = list(pool.map(lambda call: lora.client.post(call[0], json=call[1]), calls))
+    assert [answer.status_code for answer in answers] == [424, 400, 200, 200] * 3
+    assert all("not served on a CPU" in answer.text for answer in answers if answer.status_code != 200)
+    assert lora.ping() == 200

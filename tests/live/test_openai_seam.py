@@ -174,6 +174,31 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
     assert caught.value.parameter == next(iter(fields)).replace("extra_args", "typical_p")
 
 
+@pytest.mark.parametrize("kind", [lambda inner: [inner], lambda inner: {"a": inner}])
+def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) -> None:
+    from handlers.openai.parameter_limits import check_parameters
+
+    def nested(levels: int) -> Any:
+        value: Any = 1
+        for _ in range(levels):
+            value = kind(value)
+        return params(extra_args={"kv_transfer_params": value})
+
+    check_parameters(nested(31), 100, None)
+    for levels in (32, 900):
+        with pytest.raises(InvalidParameter, match="`kv_transfer_params` may be nested 32 levels deep at most"):
+            check_parameters(nested(levels), 100, None)
+
+
+def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
+    from handlers.openai.parameter_limits import check_parameters
+
+    asked = params(prompt_logprobs=0)
+    check_parameters(asked, 100, None)
+    with pytest.raises(InvalidParameter, match=r"not served on a CPU with option\.enable_lora=true"):
+        check_parameters(asked, 100, None, prompt_logprobs=False)
+
+
 def test_what_does_no_harm_passes() -> None:
     from handlers.openai.parameter_limits import check_parameters
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from copy import copy
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import EngineDead, InvalidParameter
+from handlers.errors import EngineDead, InvalidParameter, InvalidRequest
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.recorder import Recorder
@@ -348,6 +349,17 @@ def test_typical_p_names_both_engines_that_have_it() -> None:
     request = GenerationRequest(request_id="r", prompt="x", sampling=SamplingParameters(typical_p=0.5))
     with pytest.raises(InvalidParameter, match=r"needs option.rolling_batch=lmi-dist or scheduler$"):
         translator.sampling_params(request, 1)
+
+
+def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
+    from handlers.engines.vllm_sampling import SamplingTranslator
+
+    request = GenerationRequest(request_id="r", prompt="x", want_prompt_tokens=True)
+    for allowed in (True, False):
+        translator = SamplingTranslator(16, 1, 9, typical=False, prompt_logprobs=allowed)
+        refusal = contextlib.nullcontext() if allowed else pytest.raises(InvalidRequest, match="not served on a CPU")
+        with refusal:
+            assert translator.sampling_params(request, 1).prompt_logprobs == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -77,7 +77,7 @@ async def test_a_source_elsewhere_is_a_conflict(src: str) -> None:
         await registry.register(AdapterOrder(name="a", src=src))
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "a\nb", "x" * 201, "model"])
+@pytest.mark.parametrize("name", ["", "a/b", "a\nb", "x" * 201, ".", "..", "model"])
 async def test_a_name_that_cannot_be_is_a_conflict(name: str) -> None:
     _, registry = make()
     with pytest.raises(AdapterConflict, match="name"):

@@ -498,6 +498,14 @@ async def test_everything_else_passes_through_as_it_is() -> None:
     assert chat.status_code == 201
 
 
+async def test_a_header_that_is_not_ascii_passes_through_as_the_bytes_that_came() -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        for path in ("/v1/models", "/endpoints/e/openai/v1/models"):
+            assert (await client.get(path, headers=[(b"x-mine", "Zoë".encode())])).status_code == 200
+    assert [seen.headers["x-mine"].encode("latin-1") for seen in container.seen] == 2 * ["Zoë".encode()]
+
+
 async def test_what_is_escaped_in_a_path_stays_escaped() -> None:
     container = ScriptedContainer(always(answer()))
     async with local_endpoint(container) as client:

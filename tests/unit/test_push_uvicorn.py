@@ -45,7 +45,9 @@ async def connected(application: Any) -> AsyncIterator[tuple[asyncio.StreamReade
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    config = uvicorn.Config(application, http=CorkedHttpProtocol, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        application, http=CorkedHttpProtocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -136,3 +138,91 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
     async with connected(flooding) as (_, writer):
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.wait_for(left.wait(), 20)
+
+
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    names = b" ".join(name for name, _ in scope["headers"])
+    answer = b"<%s|%s|%s>" % (scope["raw_path"], names, body)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]},
+    )
+    await send({"type": "http.response.body", "body": answer})
+
+
+OFFER = (
+    b"POST /a HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    b"HTTP2-Settings: AAEAAEAA\r\nContent-Length: 4\r\n\r\n"
+)
+"""As Java's HttpClient begins a connection."""
+
+
+@pytest.mark.parametrize("pieces", [[OFFER + b"body"], [OFFER, b"bo", b"dy"], [OFFER[:50], OFFER[50:-2], b"\r\nbody"]])
+async def test_a_request_that_offers_another_protocol_is_answered_with_its_body_and_so_is_the_next(
+    pieces: list[bytes],
+) -> None:
+    async with connected(_echo) as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        assert b"</a|host connection http2-settings content-length|body>" in await _read_until(reader, b">")
+        writer.write(b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
+        assert b"</b|host content-length|hi>" in await _read_until(reader, b">")
+
+
+async def test_pipelined_offers_of_another_protocol_are_answered_in_turn() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(3 * (OFFER + b"body"))
+        for _ in range(3):
+            assert b"|body>" in await _read_until(reader, b">")
+
+
+async def test_connect_is_refused() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_client_that_leaves_ends_its_running_call_though_it_has_sent_another() -> None:
+    begun: list[str] = []
+    ended = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended.set()
+
+    async with connected(endless) as (reader, writer):
+        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _read_until(reader, b"first")
+        writer.close()
+        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.sleep(0.05)
+    assert begun == ["/first"]
+
+
+async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_connection() -> None:
+    begun = 0
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal begun
+        begun += 1
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with connected(waiting) as (reader, writer):
+        writer.write((CorkedHttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert begun == 1
+
+
+async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
+    return await asyncio.wait_for(reader.readuntil(end), 5)

@@ -82,8 +82,9 @@ async def test_an_expired_session_is_424_and_says_so(tmp_path: Path) -> None:
     sessions = kept_in(tmp_path, expiration=1)
     name = await begun(sessions)
     await asyncio.sleep(1.05)
-    reply = await refusal(sessions.check(given({}, name)))
-    assert (reply.status, json.loads(reply.body)["error"]) == (424, f"session has expired: {name}")
+    for over in (sessions.check(given({}, name)), sessions.answer(given(CLOSE, name))):
+        reply = await refusal(over)
+        assert (reply.status, json.loads(reply.body)["error"]) == (424, f"session has expired: {name}")
 
 
 async def test_there_is_an_end_to_how_many_sessions_there_are_and_expired_ones_make_room(tmp_path: Path) -> None:

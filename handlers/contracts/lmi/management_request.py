@@ -16,7 +16,8 @@ from handlers.contracts.protocol import Call, ContractError, Reply
 MAX_LISTED = 100
 MAX_WORKERS = 128
 """A process each; more than any machine has use for."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
+"""Not `.` or `..`: clients resolve them in a path, and could never unload such a model."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 _MODEL_KEYS = {
     "engine": "engine",
@@ -130,7 +131,9 @@ def _text(name: str, value: Any) -> str:
 
 def _name(parameter: str, text: str | None) -> str | None:
     if text is not None and not _NAME.fullmatch(text):
-        raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: up to 200 letters, digits and _ . -')
+        raise bad_request(
+            f'Parameter {parameter} is "{text[:200]}"; allowed: up to 200 letters, digits and _ . -, not . or ..'
+        )
     return text
 
 
