@@ -128,6 +128,7 @@ class VllmEngine:
             self._progress.look(bool(self._processor.request_states), self.reports)
             await self._end_overdue()
         self._fail_all(EngineDead())
+        self._status = EngineStatus(0, 0, 0.0)
         if self.adapters is not None:
             await self.adapters.stop()
 

@@ -18,17 +18,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from handlers.engines.protocol import EngineStartError
 from handlers.openai.error_log import lower_client_errors
@@ -78,6 +81,7 @@ async def build(
         init_exception_handler(app)
         # Starlette's own, such as for a body nested too deep to be read, which vLLM leaves in another shape.
         app.add_exception_handler(HTTPException, http_exception_handler)
+        answer_stumbling_validators(app)
         app.state.args = args
         # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
         app.state.server = SimpleNamespace(should_exit=False)
@@ -92,6 +96,23 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def answer_stumbling_validators(app: FastAPI) -> None:
+    """Have it answered as the client's fault when a check of the body finds a type that its author did not think of.
+
+    vLLM's checks that come before pydantic's look into what should be an object, and raise what Python raises.
+    """
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if not any(name.startswith("fastapi._compat") for name in modules):
+            raise error
+        refusal = create_error_response(VLLMValidationError(f"the body has a value of a wrong type: {error}"))
+        return JSONResponse(refusal.model_dump(), refusal.error.code)
+
+    for kind in (AttributeError, TypeError, KeyError, IndexError):
+        app.add_exception_handler(kind, refuse)
 
 
 def _is_clients(error: BaseException) -> bool:

@@ -266,6 +266,7 @@ HOSTILE = [
     b'{"messages": [{"role": "user", "content": "x"}], "min_tokens": 99999999999999999999}',
     b'{"messages": [{"role": "user", "content": "x"}], "vllm_xargs": {"typical_p": "x"}}',
     b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "("}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": 5}',
     b'{"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"grammar": "x"}}',
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1/0 }}"}',
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": {}}, "tools": [{}]}',

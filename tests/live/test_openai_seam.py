@@ -86,6 +86,33 @@ def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCapture
     assert "response_role" not in caplog.text
 
 
+def test_a_check_that_trips_over_a_wrong_type_is_the_clients_fault_and_other_faults_are_ours() -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    from handlers.openai.vllm_app import answer_stumbling_validators
+
+    def chat(request: Any) -> None:
+        raise AttributeError("a bug of ours")
+
+    chat.__annotations__["request"] = ChatCompletionRequest  # the type itself, as FastAPI wants it
+    app = FastAPI()
+    answer_stumbling_validators(app)
+    app.post("/chat")(chat)
+    chatting = {"messages": [{"role": "user", "content": "x"}]}
+    with TestClient(app, raise_server_exceptions=False) as client:
+        refused = client.post("/chat", json=chatting | {"structured_outputs": 5})
+        assert refused.status_code == 400
+        assert refused.json()["error"] == {
+            "message": "the body has a value of a wrong type: 'int' object has no attribute 'get'",
+            "type": "BadRequestError",
+            "param": None,
+            "code": 400,
+        }
+        assert client.post("/chat", json=chatting).status_code == 500
+
+
 @pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
 def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
     from handlers.engines.vllm_arguments import engine_arguments

@@ -137,6 +137,7 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         assert server.ping() == 500
         assert server.client.get("/ping").json() == {"model": {"status": "FAILED", "reason": "the engine has died"}}
         assert server.invoke("Once").status_code == 500
+        server.wait_for_metric("slipway_engine_running", 0)
 
 
 def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(
