@@ -48,7 +48,7 @@ def _target(site: Site, family: Family, route: Route, threads: Executor) -> Targ
         case Generates():
             return _generating(site, family, route)
         case Forwards():
-            return _forwarding(site, family)
+            return _forwarding(site, family, route)
 
 
 def _telling(site: Site, family: Family, route: Tells, threads: Executor) -> Target:
@@ -92,11 +92,13 @@ def _generating(site: Site, family: Family, route: Generates) -> Target:
     return Target(answer, family.refuse, early=early)
 
 
-def _forwarding(site: Site, family: Family) -> Target:
+def _forwarding(site: Site, family: Family, route: Forwards) -> Target:
     async def answer(call: Call, writer: ReplyWriter) -> Running | None:
         model = model_of(site.models, family, call.path_parameters, call.body)
         service = model.service()
         handler: Handler | None = service.openai
+        if service.custom is not None and route.own_handler:
+            handler = service.invocations
         if handler is None:
             raise NotServed(_NOT_VLLM if service.custom is None else OWN_HANDLER)
         return await model.answer(handler, call, writer)

@@ -16,7 +16,7 @@ from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import Token
 
-OWN_HANDLER = "this model has a handler of its own; only /invocations and /predictions reach it"
+OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
 """What routes of all families say of a model that no engine of ours runs."""
 State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
 """Stalled: the engine lives, has requests and makes nothing of them; it may go on."""
@@ -199,6 +199,8 @@ class Forwards:
     methods: tuple[str, ...] = ("POST",)
     prefix: str = ""
     """What of `path` vLLM's own path does not have."""
+    own_handler: bool = False
+    """A model's own handler gets such calls as it gets those of `/invocations`."""
 
 
 Route = Generates | Tells | Forwards

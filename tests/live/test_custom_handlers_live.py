@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import openai
 import psutil
 import pytest
 
@@ -29,7 +30,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_body_comes_back_with_its_content_type(echo: Server) -> None:
-    for path in ("/invocations", "/predictions/model", "/predictions/model/1"):
+    for path in ("/invocations", "/predictions/model", "/predictions/model/1", "/v1/chat/completions"):
         response = echo.client.post(path, content=b"\x00\xff", headers={"content-type": "application/x-mine"})
         assert (response.status_code, response.content) == (200, b"\x00\xff")
         assert response.headers["content-type"] == "application/x-mine"
@@ -48,6 +49,15 @@ def test_a_handler_sees_query_headers_and_attributes_as_lmi_shows_them(echo: Ser
     assert (properties["a"], properties["c"], properties["requestId"]) == ("b", "d", "r1")
     assert properties["X-Amzn-SageMaker-Session-Id"] == "s"
     assert "X-Amzn-SageMaker-Custom-Attributes" not in properties
+
+
+def test_a_chat_reaches_the_handler_by_openais_client_and_other_contracts_say_that_they_do_not(echo: Server) -> None:
+    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none") as client:
+        chat = {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}
+        assert client.post("/chat/completions", body=chat, cast_to=object) == chat
+        with pytest.raises(openai.InternalServerError, match="this model has a handler of its own") as refused:
+            client.completions.create(model="any", prompt="x")
+        assert refused.value.status_code == 501
 
 
 def test_forms_and_files_become_content(echo: Server) -> None:

@@ -129,10 +129,12 @@ def _card(
 
 _MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", JSON, None)})
 _VERSIONED = (
+    # In LMI another name of /invocations (contracts/lmi.md section 1.2).
+    Forwards(path="/v1/chat/completions", own_handler=True),
     *(
         Forwards(path=path)
         for path in (
-            *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
             *("/v1/messages", "/v1/messages/count_tokens"),
         )
     ),
