@@ -278,6 +278,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
 
         output_processor = OutputProcessor(None, log_stats=False)
         model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+        vllm_config = SimpleNamespace(lora_config=None)
         errored = False
         aborted: ClassVar[list[str]] = []
 
