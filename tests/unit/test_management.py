@@ -317,8 +317,10 @@ async def test_routes_without_a_model_refuse_in_their_own_words_where_there_are_
         stats = (await api.client.get("/v2/models/stats")).json()["model_stats"]
         assert [model["name"] for model in stats] == ["a", "b"]
         assert (await api.client.get("/v2")).json()["name"] == "triton"
-        answer = await api.client.post("/v1/chat/completions", json={**body, "model": "b"})
+        answer = await api.client.post("/v1/completions", json={**body, "model": "b"})
         assert "handler of its own" in answer.text
+        answer = await api.client.post("/v1/chat/completions", json={**body, "model": "b"})
+        assert answer.json() == {**body, "model": "b"}
 
 
 async def test_wrong_methods_and_pages() -> None:
