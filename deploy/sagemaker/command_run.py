@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FAILED, WRONG, IN_THE_WAY, INTERRUPTED = 1, 2, 3, 130
 
 
-def cloud_of(region: str | None, profile: str | None, file: Path | None) -> AwsCloud:
+def cloud_of(region: str | None, profile: str | None, file: Path | None = None) -> AwsCloud:
     """AWS by the options, or else by the configuration file's region.
 
     Raises:

@@ -37,7 +37,7 @@ def destroy(
     with reported_errors():
         from deploy.sagemaker.destroy import destroy as remove_all
 
-        around = surroundings(cloud_of(region, profile, None))
+        around = surroundings(cloud_of(region, profile))
         done = remove_all(around, name, untagged=untagged, repository=repository, dry_run=dry_run)
         for key in done.removed:
             typer.echo(f"{'would remove' if dry_run else 'removed'}: {key}")
@@ -63,7 +63,7 @@ def status(
     with reported_errors():
         from deploy.sagemaker import status as looking
 
-        found = looking.status(cloud_of(region, profile, None), name)
+        found = looking.status(cloud_of(region, profile), name)
         typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(looking.lines(found)))
 
 
@@ -91,7 +91,7 @@ def invoke(
 
         if not (prompt or body or input_location):
             raise given.WrongOption("--prompt: missing; expected a text (or --body, or --input-location)")
-        cloud = cloud_of(region, profile, None)
+        cloud = cloud_of(region, profile)
         if input_location:
             typer.echo(asking.invoke_asynchronously(cloud, name, input_location))
             return
@@ -121,7 +121,7 @@ def logs(
         from deploy.sagemaker import logs as reading
         from deploy.sagemaker.progress import RealClock
 
-        cloud = cloud_of(region, profile, None)
+        cloud = cloud_of(region, profile)
         group = reading.group_of_component(component) if component else reading.group_of_endpoint(name)
         start = int((time.time() - since * 60) * 1000)
         lines = reading.follow(cloud, group, start, RealClock()) if follow else reading.read(cloud, group, start)

@@ -53,7 +53,6 @@ class VllmEngine:
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._ids = itertools.count()
-        self._typical = settings.rolling_batch == "lmi-dist"
         self.meter = Meter()
         self._status = EngineStatus(0, 0, 0.0)
         self._thread = LastingThread("engine")
@@ -104,7 +103,7 @@ class VllmEngine:
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
-            typical=self._typical,
+            typical=loaded.typical,
             prompt_logprobs=has_prompt_logprobs(llm),
         )
         backend = llm.vllm_config.structured_outputs_config.backend

@@ -37,6 +37,8 @@ class LoadedModel:
 
     llm: CheckingLLM
     frontend_arguments: dict[str, Any]
+    typical: bool
+    """It can do locally typical sampling."""
 
 
 class VllmLoader:
@@ -73,7 +75,8 @@ class VllmLoader:
         if on_cpu:
             go_without_compiler(os.environ)
         arguments = engine_arguments(self._settings, on_cpu)
-        if self._settings.rolling_batch == "lmi-dist":
+        typical = self._settings.rolling_batch == "lmi-dist"
+        if typical:
             own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"
             arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
         # Read here, so that what is wrong is said before the model is loaded.
@@ -87,7 +90,7 @@ class VllmLoader:
             llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
         if self._abandoned:
             llm.shutdown(SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
-        return LoadedModel(llm, frontend)
+        return LoadedModel(llm, frontend, typical)
 
 
 def share_out_heads(engine_args: AsyncEngineArgs) -> None:

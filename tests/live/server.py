@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 START_SECONDS = 400.0
+METRIC_SECONDS = 60.0
 
 
 def free_port() -> int:
@@ -100,10 +101,10 @@ class Server:
                 return float(line.split()[-1])
         raise AssertionError(f"no metric {name}")
 
-    def wait_for_metric(self, name: str, value: float, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_for_metric(self, name: str, value: float) -> None:
+        deadline = time.monotonic() + METRIC_SECONDS
         while (now := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {now}, not {value}, after {seconds:g} s"
+            assert time.monotonic() < deadline, f"{name} is {now}, not {value}, after {METRIC_SECONDS:g} s"
             time.sleep(0.05)
 
     def engine_process(self) -> int:
