@@ -171,7 +171,7 @@ def test_generate_with_stream_wants_exactly_one_response(server: Server, complet
     assert one
     assert completion.startswith(one)
     # The refused one has been taken back from the engine.
-    server.wait_for_metric("slipway_engine_running", 0, 10)
+    server.wait_for_metric("slipway_engine_running", 0)
     assert generate(server, GREEDY)["text_output"] == PROMPT + completion
 
 
