@@ -204,7 +204,7 @@ def test_an_answer_of_a_schema_is_valid(constraining: Server) -> None:
 
 
 def test_an_answer_of_a_simple_form_has_its_fields_and_types(constraining: Server) -> None:
-    documents = [
+    documents: list[dict[str, Any]] = [
         {"prompt": "Describe Ada Lovelace as JSON.\n", "json_format": form, "max_tokens": 300, "temperature": 0}
         for form in SIMPLE_FORMS
     ]

@@ -124,9 +124,11 @@ def _version(name: str) -> str | None:
 
 
 def test_a_vllm_whose_seam_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.output_processor import RequestState
+
     from handlers.engines import vllm_output
 
-    monkeypatch.setattr(vllm_output.RequestState, "make_request_output", lambda self, tokens: None)
+    monkeypatch.setattr(RequestState, "make_request_output", lambda self, tokens: None)
     with pytest.raises(EngineStartError, match="make_request_output has no parameter new_token_ids"):
         vllm_output.check_seam()
 

@@ -38,7 +38,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
 
 
 def messages_of(body: bytes) -> list[tuple[str, bytes]]:
-    buffer = EventStreamBuffer()
+    buffer: Any = EventStreamBuffer()
     buffer.add_data(body)
     return [(e.headers.get(":event-type") or e.headers[":exception-type"], e.payload) for e in buffer]
 

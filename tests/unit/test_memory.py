@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from container import memory
+from container.devices import gpu_count
 from container.memory import Free, OutOfMemory, check_room, free_memory, needed_bytes
 from container.settings import Settings, load_settings
 
@@ -37,7 +38,7 @@ def test_without_a_declaration_it_is_the_files_and_a_fifth_more(model_dir: Path)
 
 def test_a_declaration_goes_before_the_estimate_and_that_of_the_device_before_the_general(model_dir: Path) -> None:
     assert needed_bytes(load(model_dir, "required_memory_mb=3"), MAIN) == 3 * MEBIBYTE
-    device = "gpu" if memory.gpu_count() else "cpu"
+    device = "gpu" if gpu_count() else "cpu"
     properties = f"required_memory_mb=3\n{device}.required_memory_mb=4\n{device}.reserved_memory_mb=0"
     settings = load(model_dir, properties)
     assert needed_bytes(settings, MAIN) == 4 * MEBIBYTE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from botocore.session import get_session
@@ -14,6 +15,12 @@ from deploy.sagemaker import cuda, images, instances, timeouts
 from deploy.sagemaker.naming import LONGEST_NAME, NAME, fingerprint, is_versioned, name_from_model, versioned
 
 SAGEMAKER = get_session().get_service_model("sagemaker")
+
+
+def _choices(shape: str) -> list[str]:
+    found: Any = SAGEMAKER.shape_for(shape)
+    values: list[str] = found.enum
+    return values
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ def test_the_machine_image_has_a_driver_for_the_images_cuda(version: tuple[int, 
 
 
 def test_the_machine_images_are_sagemakers() -> None:
-    known = SAGEMAKER.shape_for("ProductionVariantInferenceAmiVersion").enum
+    known = _choices("ProductionVariantInferenceAmiVersion")
     assert {name for _, name in cuda.MACHINE_IMAGES} <= set(known)
 
 
@@ -96,7 +103,7 @@ def test_the_cuda_of_this_version_is_that_of_the_gpu_images_lock() -> None:
 
 
 def test_gpus_are_known_for_every_gpu_instance_but_the_newest_family() -> None:
-    types = SAGEMAKER.shape_for("ProductionVariantInstanceType").enum
+    types = _choices("ProductionVariantInstanceType")
     unknown = {instances.family(each) for each in types if instances.gpus(each) is None}
     assert unknown == {"g7"}
     assert instances.gpus("ml.g6e.12xlarge") == 4

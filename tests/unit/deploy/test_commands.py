@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.sagemaker import aws, images
+from deploy.sagemaker import aws
 from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.executor import Executor
 from deploy.sagemaker.presence import Surroundings
@@ -164,7 +163,7 @@ def test_a_local_image_is_pushed_before_anything_needs_it(memory: MemoryCloud, m
         ran.append((command, input, memory.names))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(images.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     arguments = ["deploy", "--name", "my-llm", "--model", "org/m", "--push", "slipway:gpu", "--create-role"]
     arguments += ["--instance-type", "ml.g6e.xlarge", "--region", "eu-west-1"]
     done = _run(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     model: Gate, url: str, downloads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: usage(1, 1, 1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1 << 20))
     assert "SERVING_DOWNLOAD_DIR names another place" in refusal(url, downloads)
     assert not list(downloads.rglob("*.safetensors"))
 
