@@ -105,12 +105,15 @@ def _new_parser(protocol: CorkedHttpProtocol) -> httptools.HttpRequestParser:
 class CorkedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol on a corked transport, with what uvicorn does not have.
 
-    These are limits on a request's head and on requests that are sent before the one before them is answered, an answer
-    for requests that offer another protocol, and word for every request of a connection that its client has left.
+    These are limits on a request's head and on requests that are sent before the one before them is answered, limits on
+    the time in which a connection's client says nothing, an answer for requests that offer another protocol, and word
+    for every request of a connection that its client has left.
     """
 
     MAX_HEAD = 256 * 1024
     """Bytes of request line and headers."""
+    HEAD_SECONDS = 60.0
+    """From a head's first bytes to its last."""
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
@@ -118,6 +121,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **keywords)
         self.parser = _Parser(self)
         self._head: int | None = None
+        self._head_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
 
     def on_message_begin(self) -> None:
@@ -130,6 +134,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Called by the parser."""
         self._head = None
+        self._unset_head_limit()
         if self._offers_protocol():
             return
         super().on_headers_complete()
@@ -159,14 +164,53 @@ class CorkedHttpProtocol(HttpToolsProtocol):
             self._head += len(data)
             if self._head > self.MAX_HEAD:
                 self.send_400_response("Request header is too large.")
+        if not self.transport.is_closing():
+            self._limit_silence()
+
+    def shutdown(self) -> None:
+        """Called by the server when it ends. A request that is not there yet is not waited for."""
+        super().shutdown()
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self.transport.close()
+
+    def _limit_silence(self) -> None:
+        """See to it that the client has not for ever to go on. A body that is being read is its reader's affair."""
+        if self._head is not None:
+            if self._head_limit is None:
+                self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
+        elif not self._busy and self.timeout_keep_alive_task is None:
+            self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _limit_idleness(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _head_is_late(self) -> None:
+        self._head_limit = None
+        if self._busy:  # with the request before; that one's reply is not to be cut off
+            self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
+        else:
+            self.transport.close()
+
+    def _unset_head_limit(self) -> None:
+        if self._head_limit is not None:
+            self._head_limit.cancel()
+            self._head_limit = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(CorkedTransport(transport, _CORK))  # type: ignore[arg-type]
+        self._limit_idleness()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._unset_head_limit()
         # uvicorn tells the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering

@@ -40,21 +40,37 @@ class Application:
 
 
 @contextlib.asynccontextmanager
-async def connected(application: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    application: Any, keep_alive: int = 5
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A client of a uvicorn server with our protocol."""
+    async with served(application, keep_alive) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
+    """That server, and its address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     config = uvicorn.Config(
-        application, http=CorkedHttpProtocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        application,
+        http=CorkedHttpProtocol,
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=keep_alive,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listener]))
-    reader, writer = await asyncio.open_connection(*listener.getsockname())
     try:
-        yield reader, writer
+        yield server, listener.getsockname()
     finally:
-        writer.close()
         server.should_exit = True
         await serving
         listener.close()
@@ -222,6 +238,70 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 5) == b""
     assert begun == 1
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: "])
+async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "HEAD_SECONDS", 0.2)
+
+    async def growing(writer: asyncio.StreamWriter) -> None:
+        while begun:
+            await asyncio.sleep(0.05)
+            writer.write(b"x")
+
+    async with connected(_echo, keep_alive=1) as (reader, writer):
+        writer.write(begun)
+        dripping = asyncio.create_task(growing(writer))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        dripping.cancel()
+
+
+async def test_a_head_that_never_ends_does_not_cut_off_the_reply_to_the_request_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "HEAD_SECONDS", 0.1)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(5):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async with connected(slow) as (reader, writer):
+        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHo")
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"part") == 5
+    assert received.endswith(b"end\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_loses_its_connection() -> None:
+    async def hasty(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"!"})
+
+    async with connected(hasty, keep_alive=1) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        await _read_until(reader, b"!")
+        writer.write(b"def")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
+    async def reading(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with served(reading) as (server, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+        await asyncio.sleep(0.1)
+        server.should_exit = True
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
 
 
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:

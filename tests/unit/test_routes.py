@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -145,6 +146,39 @@ async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path:
     if path not in ("/invocations", "/generate"):  # LMI's has no body, TGI's is plain text
         assert response.json().keys() == ERROR_KEYS[path]
         assert "100 bytes" in response.text
+
+
+async def begun() -> AsyncIterator[bytes]:
+    """A body whose client never goes on."""
+    yield b'{"inputs":'
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", [*POSTS, "/v2/tokenizer", "/models"])
+async def test_a_body_that_does_not_go_on_is_408_in_the_words_of_each_family_and_ends_the_connection(path: str) -> None:
+    lifecycle, client = make(request_read_timeout=0.05)
+    with_engine(lifecycle)
+    async with client:
+        response = await asyncio.wait_for(client.post(path, content=begun()), 5)
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+    assert "nothing of the body's rest has come for 0.05 s (request_read_timeout)" in response.text.replace(
+        "\\u0027", "'"
+    )
+    if path in ERROR_KEYS and path != "/generate":  # TGI's is plain text
+        assert response.json().keys() == ERROR_KEYS[path]
+
+
+async def test_a_body_that_comes_slowly_has_time_from_piece_to_piece() -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        for piece in (b'{"inputs"', b": ", b'"x", ', b'"parameters": 1}'):
+            yield piece
+            await asyncio.sleep(0.1)
+
+    lifecycle, client = make(request_read_timeout=0.3)
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post("/invocations", content=slowly())
+    assert response.status_code == 424
 
 
 @pytest.mark.parametrize("path", [path for path in POSTS if "completions" not in path])

@@ -1,0 +1,65 @@
+"""HTTP as clients have it that are slow, old or odd, on raw sockets."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.live.server import Server, serving_copy
+
+HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
+ECHO = HANDLERS / "echo"
+HEAD = b"POST /invocations HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environment = {"SERVING_REQUEST_READ_TIMEOUT": "1"}
+    with serving_copy(ECHO, tmp_path_factory.mktemp("echo"), environment) as running:
+        yield running
+
+
+def connection(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def everything(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    received = bytearray()
+    while piece := client.recv(65536):
+        received += piece
+    return bytes(received)
+
+
+@pytest.mark.parametrize("rest", [b"Content-Length: 10\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"])
+def test_a_body_that_does_not_go_on_is_408_and_holds_nothing(echo: Server, rest: bytes) -> None:
+    with connection(echo) as client:
+        client.sendall(HEAD + rest)
+        reply = everything(client)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"\r\nconnection: close" in head
+    assert body == (
+        b'{\n  "code": 408,\n  "type": "BadRequestException",\n  "message": '
+        b'"nothing of the body\\u0027s rest has come for 1 s (request_read_timeout)"\n}\n'
+    )
+    echo.wait_for_metric("slipway_open_requests", 0)
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD + b"Content-Length: 10\r\n\r\nabc"])
+def test_a_stop_does_not_wait_for_requests_that_are_not_there_yet(tmp_path: Path, sent: bytes) -> None:
+    with serving_copy(ECHO, tmp_path, {"SERVING_DRAIN_TIMEOUT": "1000"}) as server, connection(server) as client:
+        client.sendall(sent)
+        if sent.endswith(b"abc"):
+            server.wait_for_metric("slipway_open_requests", 1)
+        server.process.send_signal(signal.SIGTERM)
+        reply = everything(client)
+        assert server.process.wait(30) == 0
+        if sent.endswith(b"abc"):
+            assert reply.startswith(b"HTTP/1.1 503 ")
+            assert b"the server is stopping" in reply
+        assert "Traceback" not in server.log_text()
