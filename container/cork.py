@@ -13,6 +13,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from container.until_closed import knows_chunks, until_closed
+
 
 class Cork:
     """The connections with something to send."""
@@ -220,4 +222,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if not knows_chunks(cycle.scope):
+            app = until_closed(cycle, app)
+            cycle.waiting_for_100_continue = False  # nor does such a client know what that would be (RFC 9110, 10.1.1)
         super()._start_asgi_task(cycle, app)

@@ -63,3 +63,20 @@ def test_a_stop_does_not_wait_for_requests_that_are_not_there_yet(tmp_path: Path
             assert reply.startswith(b"HTTP/1.1 503 ")
             assert b"the server is stopping" in reply
         assert "Traceback" not in server.log_text()
+
+
+def test_a_client_of_http_1_0_gets_whole_answers_with_their_length_and_streams_until_the_connection_ends(
+    echo: Server,
+) -> None:
+    with connection(echo) as client:
+        client.sendall(b"POST /invocations HTTP/1.0\r\nContent-Length: 2\r\n\r\nhi")
+        head, _, body = everything(client).partition(b"\r\n\r\n")
+    assert b"content-length: 2" in head.split(b"\r\n")
+    assert body == b"hi"
+    with connection(echo) as client:
+        client.sendall(b"POST /invocations?stream=1 HTTP/1.0\r\nContent-Length: 2\r\n\r\nhi")
+        head, _, body = everything(client).partition(b"\r\n\r\n")
+    names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:]}
+    assert not names & {b"transfer-encoding", b"content-length"}
+    assert b"connection: close" in head.split(b"\r\n")
+    assert body == b"t-0\nt-1\nt-2\nt-3\nt-4\n"

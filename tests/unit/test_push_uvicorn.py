@@ -290,6 +290,29 @@ async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_
         assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        reply = PushedReply(send, [], Pacer(0))
+        reply.start(200, "text/plain")
+        reply.write(b"one")
+        reply.end(b"two")
+
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    chunked = version == b"1.1"
+    assert (b"transfer-encoding: chunked" in head) is chunked
+    assert b"connection: close" in head
+    assert body == (b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" if chunked else b"onetwo")
+
+
+async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi")
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
     async def reading(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
