@@ -113,7 +113,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     """
 
     MAX_HEAD = 256 * 1024
-    """Bytes of request line and headers."""
+    """Bytes of request line and headers; also of what comes without any of a body, as trailers do."""
     HEAD_SECONDS = 60.0
     """From a head's first bytes to its last."""
     MAX_PIPELINED = 100
@@ -122,29 +122,39 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.parser = _Parser(self)
-        self._head: int | None = None
+        self._in_head = False
+        self._overhead = 0
+        """Bytes since the last of a body, or since the last head."""
         self._head_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
-        self._head = 0
+        self._in_head = True
         super().on_message_begin()
         # ASGI has no way to break a connection off whose client does not take what was sent.
         self.scope["extensions"] = {BREAK_OFF: self.transport.abort}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
-        self._head = None
+        self._in_head, self._overhead = False, 0
         self._unset_head_limit()
         if self._offers_protocol():
             return
         super().on_headers_complete()
+        # Trailers come by the same callback. They are no headers (RFC 9110 section 6.5.1), and nobody reads them.
+        self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
             self.transport.abort()
 
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._overhead = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Called by the parser."""
+        self._overhead = 0
         if not self._offers_protocol():
             super().on_message_complete()
 
@@ -161,12 +171,13 @@ class CorkedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        self._overhead += len(data)
         super().data_received(data)
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > self.MAX_HEAD:
-                self.send_400_response("Request header is too large.")
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._overhead > self.MAX_HEAD:
+            self.send_400_response("Request header is too large.")
+        else:
             self._limit_silence()
 
     def shutdown(self) -> None:
@@ -178,7 +189,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
 
     def _limit_silence(self) -> None:
         """See to it that the client has not for ever to go on. A body that is being read is its reader's affair."""
-        if self._head is not None:
+        if self._in_head:
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif not self._busy and self.timeout_keep_alive_task is None:

@@ -327,5 +327,31 @@ async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_
         writer.close()
 
 
+async def test_trailers_are_no_headers_of_the_request() -> None:
+    seen: list[list[bytes]] = []
+
+    async def looking(scope: Any, receive: Any, send: Any) -> None:
+        await _echo(scope, receive, send)
+        seen.append([name for name, _ in scope["headers"]])
+
+    async with connected(looking) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
+        assert await _read_until(reader, b">")
+        writer.write(b"GET /next HTTP/1.1\r\nX-Next: y\r\n\r\n")
+        assert b"</next|x-next|>" in await _read_until(reader, b">")
+    assert seen == [[b"host", b"transfer-encoding"], [b"x-next"]]
+
+
+@pytest.mark.parametrize("piece", [b"X-Trailer: x\r\n", b"x"])
+async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-Long: x")
+        writer.write(piece * (2 * CorkedHttpProtocol.MAX_HEAD // len(piece)))
+        with contextlib.suppress(ConnectionError):
+            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+
+
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
     return await asyncio.wait_for(reader.readuntil(end), 5)
