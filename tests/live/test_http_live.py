@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def everything(client: socket.socket) -> bytes:
     return bytes(received)
 
 
+def wait_until_still(file: Path) -> None:
+    """Until it is there, and has not changed for a while: its writer waits."""
+    deadline = time.monotonic() + 60
+    seen = None
+    while seen is None or seen != file.read_bytes():
+        assert time.monotonic() < deadline
+        seen = file.read_bytes() if file.exists() else None
+        time.sleep(1)
+
+
 @pytest.mark.parametrize("rest", [b"Content-Length: 10\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"])
 def test_a_body_that_does_not_go_on_is_408_and_holds_nothing(echo: Server, rest: bytes) -> None:
     with connection(echo) as client:
@@ -62,6 +73,18 @@ def test_a_stop_does_not_wait_for_requests_that_are_not_there_yet(tmp_path: Path
         if sent.endswith(b"abc"):
             assert reply.startswith(b"HTTP/1.1 503 ")
             assert b"the server is stopping" in reply
+        assert "Traceback" not in server.log_text()
+
+
+def test_a_stop_breaks_off_a_client_that_reads_nothing_and_logs_no_error(tmp_path: Path) -> None:
+    with serving_copy(ECHO, tmp_path, {"SERVING_DRAIN_TIMEOUT": "1"}) as server, connection(server) as client:
+        journal = tmp_path / "journal"
+        path = f"/invocations?endless=65536&journal={journal}"
+        client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        wait_until_still(journal)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert "1 connections are broken off" in server.log_text()
         assert "Traceback" not in server.log_text()
 
 
