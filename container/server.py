@@ -24,6 +24,7 @@ from container.cork import CorkedHttpProtocol
 from container.home import ensure_home
 from container.lifecycle import State
 from container.models import Model, Models
+from container.open_files import allow_open_files
 from container.properties import Value
 from container.registration import Registrar, as_model
 from container.startup_models import Startup
@@ -251,6 +252,7 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     os.environ.update(startup.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    allow_open_files()
     import uvloop
 
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:

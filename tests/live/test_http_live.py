@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.live.server import Server, serving_copy
+from container.open_files import ENOUGH
+from tests.live.server import Server, serving_copy, start_copy
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 ECHO = HANDLERS / "echo"
@@ -86,6 +89,20 @@ def test_a_stop_breaks_off_a_client_that_reads_nothing_and_logs_no_error(tmp_pat
         assert server.process.wait(60) == 0
         assert "1 connections are broken off" in server.log_text()
         assert "Traceback" not in server.log_text()
+
+
+def test_a_server_may_have_as_many_files_open_as_its_hard_limit_says(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        server = start_copy(ECHO, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        server.wait_until_ready()
+        assert psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, ENOUGH)
+    finally:
+        server.stop()
 
 
 def test_a_client_of_http_1_0_gets_whole_answers_with_their_length_and_streams_until_the_connection_ends(
