@@ -8,6 +8,7 @@ writes are collected and go out when the event loop has run what was ready.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import httptools
@@ -66,6 +67,8 @@ class CorkedTransport:
         return getattr(self._transport, name)
 
 
+logger = logging.getLogger(__name__)
+
 _CORK = Cork()
 BREAK_OFF = "slipway.break_off"
 """In `scope["extensions"]`: what drops the connection at once, with all that waits in it."""
@@ -108,14 +111,16 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol on a corked transport, with what uvicorn does not have.
 
     These are limits on a request's head and on requests that are sent before the one before them is answered, limits on
-    the time in which a connection's client says nothing, an answer for requests that offer another protocol, and word
-    for every request of a connection that its client has left.
+    the time in which a connection's client says nothing or takes nothing, an answer for requests that offer another
+    protocol, and word for every request of a connection that its client has left.
     """
 
     MAX_HEAD = 256 * 1024
     """Bytes of request line and headers; also of what comes without any of a body, as trailers do."""
     HEAD_SECONDS = 60.0
     """From a head's first bytes to its last."""
+    SEND_SECONDS = 120.0
+    """That a client may take nothing of what waits for it."""
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
@@ -126,6 +131,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         """Bytes since the last of a body, or since the last head."""
         self._head_limit: asyncio.TimerHandle | None = None
+        self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
 
     def on_message_begin(self) -> None:
@@ -214,6 +220,33 @@ class CorkedHttpProtocol(HttpToolsProtocol):
             self._head_limit.cancel()
             self._head_limit = None
 
+    def pause_writing(self) -> None:
+        """Called by the transport."""
+        super().pause_writing()
+        self._limit_sending()
+
+    def resume_writing(self) -> None:
+        """Called by the transport."""
+        super().resume_writing()
+        self._unset_send_limit()
+
+    def _limit_sending(self) -> None:
+        # Nothing is added to it while writing is paused.
+        waiting: int = self.transport.get_write_buffer_size()
+        self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)
+
+    def _check_sending(self, waited: int) -> None:
+        if self.transport.get_write_buffer_size() < waited:
+            self._limit_sending()
+            return
+        logger.warning("a client has taken nothing for %g s: its connection is broken off", self.SEND_SECONDS)
+        self.transport.abort()
+
+    def _unset_send_limit(self) -> None:
+        if self._send_limit is not None:
+            self._send_limit.cancel()
+            self._send_limit = None
+
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(CorkedTransport(transport, _CORK))  # type: ignore[arg-type]
@@ -224,6 +257,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._unset_head_limit()
+        self._unset_send_limit()
         # uvicorn tells the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -351,6 +352,62 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
         writer.write(piece * (2 * CorkedHttpProtocol.MAX_HEAD // len(piece)))
         with contextlib.suppress(ConnectionError):
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+
+
+async def push_much(scope: Any, receive: Any, send: Any) -> None:
+    """Pushes 6 MB, less than what a client may leave unread."""
+    await receive()
+    reply = PushedReply(send, [], Pacer(0), scope["extensions"][BREAK_OFF])
+    reply.start(200, "application/octet-stream")
+    for _ in range(100):
+        reply.write(PIECE)
+        await asyncio.sleep(0)
+    reply.end(b"end")
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextlib.contextmanager
+def client_with_little_room(address: tuple[str, int]) -> Iterator[socket.socket]:
+    """A client whose system takes little that it does not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        yield client
+
+
+async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "SEND_SECONDS", 0.3)
+    left = asyncio.Event()
+
+    async def pushing(scope: Any, receive: Any, send: Any) -> None:
+        await push_much(scope, receive, send)
+        left.set()
+
+    async with served(pushing) as (_, address):
+        with client_with_little_room(address):
+            await asyncio.wait_for(left.wait(), 10)
+    assert "taken nothing for 0.3 s" in caplog.text
+
+
+async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "SEND_SECONDS", 0.5)
+
+    def read_slowly(client: socket.socket) -> bytes:
+        received = bytearray()
+        while piece := client.recv(1 << 19, socket.MSG_WAITALL):
+            received += piece
+            time.sleep(0.1)
+        return bytes(received)
+
+    async with served(push_much) as (_, address):
+        with client_with_little_room(address) as client:
+            received = await asyncio.to_thread(read_slowly, client)
+    assert received.count(b"x") == 100 * len(PIECE)
+    assert received.endswith(b"end\r\n0\r\n\r\n")
 
 
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
