@@ -186,6 +186,13 @@ class CorkedHttpProtocol(HttpToolsProtocol):
         else:
             self._limit_silence()
 
+    def send_400_response(self, msg: str) -> None:
+        """Called for what cannot be read. In the middle of a reply the answer would be taken for a part of that."""
+        if self._answering is not None and self._answering.response_started and not self._answering.response_complete:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
     def shutdown(self) -> None:
         """Called by the server when it ends. A request that is not there yet is not waited for."""
         super().shutdown()

@@ -354,6 +354,25 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
 
 
+async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() -> None:
+    left = asyncio.Event()
+
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _read_until(reader, b"first\r\n")
+        writer.write(b"\x00 this is no HTTP\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        await asyncio.wait_for(left.wait(), 5)
+
+
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
     """Pushes 6 MB, less than what a client may leave unread."""
     await receive()
