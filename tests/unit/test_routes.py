@@ -136,6 +136,14 @@ async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_
     assert "Request for unknown model" in response.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/docs", "/docs/plain", "/openapi.json"])
+async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
+    page, head = await starting.get(path), await starting.head(path)
+    assert (page.status_code, head.status_code) == (200, 200)
+    assert head.headers["content-type"] == page.headers["content-type"]
+    assert (await starting.delete(path)).status_code == 404
+
+
 @pytest.mark.parametrize("path", POSTS)
 async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path: str) -> None:
     lifecycle, client = make(max_request_size=100)
