@@ -78,7 +78,9 @@ class Routes:
         if methods is None:
             application = self._mounted(scope["path"])
         else:
-            application = methods.get(scope["method"]) or methods.get(_ANY) or self._not_found
+            application = (
+                methods.get(scope["method"]) or methods.get(_ANY) or _of_head(scope, methods) or self._not_found
+            )
         await application(scope, receive, send)
 
     def _mounted(self, path: str) -> Application:
@@ -95,6 +97,11 @@ class Routes:
         """What a path, as it was added, is served with."""
         pattern = next((p.methods for p in self._patterns if p.path == path), {})
         return sorted({*self._plain.get(path, {}), *pattern} - {_ANY})
+
+
+def _of_head(scope: Any, methods: Mapping[str, Application]) -> Application | None:
+    """HEAD is served wherever GET is (RFC 9110 section 9.1); the HTTP server leaves the body out."""
+    return methods.get("GET") if scope["method"] == "HEAD" else None
 
 
 class _Pattern:

@@ -8,10 +8,13 @@ writes are collected and go out when the event loop has run what was ready.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from container.until_closed import knows_chunks, until_closed
 
 
 class Cork:
@@ -64,6 +67,8 @@ class CorkedTransport:
         return getattr(self._transport, name)
 
 
+logger = logging.getLogger(__name__)
+
 _CORK = Cork()
 BREAK_OFF = "slipway.break_off"
 """In `scope["extensions"]`: what drops the connection at once, with all that waits in it."""
@@ -105,39 +110,57 @@ def _new_parser(protocol: CorkedHttpProtocol) -> httptools.HttpRequestParser:
 class CorkedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol on a corked transport, with what uvicorn does not have.
 
-    These are limits on a request's head and on requests that are sent before the one before them is answered, an answer
-    for requests that offer another protocol, and word for every request of a connection that its client has left.
+    These are limits on a request's head and on requests that are sent before the one before them is answered, limits on
+    the time in which a connection's client says nothing or takes nothing, an answer for requests that offer another
+    protocol, and word for every request of a connection that its client has left.
     """
 
     MAX_HEAD = 256 * 1024
-    """Bytes of request line and headers."""
+    """Bytes of request line and headers; also of what comes without any of a body, as trailers do."""
+    HEAD_SECONDS = 60.0
+    """From a head's first bytes to its last."""
+    SEND_SECONDS = 120.0
+    """That a client may take nothing of what waits for it."""
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.parser = _Parser(self)
-        self._head: int | None = None
+        self._in_head = False
+        self._overhead = 0
+        """Bytes since the last of a body, or since the last head."""
+        self._head_limit: asyncio.TimerHandle | None = None
+        self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
-        self._head = 0
+        self._in_head = True
         super().on_message_begin()
         # ASGI has no way to break a connection off whose client does not take what was sent.
         self.scope["extensions"] = {BREAK_OFF: self.transport.abort}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""
-        self._head = None
+        self._in_head, self._overhead = False, 0
+        self._unset_head_limit()
         if self._offers_protocol():
             return
         super().on_headers_complete()
+        # Trailers come by the same callback. They are no headers (RFC 9110 section 6.5.1), and nobody reads them.
+        self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
             self.transport.abort()
 
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._overhead = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Called by the parser."""
+        self._overhead = 0
         if not self._offers_protocol():
             super().on_message_complete()
 
@@ -154,19 +177,94 @@ class CorkedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        self._overhead += len(data)
         super().data_received(data)
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > self.MAX_HEAD:
-                self.send_400_response("Request header is too large.")
+        if self.transport.is_closing():
+            return
+        if self._overhead > self.MAX_HEAD:
+            self.send_400_response("Request header is too large.")
+        else:
+            self._limit_silence()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for what cannot be read. In the middle of a reply the answer would be taken for a part of that."""
+        if self._answering is not None and self._answering.response_started and not self._answering.response_complete:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def shutdown(self) -> None:
+        """Called by the server when it ends. A request that is not there yet is not waited for."""
+        super().shutdown()
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self.transport.close()
+
+    def _limit_silence(self) -> None:
+        """See to it that the client has not for ever to go on. A body that is being read is its reader's affair."""
+        if self._in_head:
+            if self._head_limit is None:
+                self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
+        elif not self._busy and self.timeout_keep_alive_task is None:
+            self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _limit_idleness(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _head_is_late(self) -> None:
+        self._head_limit = None
+        if self._busy:  # with the request before; that one's reply is not to be cut off
+            self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
+        else:
+            self.transport.close()
+
+    def _unset_head_limit(self) -> None:
+        if self._head_limit is not None:
+            self._head_limit.cancel()
+            self._head_limit = None
+
+    def pause_writing(self) -> None:
+        """Called by the transport."""
+        super().pause_writing()
+        self._limit_sending()
+
+    def resume_writing(self) -> None:
+        """Called by the transport."""
+        super().resume_writing()
+        self._unset_send_limit()
+
+    def _limit_sending(self) -> None:
+        # Nothing is added to it while writing is paused.
+        waiting: int = self.transport.get_write_buffer_size()
+        self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)
+
+    def _check_sending(self, waited: int) -> None:
+        if self.transport.get_write_buffer_size() < waited:
+            self._limit_sending()
+            return
+        logger.warning("a client has taken nothing for %g s: its connection is broken off", self.SEND_SECONDS)
+        self.transport.abort()
+
+    def _unset_send_limit(self) -> None:
+        if self._send_limit is not None:
+            self._send_limit.cancel()
+            self._send_limit = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(CorkedTransport(transport, _CORK))  # type: ignore[arg-type]
+        self._limit_idleness()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._unset_head_limit()
+        self._unset_send_limit()
         # uvicorn tells the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering
@@ -176,4 +274,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if not knows_chunks(cycle.scope):
+            app = until_closed(cycle, app)
+            cycle.waiting_for_100_continue = False  # nor does such a client know what that would be (RFC 9110, 10.1.1)
         super()._start_asgi_task(cycle, app)

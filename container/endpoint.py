@@ -20,19 +20,19 @@ from container.error_rates import CLIENT_GONE, ErrorRates
 from container.lifecycle import Lifecycle
 from container.metrics import HttpCounts
 from container.models import Models
-from container.push import Continued, Headers, Message, Pacer, PushedReply, Send
+from container.push import Continued, Headers, Pacer, PushedReply, Send
+from container.request_body import Receive, read_body
 from container.request_headers import request_headers
 from container.request_id import INFERENCE_ID, request_id
 from container.response_headers import cors_headers
 from container.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.entry_point import Service
-from handlers.errors import BodyTooLarge, InternalError, NotReady, RequestError
+from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError
 from handlers.reply import ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
-Receive = Callable[[], Awaitable[Message]]
 Scope = dict[str, Any]
 Refuse = Callable[[RequestError], Reply]
 
@@ -131,7 +131,7 @@ class Endpoint:
             if (early := target.early(scope, headers)) is not None:
                 writer.reply(early)
                 return
-            body = await _body(headers, receive, self._site.settings.max_request_size)
+            body = await read_body(headers, receive, self._site.settings, self._site.models)
             if body is None:
                 return
             target = next((t for t in self._targets if t.wanted(body)), self._targets[-1])
@@ -194,32 +194,10 @@ def _for_the_connection(error: RequestError) -> Headers:
     match error:
         case NotReady():
             return [(b"retry-after", b"5"), (b"connection", b"close")]
-        case BodyTooLarge():
+        case BodyTooLarge() | BodyTimeout():
             return [(b"connection", b"close")]  # the rest of the body is not going to be read
         case _:
             return []
-
-
-async def _body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
-    """The whole body, or None if the client went away while sending it.
-
-    Raises:
-        BodyTooLarge: there is more of it than `limit`, in bytes.
-    """
-    announced = headers.get(b"content-length", b"")
-    if announced.isdigit() and int(announced) > limit:
-        raise BodyTooLarge(f"the body is larger than {limit} bytes (max_request_size)")
-    message = await receive()
-    parts, size = [], 0
-    while message["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise BodyTooLarge(f"the body is larger than {limit} bytes (max_request_size)")
-        if not message.get("more_body", False):
-            return b"".join(parts)
-        message = await receive()
-    return None
 
 
 async def _until_closed(closed: Awaitable[None], running: Running) -> None:

@@ -16,7 +16,7 @@ from container.settings import ServerSettings
 from handlers.contracts.lmi.errors import JSON, front_end_error
 from handlers.contracts.lmi.form_fields import FormError, form_fields, is_form
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import BodyTooLarge, NotReady, RequestError, UnknownModel
+from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, RequestError, UnknownModel
 from handlers.reply import ReplyWriter, Running
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
@@ -63,6 +63,8 @@ def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
     match error:
         case BodyTooLarge():
             return Reply(413, JSON, b"")
+        case BodyTimeout():
+            return Reply(408, JSON, front_end_error(408, "BadRequestException", error.message))
         case ModelNotNamed():
             return Reply(400, JSON, front_end_error(400, "BadRequestException", f"{_NAME_NEEDED} {error.message}"))
         case UnknownModel():

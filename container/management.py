@@ -19,7 +19,7 @@ from handlers.contracts.lmi.errors import JSON, front_end_error
 from handlers.contracts.lmi.management import Described, Listed, WorkerShown
 from handlers.contracts.lmi.management_request import read_page, read_registration, read_scale, refused
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.errors import BodyTooLarge, NotReady, Overloaded, RequestError, UnknownModel
+from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, Overloaded, RequestError, UnknownModel
 from handlers.reply import ReplyWriter
 
 Tell = Callable[[Call], Awaitable[Reply]]
@@ -62,6 +62,8 @@ def refuse(error: RequestError) -> Reply:
     match error:
         case BodyTooLarge():
             return Reply(413, JSON, b"")
+        case BodyTimeout():
+            return Reply(408, JSON, front_end_error(408, "BadRequestException", error.message))
         case UnknownModel():
             return Reply(404, JSON, front_end_error(404, "ModelNotFoundException", error.message))
         case NotReady():

@@ -106,6 +106,8 @@ class Models:
         self._turns = itertools.count()
         self.open_calls = 0
         """Calls that were let in and are not answered yet, whatever they are for."""
+        self.reading: set[asyncio.Timeout] = set()
+        """Of those whose bodies are not here yet, what ends the wait for them."""
         self.draining = False
         self.leaving: set[Model] = set()
         """Models that are no more to be found, but still have calls or memory."""
@@ -198,11 +200,17 @@ class Models:
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
 
     async def drain(self, limit: float) -> None:
-        """Let no call in any more and wait for those inside, at most `limit` seconds."""
+        """Let no call in any more and wait for those inside, at most `limit` seconds.
+
+        Calls whose bodies are not here yet will be refused in any case: they are not waited for.
+        """
         self.draining = True
-        # Calls whose bodies are still being read are no model's yet.
-        own = until_none(lambda: self.open_calls, limit)
+        own = until_none(lambda: self.open_calls - len(self.reading), limit)
         await asyncio.gather(own, *(model.lifecycle.drain(limit) for model in self))
+        now = asyncio.get_running_loop().time()
+        for patience in self.reading:
+            if not patience.expired():
+                patience.reschedule(now)
 
     async def stop(self) -> None:
         """Free all engines and end all workers."""

@@ -24,6 +24,7 @@ from container.cork import CorkedHttpProtocol
 from container.home import ensure_home
 from container.lifecycle import State
 from container.models import Model, Models
+from container.open_files import allow_open_files
 from container.properties import Value
 from container.registration import Registrar, as_model
 from container.startup_models import Startup
@@ -38,6 +39,9 @@ _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0
 """How long a model that failed to load can be asked for its reason."""
+_LAST_SECONDS = 3.0
+"""How long clients may take what has been sent to them. With a drain of 20 s, and 5 s in which a handler's workers end,
+it is the rest of the 30 s that SageMaker gives (contracts/sagemaker_hosting.md section 1)."""
 _EXIT_SECONDS = 3.0
 """How long threads that nobody waits for any more may keep the process from ending."""
 
@@ -48,6 +52,18 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, also where clients take nothing: uvicorn cancels their calls, and logs that as an error."""
+        breaking_off = asyncio.get_running_loop().call_later(_LAST_SECONDS, self._break_off)
+        await super().shutdown(sockets)
+        breaking_off.cancel()
+
+    def _break_off(self) -> None:
+        connections = list(self.server_state.connections)
+        logger.warning("%d connections are broken off, whose clients have not taken all", len(connections))
+        for connection in connections:
+            connection.transport.abort()
 
 
 def http_server(application: Application) -> uvicorn.Server:
@@ -236,6 +252,7 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     os.environ.update(startup.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    allow_open_files()
     import uvloop
 
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:

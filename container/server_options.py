@@ -66,6 +66,13 @@ SERVED = (
         meaning="Bytes of a request's body; more is 413",
     ),
     Option(
+        key="request_read_timeout",
+        parser=SECONDS,
+        default="60",
+        field="request_read_timeout",
+        meaning="Seconds that a client may send nothing in the middle of a request's body; then it is 408",
+    ),
+    Option(
         key="drain_timeout",
         parser=SECONDS,
         default="20",

@@ -43,6 +43,8 @@ class ServerSettings:
     job_queue_size: int = 1000
     max_request_size: int = 67108864
     """Bytes."""
+    request_read_timeout: float = 60.0
+    """Seconds."""
     drain_timeout: float = 20.0
     """Seconds."""
     fail_fast: bool = False

@@ -5,6 +5,7 @@
     ├── NotServed                the model is here, but cannot be asked for this
     ├── NotReady                 the model is loading, or the server is stopping
     ├── BodyTooLarge             its body is larger than max_request_size
+    ├── BodyTimeout              the rest of its body did not come in time
     ├── InvalidRequest           the client sent something wrong; nothing was generated
     │   ├── InvalidParameter     ... in a generation parameter, which is named
     │   ├── UnknownAdapter       ... the name of an adapter that is not registered
@@ -54,6 +55,10 @@ class NotReady(RequestError):
 
 class BodyTooLarge(RequestError):
     """The request's body is larger than is allowed."""
+
+
+class BodyTimeout(RequestError):
+    """The client began to send the request's body, and did not go on in time."""
 
 
 class InvalidRequest(RequestError):

@@ -1,4 +1,4 @@
-"""ASGI for the routes of the local endpoint: bounded bodies, whole replies, clients that leave."""
+"""ASGI for the routes of the local endpoint: bounded bodies, whole replies, clients that leave or stand still."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any
 
-from deploy.local.errors import payload_too_large
+from container.settings import ServerSettings
+from deploy.local.errors import payload_timed_out, payload_too_large
 from deploy.local.parameters import Headers
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+READ_SECONDS = ServerSettings().request_read_timeout
+"""That a client may send nothing in the middle of a body: as many as a container allows."""
 
 
 class ClientGone(Exception):
@@ -23,7 +28,7 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
     """A request's whole body.
 
     Raises:
-        RuntimeApiError: ValidationError with status 413, it has more than `limit` bytes.
+        RuntimeApiError: ValidationError with status 413, it has more than `limit` bytes; with 408, it does not go on.
         ClientGone: the client went away while it sent it.
     """
     announced = headers.get(b"content-length", b"")
@@ -31,7 +36,7 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
         raise payload_too_large(limit)
     pieces, size, more = [], 0, True
     while more:
-        message = await receive()
+        message = await _next(receive)
         if message["type"] != "http.request":
             raise ClientGone
         pieces.append(message.get("body", b""))
@@ -40,6 +45,14 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
             raise payload_too_large(limit)
         more = message.get("more_body", False)
     return b"".join(pieces)
+
+
+async def _next(receive: Receive) -> Message:
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            return await receive()
+    except TimeoutError:
+        raise payload_timed_out(READ_SECONDS) from None
 
 
 async def unless_gone(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:

@@ -54,6 +54,11 @@ def payload_too_large(limit: int) -> RuntimeApiError:
     return RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
 
 
+def payload_timed_out(seconds: float) -> RuntimeApiError:
+    """A request's body did not go on."""
+    return RuntimeApiError("ValidationError", 408, f"Nothing of the body's rest has come for {seconds:g} seconds.")
+
+
 def model_error(endpoint: str, status: int, body: str | None) -> RuntimeApiError:
     """The container answered with a status that is no success.
 

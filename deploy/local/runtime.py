@@ -128,5 +128,5 @@ class RuntimeApi:
 
 async def _send_error(send: Send, common: Headers, error: RuntimeApiError) -> None:
     kind = (b"x-amzn-errortype", error.name.encode())
-    more = [(b"connection", b"close")] if error.status == 413 else []
+    more = [(b"connection", b"close")] if error.status in (408, 413) else []
     await send_reply(send, error.status, [_JSON, *common, kind, *more], error.body())

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from botocore.eventstream import EventStreamBuffer
 
+from deploy.local import asgi
 from deploy.local.event_stream import payload_part
 from tests.unit.local_endpoint import (
     OK,
@@ -313,6 +314,22 @@ async def test_payloads_have_a_limit_both_ways() -> None:
         answered = await client.post(INVOKE, content=b"x" * 1000)
         assert (answered.status_code, answered.json()["OriginalStatusCode"]) == (424, 200)
         assert len(messages_of((await client.post(STREAM, content=b"x")).content)[0][1]) == 2000
+
+
+async def test_a_payload_that_does_not_go_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "READ_SECONDS", 0.1)
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        url = client.base_url
+        for path in (INVOKE, "/invocations"):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc".encode())
+            reply = await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+            assert reply.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close" in reply
+            assert b"Nothing of the body's rest has come for 0.1 seconds." in reply
+    assert container.seen == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -40,21 +41,37 @@ class Application:
 
 
 @contextlib.asynccontextmanager
-async def connected(application: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    application: Any, keep_alive: int = 5
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A client of a uvicorn server with our protocol."""
+    async with served(application, keep_alive) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
+    """That server, and its address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     config = uvicorn.Config(
-        application, http=CorkedHttpProtocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        application,
+        http=CorkedHttpProtocol,
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=keep_alive,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listener]))
-    reader, writer = await asyncio.open_connection(*listener.getsockname())
     try:
-        yield reader, writer
+        yield server, listener.getsockname()
     finally:
-        writer.close()
         server.should_exit = True
         await serving
         listener.close()
@@ -222,6 +239,194 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 5) == b""
     assert begun == 1
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: "])
+async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "HEAD_SECONDS", 0.2)
+
+    async def growing(writer: asyncio.StreamWriter) -> None:
+        while begun:
+            await asyncio.sleep(0.05)
+            writer.write(b"x")
+
+    async with connected(_echo, keep_alive=1) as (reader, writer):
+        writer.write(begun)
+        dripping = asyncio.create_task(growing(writer))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        dripping.cancel()
+
+
+async def test_a_head_that_never_ends_does_not_cut_off_the_reply_to_the_request_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "HEAD_SECONDS", 0.1)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(5):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async with connected(slow) as (reader, writer):
+        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHo")
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"part") == 5
+    assert received.endswith(b"end\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_loses_its_connection() -> None:
+    async def hasty(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"!"})
+
+    async with connected(hasty, keep_alive=1) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        await _read_until(reader, b"!")
+        writer.write(b"def")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        reply = PushedReply(send, [], Pacer(0))
+        reply.start(200, "text/plain")
+        reply.write(b"one")
+        reply.end(b"two")
+
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    chunked = version == b"1.1"
+    assert (b"transfer-encoding: chunked" in head) is chunked
+    assert b"connection: close" in head
+    assert body == (b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" if chunked else b"onetwo")
+
+
+async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi")
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
+    async def reading(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with served(reading) as (server, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+        await asyncio.sleep(0.1)
+        server.should_exit = True
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_trailers_are_no_headers_of_the_request() -> None:
+    seen: list[list[bytes]] = []
+
+    async def looking(scope: Any, receive: Any, send: Any) -> None:
+        await _echo(scope, receive, send)
+        seen.append([name for name, _ in scope["headers"]])
+
+    async with connected(looking) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
+        assert await _read_until(reader, b">")
+        writer.write(b"GET /next HTTP/1.1\r\nX-Next: y\r\n\r\n")
+        assert b"</next|x-next|>" in await _read_until(reader, b">")
+    assert seen == [[b"host", b"transfer-encoding"], [b"x-next"]]
+
+
+@pytest.mark.parametrize("piece", [b"X-Trailer: x\r\n", b"x"])
+async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-Long: x")
+        writer.write(piece * (2 * CorkedHttpProtocol.MAX_HEAD // len(piece)))
+        with contextlib.suppress(ConnectionError):
+            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() -> None:
+    left = asyncio.Event()
+
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _read_until(reader, b"first\r\n")
+        writer.write(b"\x00 this is no HTTP\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        await asyncio.wait_for(left.wait(), 5)
+
+
+async def push_much(scope: Any, receive: Any, send: Any) -> None:
+    """Pushes 6 MB, less than what a client may leave unread."""
+    await receive()
+    reply = PushedReply(send, [], Pacer(0), scope["extensions"][BREAK_OFF])
+    reply.start(200, "application/octet-stream")
+    for _ in range(100):
+        reply.write(PIECE)
+        await asyncio.sleep(0)
+    reply.end(b"end")
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextlib.contextmanager
+def client_with_little_room(address: tuple[str, int]) -> Iterator[socket.socket]:
+    """A client whose system takes little that it does not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        yield client
+
+
+async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "SEND_SECONDS", 0.3)
+    left = asyncio.Event()
+
+    async def pushing(scope: Any, receive: Any, send: Any) -> None:
+        await push_much(scope, receive, send)
+        left.set()
+
+    async with served(pushing) as (_, address):
+        with client_with_little_room(address):
+            await asyncio.wait_for(left.wait(), 10)
+    assert "taken nothing for 0.3 s" in caplog.text
+
+
+async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CorkedHttpProtocol, "SEND_SECONDS", 0.5)
+
+    def read_slowly(client: socket.socket) -> bytes:
+        received = bytearray()
+        while piece := client.recv(1 << 19, socket.MSG_WAITALL):
+            received += piece
+            time.sleep(0.1)
+        return bytes(received)
+
+    async with served(push_much) as (_, address):
+        with client_with_little_room(address) as client:
+            received = await asyncio.to_thread(read_slowly, client)
+    assert received.count(b"x") == 100 * len(PIECE)
+    assert received.endswith(b"end\r\n0\r\n\r\n")
 
 
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -135,6 +136,14 @@ async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_
     assert "Request for unknown model" in response.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/docs", "/docs/plain", "/openapi.json"])
+async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
+    page, head = await starting.get(path), await starting.head(path)
+    assert (page.status_code, head.status_code) == (200, 200)
+    assert head.headers["content-type"] == page.headers["content-type"]
+    assert (await starting.delete(path)).status_code == 404
+
+
 @pytest.mark.parametrize("path", POSTS)
 async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path: str) -> None:
     lifecycle, client = make(max_request_size=100)
@@ -145,6 +154,39 @@ async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path:
     if path not in ("/invocations", "/generate"):  # LMI's has no body, TGI's is plain text
         assert response.json().keys() == ERROR_KEYS[path]
         assert "100 bytes" in response.text
+
+
+async def begun() -> AsyncIterator[bytes]:
+    """A body whose client never goes on."""
+    yield b'{"inputs":'
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", [*POSTS, "/v2/tokenizer", "/models"])
+async def test_a_body_that_does_not_go_on_is_408_in_the_words_of_each_family_and_ends_the_connection(path: str) -> None:
+    lifecycle, client = make(request_read_timeout=0.05)
+    with_engine(lifecycle)
+    async with client:
+        response = await asyncio.wait_for(client.post(path, content=begun()), 5)
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+    assert "nothing of the body's rest has come for 0.05 s (request_read_timeout)" in response.text.replace(
+        "\\u0027", "'"
+    )
+    if path in ERROR_KEYS and path != "/generate":  # TGI's is plain text
+        assert response.json().keys() == ERROR_KEYS[path]
+
+
+async def test_a_body_that_comes_slowly_has_time_from_piece_to_piece() -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        for piece in (b'{"inputs"', b": ", b'"x", ', b'"parameters": 1}'):
+            yield piece
+            await asyncio.sleep(0.1)
+
+    lifecycle, client = make(request_read_timeout=0.3)
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post("/invocations", content=slowly())
+    assert response.status_code == 424
 
 
 @pytest.mark.parametrize("path", [path for path in POSTS if "completions" not in path])

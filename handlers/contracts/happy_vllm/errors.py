@@ -16,6 +16,7 @@ import msgspec
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.contracts.vllm_error import error_body
 from handlers.errors import (
+    BodyTimeout,
     BodyTooLarge,
     InvalidParameter,
     InvalidRequest,
@@ -35,10 +36,17 @@ _STATUS: tuple[tuple[type[RequestError], int], ...] = (
     (UnknownModel, 404),
     (NotServed, 404),
     (BodyTooLarge, 413),
+    (BodyTimeout, 408),
     (NotReady, 503),
     (Overloaded, 503),
 )
-_VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 413: "BadRequestError", 503: "ServiceUnavailableError"}
+_VLLM_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    408: "BadRequestError",
+    413: "BadRequestError",
+    503: "ServiceUnavailableError",
+}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
 

@@ -19,6 +19,7 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.errors import (
     AdapterConflict,
     AdapterFailed,
+    BodyTimeout,
     BodyTooLarge,
     EngineDead,
     InvalidRequest,
@@ -49,6 +50,7 @@ _REFUSALS: tuple[tuple[type[RequestError], int, str], ...] = (
     (AdapterFailed, 424, "EngineException"),
     (NoRoomForAdapter, 507, "WlmOutOfMemoryException"),
     (BodyTooLarge, 413, "BadRequestException"),
+    (BodyTimeout, 408, "BadRequestException"),
     (NotReady, 503, "ServiceUnavailableException"),
     (EngineDead, 500, "EngineException"),
 )

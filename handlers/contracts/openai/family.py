@@ -19,6 +19,7 @@ from handlers.contracts.family import Family, Forwards, ModelView, Operation, Ro
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.vllm_error import error_body
 from handlers.errors import (
+    BodyTimeout,
     BodyTooLarge,
     EngineDead,
     GenerationFailed,
@@ -55,6 +56,8 @@ def refuse(error: RequestError) -> Reply:
             return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
         case BodyTooLarge():
             return error_reply(error.message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE.phrase, 413)
+        case BodyTimeout():
+            return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
         case InvalidParameter():
             return error_reply(error.message, "BadRequestError", 400, error.parameter)
         case EngineDead() | GenerationFailed():

@@ -6,6 +6,7 @@ from json.encoder import encode_basestring as quote
 
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.errors import (
+    BodyTimeout,
     BodyTooLarge,
     ContextExceeded,
     GenerationFailed,
@@ -39,6 +40,8 @@ def refuse(error: RequestError) -> Reply:
     """The reply to anything that went wrong before the first byte of an answer that is not streamed."""
     if isinstance(error, BodyTooLarge):
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
+    if isinstance(error, BodyTimeout):
+        return Reply(408, _TEXT, f"Failed to buffer the request body: {error.message}".encode())
     status, _, _ = _meaning(error)
     return Reply(status, JSON, document(error).encode("utf-8", "replace"))
 

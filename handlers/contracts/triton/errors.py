@@ -11,6 +11,7 @@ from json.encoder import encode_basestring as quote
 
 from handlers.contracts.protocol import ContractError, Reply
 from handlers.errors import (
+    BodyTimeout,
     BodyTooLarge,
     GenerationFailed,
     InvalidRequest,
@@ -63,6 +64,8 @@ def status_of(error: RequestError) -> int:
         return 503
     if isinstance(error, NotServed):
         return 501
+    if isinstance(error, BodyTimeout):
+        return 408
     return 400 if isinstance(error, InvalidRequest | BodyTooLarge) else 500
 
 
