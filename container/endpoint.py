@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.access_log import log_request
-from container.cork import BREAK_OFF
 from container.error_rates import CLIENT_GONE, ErrorRates
+from container.http_protocol import BREAK_OFF
 from container.lifecycle import Lifecycle
 from container.metrics import HttpCounts
 from container.models import Models

@@ -20,8 +20,8 @@ import uvicorn
 
 from container.addresses import Address
 from container.app import Application, Mount, create_app
-from container.cork import CorkedHttpProtocol
 from container.home import ensure_home
+from container.http_protocol import HttpProtocol
 from container.lifecycle import State
 from container.models import Model, Models
 from container.open_files import allow_open_files
@@ -71,7 +71,7 @@ def http_server(application: Application) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             application,
-            http=CorkedHttpProtocol,
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             proxy_headers=False,

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from container.cork import BREAK_OFF
+from container.http_protocol import BREAK_OFF
 from deploy.local import event_stream
 from deploy.local.container_client import (
     ContainerBroken,

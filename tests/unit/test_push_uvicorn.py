@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from container.cork import BREAK_OFF, CorkedHttpProtocol
+from container.http_protocol import BREAK_OFF, HttpProtocol
 from container.push import Pacer, PushedReply
 
 pytestmark = pytest.mark.asyncio
@@ -61,7 +61,7 @@ async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[u
     listener.listen()
     config = uvicorn.Config(
         application,
-        http=CorkedHttpProtocol,
+        http=HttpProtocol,
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=1,
@@ -99,12 +99,12 @@ async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"%d" % size})
 
-    size = 4 * CorkedHttpProtocol.MAX_HEAD
+    size = 4 * HttpProtocol.MAX_HEAD
     async with connected(echo_size) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
         assert (b"%d" % size) in await reader.read()
     async with connected(echo_size) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nX-Long: " + b"x" * CorkedHttpProtocol.MAX_HEAD)
+        writer.write(b"POST / HTTP/1.1\r\nX-Long: " + b"x" * HttpProtocol.MAX_HEAD)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
 
@@ -235,7 +235,7 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
             pass
 
     async with connected(waiting) as (reader, writer):
-        writer.write((CorkedHttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write((HttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 5) == b""
     assert begun == 1
@@ -245,7 +245,7 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
 async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
     monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(CorkedHttpProtocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(HttpProtocol, "HEAD_SECONDS", 0.2)
 
     async def growing(writer: asyncio.StreamWriter) -> None:
         while begun:
@@ -263,7 +263,7 @@ async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
 async def test_a_head_that_never_ends_does_not_cut_off_the_reply_to_the_request_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CorkedHttpProtocol, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(HttpProtocol, "HEAD_SECONDS", 0.1)
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -349,7 +349,7 @@ async def test_trailers_are_no_headers_of_the_request() -> None:
 async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
     async with connected(_echo) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-Long: x")
-        writer.write(piece * (2 * CorkedHttpProtocol.MAX_HEAD // len(piece)))
+        writer.write(piece * (2 * HttpProtocol.MAX_HEAD // len(piece)))
         with contextlib.suppress(ConnectionError):
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
 
@@ -399,7 +399,7 @@ def client_with_little_room(address: tuple[str, int]) -> Iterator[socket.socket]
 async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(CorkedHttpProtocol, "SEND_SECONDS", 0.3)
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.3)
     left = asyncio.Event()
 
     async def pushing(scope: Any, receive: Any, send: Any) -> None:
@@ -413,7 +413,7 @@ async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connec
 
 
 async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CorkedHttpProtocol, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.5)
 
     def read_slowly(client: socket.socket) -> bytes:
         received = bytearray()
