@@ -24,9 +24,8 @@ _LATER = (408, 429)
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 _BLOCK = 1 << 20
 _MOST_FILES = 100_000
+_DENIED = frozenset({"AccessDenied", "403"})
 _REFUSED = {
-    "AccessDenied": "access is denied; reading needs s3:ListBucket on the bucket and s3:GetObject on the prefix",
-    "403": "access is denied; reading needs s3:ListBucket on the bucket and s3:GetObject on the prefix",
     "AllAccessDisabled": "access to the bucket is disabled",
     "NoSuchBucket": "there is no such bucket",
     "404": "there is no such bucket or object",
@@ -91,7 +90,7 @@ class S3Bucket:
 
     def explained(self, error: Exception) -> SourceError:
         """The error in words, with the folder and the endpoint."""
-        return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error)}")
+        return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error, self.url)}")
 
     def _listed(self) -> Iterator[RemoteFile]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -143,7 +142,18 @@ def _client(url: S3Url, connections: int) -> S3Client:
         raise SourceError(f"{url}: {error}") from error
 
 
-def _reason(error: Exception) -> str:
+def _denied(operation: str, url: S3Url, message: str) -> str:
+    """What to permit, and what S3 says of it, which may name the policy that stands in the way."""
+    needed = (
+        f"s3:ListBucket on the bucket {url.bucket}"
+        if operation == "ListObjectsV2"
+        else f"s3:GetObject on {url.bucket}/{url.key_prefix}*, and kms:Decrypt where a KMS key encrypts the objects"
+    )
+    said = f"; S3 says: {message}" if "not authorized" in message else ""
+    return f"access is denied; allow {needed}{said}"
+
+
+def _reason(error: Exception, url: S3Url) -> str:
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
@@ -157,6 +167,8 @@ def _reason(error: Exception) -> str:
         case ClientError():
             code = str(error.response.get("Error", {}).get("Code", "unknown"))
             message = str(error.response.get("Error", {}).get("Message", ""))
+            if code in _DENIED:
+                return f"{_denied(error.operation_name, url, message)} ({code})"
             return f"{_REFUSED.get(code, message or 'S3 refuses')} ({code})"
         case NoCredentialsError() | PartialCredentialsError():
             return "no AWS credentials were found: give the container a role, or set AWS_ACCESS_KEY_ID and its secret"
