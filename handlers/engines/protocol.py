@@ -165,3 +165,7 @@ class Engine(Protocol):
 
 class EngineStartError(Exception):
     """The engine could not load the model."""
+
+
+class EngineOutOfMemory(EngineStartError):
+    """There is not enough memory for the model, on the device or in the machine."""
