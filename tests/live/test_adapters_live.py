@@ -203,6 +203,27 @@ def test_an_adapter_that_is_unknown_is_refused_in_the_words_of_each_contract(lor
         assert ask(path, {"model": "no-adapter", "prompt": "x", "max_tokens": 1})[0] == 200
 
 
+def test_adapters_that_torch_has_saved_are_served_and_those_that_are_not_finite_are_refused(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    weights = load_file(made / "red" / "adapter_model.safetensors")
+    shutil.copytree(made / "red", tmp_path / "saved")
+    (tmp_path / "saved" / "adapter_model.safetensors").unlink()
+    torch.save(weights, tmp_path / "saved" / "adapter_model.bin")
+    assert register(lora, "saved", tmp_path / "saved").status_code == 200
+    assert text(lora, PROMPTS[0], "saved") == alone["red"][0]
+    unregister(lora, "saved")
+    broken = next(iter(weights))
+    weights[broken][0, 0] = float("nan")
+    torch.save(weights, tmp_path / "saved" / "adapter_model.bin")
+    refused = register(lora, "saved", tmp_path / "saved")
+    assert (refused.status_code, refused.json()["type"]) == (424, "EngineException")
+    assert f"{broken} has weights that are not finite" in refused.json()["message"]
+
+
 def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
     lora: Server, made: Path, alone: dict[str, list[str]]
 ) -> None:
@@ -322,6 +343,7 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_leaves_nothing_behind(
         assert response.status_code == 424, f"{src}: {response.text}"
         assert why in response.json()["message"]
         assert "Traceback" not in response.text
+        assert "Worker failed" not in response.text
     assert registered(lora) == ["blue", "red"]
     assert text(lora, PROMPTS[0], "red") == alone["red"][0]
 
