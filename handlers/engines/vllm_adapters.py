@@ -39,8 +39,8 @@ from handlers.engines.adapter_weights import read_ahead
 from handlers.engines.protocol import EngineAdapter, EngineStartError
 from handlers.errors import (
     AdapterFailed,
+    AdapterUnusable,
     EngineDead,
-    GenerationFailed,
     NoRoomForAdapter,
     Overloaded,
     UnknownAdapter,
@@ -204,7 +204,7 @@ class VllmAdapters:
 
         Raises:
             UnknownAdapter: there is none.
-            GenerationFailed: it cannot be loaded any more.
+            AdapterUnusable: it cannot be loaded any more.
             Overloaded: there is no place for it.
             EngineDead: the engine is gone.
         """
@@ -231,7 +231,7 @@ class VllmAdapters:
             raise Overloaded(error.message) from None
         except AdapterFailed as error:
             claim.release()
-            raise GenerationFailed(f"the adapter {held.adapter.name!r} cannot be loaded: {error.message}") from None
+            raise AdapterUnusable(held.adapter.name, error.message) from None
         except BaseException:
             claim.release()
             raise
