@@ -46,6 +46,8 @@ class Gate:
     """Called with each answer to a GET; True: it has answered itself."""
     refused: tuple[bool, str] | None = None
     """Whether listings are denied, or else objects; and what S3 says."""
+    conditions: bool = True
+    """Whether this S3 knows `If-Match`."""
     gets: list[str] = field(default_factory=list)
     """Paths of the objects that were read."""
 
@@ -113,7 +115,8 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             connection = http.client.HTTPConnection(urlsplit(gate.upstream).netloc, timeout=30)
             with contextlib.closing(connection):
-                connection.request("GET", self.path, headers=dict(self.headers))
+                headers = {name: value for name, value in self.headers.items() if gate.conditions or name != "If-Match"}
+                connection.request("GET", self.path, headers=headers)
                 answer = connection.getresponse()
                 body = answer.read()
             path = urlsplit(self.path).path

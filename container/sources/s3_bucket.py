@@ -24,14 +24,15 @@ _LATER = (408, 429)
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 _BLOCK = 1 << 20
 _MOST_FILES = 100_000
+_REPLACED = "an object was replaced while it was read"
 _DENIED = frozenset({"AccessDenied", "403"})
 _REFUSED = {
     "AllAccessDisabled": "access to the bucket is disabled",
     "NoSuchBucket": "there is no such bucket",
     "404": "there is no such bucket or object",
     "NoSuchKey": "an object that was listed is not there any more",
-    "412": "an object was replaced while it was read",
-    "PreconditionFailed": "an object was replaced while it was read",
+    "412": _REPLACED,
+    "PreconditionFailed": _REPLACED,
     "InvalidObjectState": "an object is archived; restore it first",
     "InvalidAccessKeyId": "S3 does not know the access key",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
@@ -75,17 +76,21 @@ class S3Bucket:
         """The bytes from `start` to `end`, exclusively, of that very version of the object, in blocks.
 
         Raises:
+            SourceError: the object has been replaced.
             Exception: whatever boto3 raises; `explained` says what it means.
         """
         if start == end:
             return
+        etag = file.version.partition(" ")[0]
         answer = self._client.get_object(
             Bucket=self.url.bucket,
             Key=self.url.key_prefix + file.path,
             Range=f"bytes={start}-{end - 1}",
-            IfMatch=file.version.partition(" ")[0],
+            IfMatch=etag,
         )
         with contextlib.closing(answer["Body"]) as body:
+            if answer.get("ETag", etag) != etag:  # not every S3 knows the condition
+                raise SourceError(f"{self.url}: {_REPLACED}: {file.path}")
             yield from body.iter_chunks(_BLOCK)
 
     def explained(self, error: Exception) -> SourceError:

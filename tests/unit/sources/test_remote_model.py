@@ -121,6 +121,26 @@ def test_a_body_that_ends_too_early_is_read_again(
     assert "trying again" in caplog.text
 
 
+def test_an_object_that_is_replaced_in_the_middle_is_never_mixed_of_both_by_an_s3_that_knows_no_conditions(
+    model: Gate, url: str, prefix: str, downloads: Path, s3_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "THREADS", 1)
+    model.conditions = False
+    opened = open_model(url, downloads)
+
+    def replace(_: object) -> bool:
+        model.fault = None
+        put(s3_address, {f"{prefix}/model-1.safetensors": WEIGHTS[::-1]})
+        return False
+
+    model.fault = replace
+    with pytest.raises(SourceError) as refused:
+        opened.fetch_weights(60)
+    assert str(refused.value) == f"{url}: an object was replaced while it was read: model-1.safetensors"
+    assert "model-1.safetensors" not in contents(opened.directory)
+    assert contents(fetch(url, downloads)) == WANTED | {"model-1.safetensors": WEIGHTS[::-1]}
+
+
 def test_what_never_succeeds_ends_with_the_reason(model: Gate, url: str, downloads: Path) -> None:
     opened = open_model(url, downloads)
     model.fault = cut_short(times=1_000_000)
