@@ -21,7 +21,8 @@ from container.settings import ServerSettings, Settings
 from container.sources.remote_model import SETTINGS_SECONDS
 from container.startup_models import StartupModel, further_settings
 from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
+from handlers.engines.start_failure import failure_of
 from handlers.errors import NotReady, Overloaded
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,8 @@ _MOST_LOADS = 100
 beside."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
 """That reading the settings of a model may take; those of one on S3 are fetched."""
-_NO_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|No available memory for the cache blocks|larger than the available KV cache memory"
-    r"|less than desired GPU memory utilization|Cannot allocate memory|MemoryError|core proc\(s\): \{[^}]*: -9\b",
-    re.IGNORECASE,
-)
-"""What engines say when memory is short; -9 is how the kernel ends a process then."""
+_NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
+"""What is in the text of a custom handler's failure when memory is short; engines raise a type for it."""
 
 
 class LoadFailed(Exception):
@@ -205,9 +202,8 @@ class Registrar:
                 await model.lifecycle.start()
         except (OutOfMemory, EngineStartError) as error:
             self._models.remove(model)
-            text = str(error)
-            short = isinstance(error, OutOfMemory) or _NO_MEMORY.search(text)
-            raise (OutOfMemory if short else LoadFailed)(f"model {model.name} cannot be loaded: {text}") from None
+            kind = OutOfMemory if _is_memory(error, settings) else LoadFailed
+            raise kind(f"model {model.name} cannot be loaded: {error}") from None
         except Exception as error:
             self._models.remove(model)
             logger.exception("model %s cannot be loaded: internal error", model.title)
@@ -240,6 +236,14 @@ class Registrar:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _is_memory(error: Exception, settings: Settings) -> bool:
+    if isinstance(error, OutOfMemory | EngineOutOfMemory):
+        return True
+    if settings.model.handler is None:
+        return False
+    return _NO_MEMORY.search(str(error)) is not None or failure_of(error).out_of_memory
 
 
 def as_model(given: StartupModel, *, at_startup: bool) -> Model:

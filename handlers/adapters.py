@@ -127,7 +127,7 @@ class AdapterRegistry:
         """Register the adapters that come with the model: what is in `adapters/` below these directories.
 
         Raises:
-            AdapterError: one of them cannot be used; it is named.
+            AdapterError, InvalidRequest: one of them cannot be used, or is not allowed here; it is named.
         """
         found: dict[str, Path] = {}
         for directory in model_dirs:
@@ -135,7 +135,7 @@ class AdapterRegistry:
         for name, path in found.items():
             try:
                 await self.register(AdapterOrder(name=name, src=str(path)))
-            except AdapterError as error:
+            except (AdapterError, InvalidRequest) as error:
                 raise type(error)(
                     f"the adapter {name} of {path.parent} cannot be registered: {error.message}"
                 ) from None

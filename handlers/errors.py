@@ -9,6 +9,7 @@
     ├── InvalidRequest           the client sent something wrong; nothing was generated
     │   ├── InvalidParameter     ... in a generation parameter, which is named
     │   ├── UnknownAdapter       ... the name of an adapter that is not registered
+    │   ├── AdapterUnusable      ... the name of one whose files cannot be loaded any more
     │   ├── ContextExceeded      ... more tokens than the model's context holds
     │   └── PromptTooLong        ... more tokens than a prompt may have here
     ├── AdapterError             an adapter cannot be registered, changed or removed
@@ -78,6 +79,14 @@ class UnknownAdapter(InvalidRequest):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the adapter {name[:_SHOWN]!r} is not registered")
+        self.name = name
+
+
+class AdapterUnusable(InvalidRequest):
+    """The call names an adapter that is registered, but whose files are gone or broken since."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the adapter {name[:_SHOWN]!r} cannot be loaded: {reason}")
         self.name = name
 
 

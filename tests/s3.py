@@ -44,16 +44,20 @@ class Gate:
     url: str = ""
     fault: Fault | None = None
     """Called with each answer to a GET; True: it has answered itself."""
+    refused: tuple[bool, str] | None = None
+    """Whether listings are denied, or else objects; and what S3 says."""
+    conditions: bool = True
+    """Whether this S3 knows `If-Match`."""
     gets: list[str] = field(default_factory=list)
     """Paths of the objects that were read."""
 
 
-def _refuse(passing: Passing, status: int, code: str) -> bool:
-    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
-    passing.handler.send_response(status)
-    passing.handler.send_header("Content-Length", str(len(body)))
-    passing.handler.end_headers()
-    passing.handler.wfile.write(body)
+def _refuse(handler: BaseHTTPRequestHandler, status: int, code: str, message: str = "no") -> bool:
+    body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
     return True
 
 
@@ -63,7 +67,7 @@ def refuse(status: int, code: str, times: int = 1_000_000) -> Fault:
 
     def fault(passing: Passing) -> bool:
         left[0] -= 1
-        return left[0] >= 0 and _refuse(passing, status, code)
+        return left[0] >= 0 and _refuse(passing.handler, status, code)
 
     return fault
 
@@ -111,12 +115,17 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             connection = http.client.HTTPConnection(urlsplit(gate.upstream).netloc, timeout=30)
             with contextlib.closing(connection):
-                connection.request("GET", self.path, headers=dict(self.headers))
+                headers = {name: value for name, value in self.headers.items() if gate.conditions or name != "If-Match"}
+                connection.request("GET", self.path, headers=headers)
                 answer = connection.getresponse()
                 body = answer.read()
             path = urlsplit(self.path).path
             if path.strip("/").count("/"):
                 gate.gets.append(path)
+            listing = not path.strip("/").count("/")
+            if gate.refused is not None and gate.refused[0] is listing:
+                _refuse(self, 403, "AccessDenied", gate.refused[1])
+                return
             if gate.fault is not None and path.strip("/").count("/") and gate.fault(Passing(path, body, self)):
                 return
             self.send_response(answer.status)

@@ -5,12 +5,15 @@ Below the cache directory each URL has a folder of its own, named for its hash (
     <hash>/<last part of the URL>/   the files
     <hash>/settings, weights         what of them is whole, and the locks of those that write them
     <hash>/complete                  the list of all files, once all are there
+
+A model that is called like one of these is one folder further down, in `<hash>/model/`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from handlers.cache_dir import cache_dir, is_writable
 
 _ON_SAGEMAKER = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 _NO_NAME = "model"
+_RECORDS = re.compile(r"\.?(settings|weights|complete)(\..*)?", re.DOTALL)
+"""What is beside the files, with locks, and with what is being written."""
 
 
 def download_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -33,6 +38,12 @@ def download_dir(environ: Mapping[str, str] | None = None) -> Path:
     return cache_dir(environ)
 
 
+def _place(name: str) -> Path:
+    if name in ("", ".", ".."):
+        return Path(_NO_NAME)
+    return Path(_NO_NAME, name) if _RECORDS.fullmatch(name) else Path(name)
+
+
 class LocalCopy:
     """What is on this machine of one URL."""
 
@@ -40,7 +51,7 @@ class LocalCopy:
         key = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:24]
         self.url = url
         self.root = downloads / "models" / key
-        self.directory = self.root / (name if name not in ("", ".", "..") else _NO_NAME)
+        self.directory = self.root / _place(name)
         self._complete = Journal(self.root / "complete")
 
     def journal(self, kind: str) -> Journal:

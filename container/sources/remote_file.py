@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -57,18 +57,17 @@ def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
     Raises:
         SourceError: no directory can hold all of them.
     """
-    everything = sorted(files, key=lambda file: file.path)
-    _check_folders(everything)
+    everything = _without_markers(sorted(files, key=lambda file: file.path))
     safe = {str(PurePosixPath(file.path).parent) for file in everything if file.path.endswith(".safetensors")}
     return tuple(file for file in everything if not _is_duplicate(PurePosixPath(file.path), safe))
 
 
-def _check_folders(files: Iterable[RemoteFile]) -> None:
-    """S3 may have an object `a` beside an object `a/b`; a disk may not."""
-    paths = {file.path for file in files}
-    folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
-    if both := sorted(paths & folders):
+def _without_markers(files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """S3 may have an object `a` beside an object `a/b`; a disk may not. An empty one only stands for the folder."""
+    folders = {str(parent) for file in files for parent in PurePosixPath(file.path).parents}
+    if both := [file.path for file in files if file.path in folders and file.size]:
         raise SourceError(f"{both[0]!a} is an object, and the folder of others: no directory can hold both")
+    return [file for file in files if file.path not in folders]
 
 
 def _is_duplicate(path: PurePosixPath, safe: set[str]) -> bool:

@@ -24,15 +24,15 @@ _LATER = (408, 429)
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 _BLOCK = 1 << 20
 _MOST_FILES = 100_000
+_REPLACED = "an object was replaced while it was read"
+_DENIED = frozenset({"AccessDenied", "403"})
 _REFUSED = {
-    "AccessDenied": "access is denied; reading needs s3:ListBucket on the bucket and s3:GetObject on the prefix",
-    "403": "access is denied; reading needs s3:ListBucket on the bucket and s3:GetObject on the prefix",
     "AllAccessDisabled": "access to the bucket is disabled",
     "NoSuchBucket": "there is no such bucket",
     "404": "there is no such bucket or object",
     "NoSuchKey": "an object that was listed is not there any more",
-    "412": "an object was replaced while it was read",
-    "PreconditionFailed": "an object was replaced while it was read",
+    "412": _REPLACED,
+    "PreconditionFailed": _REPLACED,
     "InvalidObjectState": "an object is archived; restore it first",
     "InvalidAccessKeyId": "S3 does not know the access key",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
@@ -76,22 +76,26 @@ class S3Bucket:
         """The bytes from `start` to `end`, exclusively, of that very version of the object, in blocks.
 
         Raises:
+            SourceError: the object has been replaced.
             Exception: whatever boto3 raises; `explained` says what it means.
         """
         if start == end:
             return
+        etag = file.version.partition(" ")[0]
         answer = self._client.get_object(
             Bucket=self.url.bucket,
             Key=self.url.key_prefix + file.path,
             Range=f"bytes={start}-{end - 1}",
-            IfMatch=file.version.partition(" ")[0],
+            IfMatch=etag,
         )
         with contextlib.closing(answer["Body"]) as body:
+            if answer.get("ETag", etag) != etag:  # not every S3 knows the condition
+                raise SourceError(f"{self.url}: {_REPLACED}: {file.path}")
             yield from body.iter_chunks(_BLOCK)
 
     def explained(self, error: Exception) -> SourceError:
         """The error in words, with the folder and the endpoint."""
-        return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error)}")
+        return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error, self.url)}")
 
     def _listed(self) -> Iterator[RemoteFile]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -143,7 +147,18 @@ def _client(url: S3Url, connections: int) -> S3Client:
         raise SourceError(f"{url}: {error}") from error
 
 
-def _reason(error: Exception) -> str:
+def _denied(operation: str, url: S3Url, message: str) -> str:
+    """What to permit, and what S3 says of it, which may name the policy that stands in the way."""
+    needed = (
+        f"s3:ListBucket on the bucket {url.bucket}"
+        if operation == "ListObjectsV2"
+        else f"s3:GetObject on {url.bucket}/{url.key_prefix}*, and kms:Decrypt where a KMS key encrypts the objects"
+    )
+    said = f"; S3 says: {message}" if "not authorized" in message else ""
+    return f"access is denied; allow {needed}{said}"
+
+
+def _reason(error: Exception, url: S3Url) -> str:
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
@@ -157,6 +172,8 @@ def _reason(error: Exception) -> str:
         case ClientError():
             code = str(error.response.get("Error", {}).get("Code", "unknown"))
             message = str(error.response.get("Error", {}).get("Message", ""))
+            if code in _DENIED:
+                return f"{_denied(error.operation_name, url, message)} ({code})"
             return f"{_REFUSED.get(code, message or 'S3 refuses')} ({code})"
         case NoCredentialsError() | PartialCredentialsError():
             return "no AWS credentials were found: give the container a role, or set AWS_ACCESS_KEY_ID and its secret"

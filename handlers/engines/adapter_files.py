@@ -2,15 +2,16 @@
 
 vLLM copies a tensor that is too small into the corner of its buffer and says nothing, and one that is too large fails
 when half of the adapter is in place. So shapes are compared with those of the base model here, as far as both are in
-safetensors files: their headers are enough.
+safetensors files: their headers are enough. What torch has pickled is compared when it is read (`adapter_weights`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ _SIZE = struct.Struct("<Q")
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 _LARGEST_CONFIG = 10_000_000
-_READ_AHEAD = 1 << 20
-"""Bytes at a time."""
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types of weights that lie in memory as they are multiplied; packed ones have another shape."""
 _PREFIX = "base_model.model."
@@ -43,7 +42,7 @@ def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
         AdapterFailed: there is no such directory, a file is missing or broken, or it does not fit the model.
     """
     if not _is_directory(directory):
-        raise AdapterFailed(f"src: there is no directory {directory}")
+        raise AdapterFailed(f"src: {_no_directory(directory)}")
     config = _config(directory / CONFIG)
     check_rank(config, max_rank)
     check_scaling(config)
@@ -52,47 +51,6 @@ def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
         raise AdapterFailed(f"{directory} has no weights; expected {WEIGHTS[0]}")
     if weights.suffix == ".safetensors":
         check_shapes(_shapes_of_adapter(weights), max_rank, base)
-
-
-def read_ahead(directory: Path) -> None:
-    """Read an adapter's weights once, so that whoever reads them next finds them in memory. May block for long.
-
-    An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
-
-    Raises:
-        AdapterFailed: they cannot be read, or are not finite (as far as they are in a safetensors file).
-    """
-    for path in (directory / name for name in WEIGHTS):
-        try:
-            with path.open("rb", buffering=0) as file:
-                while file.read(_READ_AHEAD):
-                    pass
-            if path.suffix == ".safetensors":
-                _check_finite(path)
-            return
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def _check_finite(path: Path) -> None:
-    """Refuse weights that are NaN or infinite, such as a training that diverged leaves.
-
-    On vLLM's CPU backend one request with such an adapter spoils those after it, of other adapters and of none, even
-    when the adapter is gone: dozens of them answered nothing, presumably for what it had left in the KV cache.
-    """
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                tensor = file.get_tensor(name)
-                if tensor.is_floating_point() and not torch.isfinite(tensor.to(torch.float32)).all():
-                    raise AdapterFailed(f"{path}: {name} has weights that are not finite (NaN or infinity)")
-    except (SafetensorError, RuntimeError) as error:
-        raise AdapterFailed(f"{path} cannot be read: {error}") from None
 
 
 def check_scaling(config: Mapping[str, Any]) -> None:
@@ -152,6 +110,20 @@ def check_shapes(tensors: Shapes, max_rank: int, base: Shapes) -> None:
             )
 
 
+def check_pairs(names: Collection[str]) -> None:
+    """Refuse what vLLM stumbles over without saying why: a half of a pair that is alone, and no tensor at all.
+
+    Raises:
+        AdapterFailed: naming the one that is there, and the one that is not.
+    """
+    if not names:
+        raise AdapterFailed("the adapter's weights hold no tensor")
+    for name in names:
+        for half, other in (_HALVES, _HALVES[::-1]):
+            if name.endswith(half) and (wanted := name.removesuffix(half) + other) not in names:
+                raise AdapterFailed(f"{name} has no other half: {wanted} is missing")
+
+
 def base_shapes(model: Path) -> Shapes:
     """Shapes of a model's plain weights; empty where they are not in safetensors files below `model`. May block."""
     found: dict[str, tuple[int, ...]] = {}
@@ -170,10 +142,24 @@ def _is_directory(path: Path) -> bool:
         return False
 
 
+def _no_directory(path: Path) -> str:
+    if os.path.isfile(path):
+        return f"{path} is a file; expected the directory of an adapter, and an archive is not unpacked"
+    return f"there is no directory {path}"
+
+
+def _elsewhere(directory: Path) -> str:
+    """Where the adapter is that is not in the directory itself: an archive may have been made of its directory."""
+    inner = next(iter(sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))), None)
+    return "" if inner is None else f"; there is one in {inner}"
+
+
 def _config(path: Path) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             document = json.loads(file.read(_LARGEST_CONFIG))
+    except FileNotFoundError as error:
+        raise AdapterFailed(f"{path} cannot be read: {error.strerror}{_elsewhere(path.parent)}") from None
     except OSError as error:
         raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

@@ -136,7 +136,7 @@ class Engine(Protocol):
         Raises:
             InvalidRequest: the engine would refuse it (too long, bad value); nothing was started.
             UnknownAdapter: it names an adapter that was not added.
-            GenerationFailed: its adapter cannot be loaded any more.
+            AdapterUnusable: its adapter cannot be loaded any more.
             Overloaded: there is no room for its adapter.
             EngineDead: the engine is gone.
         """
@@ -165,3 +165,7 @@ class Engine(Protocol):
 
 class EngineStartError(Exception):
     """The engine could not load the model."""
+
+
+class EngineOutOfMemory(EngineStartError):
+    """There is not enough memory for the model, on the device or in the machine."""

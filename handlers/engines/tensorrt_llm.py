@@ -21,6 +21,7 @@ from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
+from handlers.engines.start_failure import failure_of
 from handlers.engines.tensorrt_llm_arguments import Arguments, engine_arguments
 from handlers.engines.tensorrt_llm_loading import ModelFacts, gpu_count, import_tensorrt_llm, read_model
 from handlers.engines.tensorrt_llm_output import GeneratedSequence, TokenizerFacts
@@ -63,7 +64,7 @@ class TensorRtLlmEngine:
         except EngineStartError:
             raise
         except Exception as error:
-            raise EngineStartError(f"TensorRT-LLM cannot load {self._settings.model_id}: {error}") from error
+            raise failure_of(error).error(f"TensorRT-LLM cannot load {self._settings.model_id}") from error
         self._watchdog = asyncio.create_task(self._watch())
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 

@@ -26,6 +26,7 @@ from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
+from handlers.engines.start_failure import failure_of
 from handlers.engines.token_text import split_text
 from handlers.engines.transformers_beams import aborted_beams
 from handlers.engines.transformers_generate import Batch, BatchRunner, Job, Row, Step
@@ -94,7 +95,7 @@ class BatchEngine:
         try:
             runner.try_out()
         except Exception as error:
-            raise EngineStartError(f"transformers cannot run {self._settings.model_id}: {error}") from error
+            raise failure_of(error).error(f"transformers cannot run {self._settings.model_id}") from error
         self._model, self._runner, self.tokenizer = model, runner, copied(model.tokenizer)
         self.texts = ModelTexts(model.tokenizer)
         self._prompts = PromptTokenizer(self.texts, model.max_model_len, self._settings.max_prompt_tokens)

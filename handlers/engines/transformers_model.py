@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.start_failure import failure_of
 from handlers.engines.transformers_checks import check_kind, check_rope, check_weights
 from handlers.model_settings import ModelSettings
 
@@ -65,7 +66,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     except EngineStartError:
         raise
     except Exception as error:
-        raise EngineStartError(f"transformers cannot load {settings.model_id}: {error}") from error
+        raise failure_of(error).error(f"transformers cannot load {settings.model_id}") from error
     check_weights(settings, loading)
     _check_quantization(settings, model.config)
     if "device_map" not in arguments and "quantization_config" not in arguments:

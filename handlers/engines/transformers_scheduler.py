@@ -22,6 +22,7 @@ from handlers.engines.progress import Progress as EngineProgress
 from handlers.engines.prompt import PromptTokenizer
 from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Sink
 from handlers.engines.sequences import SequenceGroup
+from handlers.engines.start_failure import failure_of
 from handlers.engines.token_text import split_text
 from handlers.engines.transformers_batching import NO_MEMORY, ContinuousBatching, Row
 from handlers.engines.transformers_cache import (
@@ -84,7 +85,7 @@ class SchedulerEngine:
                 raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
             if isinstance(error, EngineStartError) or not isinstance(error, Exception):
                 raise
-            raise EngineStartError(f"transformers cannot serve {self._settings.model_id}: {error}") from error
+            raise failure_of(error).error(f"transformers cannot serve {self._settings.model_id}") from error
         self.meter = Meter()
         self._watchdog = asyncio.create_task(self._watch())
         logger.info("engine ready after %.1f s", time.monotonic() - started)
@@ -122,7 +123,7 @@ class SchedulerEngine:
                 await asyncio.wait_for(answer.ended.wait(), _WATCH_SECONDS)
         if batching.failure is not None:
             cause = await in_daemon_thread(lambda: batching.cause(_STOP_SECONDS))
-            raise EngineStartError(f"transformers cannot run {self._settings.model_id}: {cause}")
+            raise failure_of(RuntimeError(cause)).error(f"transformers cannot run {self._settings.model_id}")
         if answer.error is not None:
             raise answer.error
         if not self._reference.agrees(answer.token_ids):

@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import re
 import time
 from collections.abc import Coroutine, Iterable
 from functools import cached_property
@@ -33,12 +34,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
-from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter, read_ahead
+from handlers.engines.adapter_files import Shapes, base_shapes, check_adapter
+from handlers.engines.adapter_weights import read_ahead
 from handlers.engines.protocol import EngineAdapter, EngineStartError
 from handlers.errors import (
     AdapterFailed,
+    AdapterUnusable,
     EngineDead,
-    GenerationFailed,
     NoRoomForAdapter,
     Overloaded,
     UnknownAdapter,
@@ -52,6 +54,8 @@ _REMOVE_SECONDS = 30.0
 """How long `remove` waits for requests."""
 _FAILURE = "Call to add_lora method failed: "
 """What vLLM writes before an error of its engine process."""
+_WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
+"""What it writes around that of a worker."""
 
 
 def check_seam() -> None:
@@ -200,7 +204,7 @@ class VllmAdapters:
 
         Raises:
             UnknownAdapter: there is none.
-            GenerationFailed: it cannot be loaded any more.
+            AdapterUnusable: it cannot be loaded any more.
             Overloaded: there is no place for it.
             EngineDead: the engine is gone.
         """
@@ -227,7 +231,7 @@ class VllmAdapters:
             raise Overloaded(error.message) from None
         except AdapterFailed as error:
             claim.release()
-            raise GenerationFailed(f"the adapter {held.adapter.name!r} cannot be loaded: {error.message}") from None
+            raise AdapterUnusable(held.adapter.name, error.message) from None
         except BaseException:
             claim.release()
             raise
@@ -250,7 +254,7 @@ class VllmAdapters:
     async def _load(self, held: _Held) -> None:
         async with self._turn:
             await asyncio.to_thread(self._check, held.adapter.path)
-            await asyncio.to_thread(read_ahead, held.adapter.path)
+            await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
             await self._make_place()
             started = time.monotonic()
             try:
@@ -262,7 +266,7 @@ class VllmAdapters:
                 raise AdapterFailed(f"loading took longer than {self._patience:g} s") from None
             except Exception as error:
                 await self._drop(held)  # it may be half in place
-                raise AdapterFailed(str(error).removeprefix(_FAILURE)) from None
+                raise AdapterFailed(_reason(error)) from None
             held.resident, held.used = True, time.monotonic()
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
 
@@ -326,3 +330,9 @@ class VllmAdapters:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.info("an adapter could not be loaded: %s", error)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).removeprefix(_FAILURE)
+    found = _WORKER_FAILURE.fullmatch(text)
+    return (text if found is None else found[1]) or "vLLM refuses it and does not say why; the log has more"

@@ -5,6 +5,10 @@ multiprocessing, and the engine process starts its workers with `WorkerProc.work
 thread. Each of them runs a function of ours first. vLLM's own workers notice the end of the engine process only between
 two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a server and finds
 nothing left.
+
+They also tell this one why they could not start, which vLLM writes to the log alone: the engine process by what
+`run_engine_core` raises, its workers by what `WorkerProc()` raises, since `worker_main` keeps it to itself.
+tests/live/test_management_live.py has an engine fail for want of memory.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.start_failure import StartFailure, failure_of
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,41 +44,93 @@ _run_engine_core = _original(EngineCoreProc, "run_engine_core")
 _worker_main = _original(WorkerProc, "worker_main")
 
 
-_lock = threading.Lock()
-_open = 0
+class Reports:
+    """What the processes that are started meanwhile say of their failures."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+
+    @property
+    def writer(self) -> Connection:
+        """What a process is given to say it with."""
+        return self._writer
+
+    def first(self) -> StartFailure | None:
+        """The cause of the others; None where none of the processes that have ended by now has said anything."""
+        with contextlib.suppress(EOFError, OSError):
+            if self._reader.poll():
+                failure: StartFailure = self._reader.recv()
+                return failure
+        return None
+
+    def close(self) -> None:
+        """What is said from now on goes nowhere."""
+        self._reader.close()
+        self._writer.close()
 
 
-@contextlib.contextmanager
-def tied_to_this_thread() -> Iterator[None]:
-    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them.
+class _ForThisThread:
+    """Stands where vLLM has `EngineCoreProc.run_engine_core`: ours for threads that ask for it, and vLLM's for others.
 
     Several threads may be at it at a time, one for each model.
     """
-    _replace(+1)
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        reports: Reports | None = getattr(self._local, "reports", None)
+        return _run_engine_core if reports is None else partial(run_engine_core, reports.writer)
+
+    def set(self, reports: Reports | None) -> None:
+        self._local.reports = reports
+
+
+_for_this_thread = _ForThisThread()
+
+
+@contextlib.contextmanager
+def tied_to_this_thread() -> Iterator[Reports]:
+    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them."""
+    EngineCoreProc.run_engine_core = _for_this_thread
+    reports = Reports()
+    _for_this_thread.set(reports)
     try:
-        yield
+        yield reports
     finally:
-        _replace(-1)
+        _for_this_thread.set(None)
+        reports.close()
 
 
-def _replace(change: int) -> None:
-    global _open
-    with _lock:
-        _open += change
-        EngineCoreProc.run_engine_core = staticmethod(run_engine_core if _open else _run_engine_core)
-
-
-def run_engine_core(*arguments: Any, **options: Any) -> None:
+def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
     """What the engine process runs in the place of vLLM's function, which it then calls."""
     _end_with_parent()
-    WorkerProc.worker_main = staticmethod(worker_main)
-    _run_engine_core(*arguments, **options)
+    WorkerProc.worker_main = staticmethod(partial(worker_main, report))
+    with _telling(report):
+        _run_engine_core(*arguments, **options)
 
 
-def worker_main(*arguments: Any, **options: Any) -> None:
+def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
     """The same in a worker of the engine process."""
     _end_with_parent()
+    start = WorkerProc.__init__
+
+    def telling_start(*own: Any, **named: Any) -> None:
+        with _telling(report):
+            start(*own, **named)
+
+    WorkerProc.__init__ = telling_start
     _worker_main(*arguments, **options)
+
+
+@contextlib.contextmanager
+def _telling(report: Connection) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # it had started before, so nobody reads it any more
+            report.send(failure_of(error))
+        raise
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm.platforms
-from pydantic import ValidationError
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -19,6 +18,7 @@ from handlers.daemon_thread import LastingThread
 from handlers.engines.compiler import go_without_compiler
 from handlers.engines.model_texts import copied
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm_arguments import engine_arguments
 from handlers.engines.vllm_children import tied_to_this_thread
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
@@ -49,6 +49,7 @@ class VllmLoader:
         self._settings = settings
         self._thread = thread
         self._abandoned = False
+        self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:
         """Takes half a minute and more; other tasks go on meanwhile.
@@ -68,7 +69,7 @@ class VllmLoader:
         except EngineStartError:
             raise
         except Exception as error:
-            raise EngineStartError(f"vLLM cannot load {self._settings.model_id}: {_reason(error)}") from error
+            raise failure_of(error).error(self._cannot) from error
 
     def _load(self) -> LoadedModel:
         on_cpu = vllm.platforms.current_platform.is_cpu()
@@ -86,8 +87,13 @@ class VllmLoader:
             share_out_heads(engine_args)
         config = engine_args.create_engine_config()
         choose_backend(config)
-        with tied_to_this_thread():
-            llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+        with tied_to_this_thread() as reports:
+            try:
+                llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+            except Exception as error:  # vLLM's own says that a process has failed, and not why
+                if (failure := reports.first()) is None:
+                    raise
+                raise failure.error(self._cannot) from error
         if self._abandoned:
             llm.shutdown(SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
         return LoadedModel(llm, frontend, typical)
@@ -108,14 +114,6 @@ def share_out_heads(engine_args: AsyncEngineArgs) -> None:
             gpus,
             heads,
         )
-
-
-def _reason(error: Exception) -> str:
-    """pydantic's own text goes on to show all arguments, and where to read about it."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    parts = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(": ".join([*map(str, part["loc"]), part["msg"].removeprefix("Value error, ")]) for part in parts)
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

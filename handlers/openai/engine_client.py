@@ -35,8 +35,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.vllm_adapters import Claim, VllmAdapters, has_prompt_logprobs
 from handlers.errors import (
+    AdapterUnusable,
     EngineDead,
-    GenerationFailed,
     InvalidParameter,
     InvalidRequest,
     Overloaded,
@@ -302,8 +302,8 @@ async def _claim(adapters: VllmAdapters, name: str) -> Claim:
         raise VLLMNotFoundError(error.message) from None
     except Overloaded as error:
         raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
-    except GenerationFailed as error:
-        raise GenerationError(error.message) from None
+    except AdapterUnusable as error:
+        raise VLLMValidationError(error.message, parameter="model") from None
     except EngineDead:
         raise EngineDeadError from None
 

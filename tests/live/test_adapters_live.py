@@ -203,6 +203,71 @@ def test_an_adapter_that_is_unknown_is_refused_in_the_words_of_each_contract(lor
         assert ask(path, {"model": "no-adapter", "prompt": "x", "max_tokens": 1})[0] == 200
 
 
+def test_an_adapter_whose_files_are_gone_or_broken_since_is_refused_in_the_words_of_each_contract(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    whys = {"gone": "there is no directory", "broken": "is not a safetensors file", "bin": "damaged"}
+    for name in whys:
+        shutil.copytree(made / "red", tmp_path / name)
+        assert register(lora, name, tmp_path / name, preload="false").status_code == 200
+    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"nonsense" * 20)
+    (tmp_path / "bin" / "adapter_model.safetensors").rename(tmp_path / "bin" / "adapter_model.bin")
+
+    def ask(path: str, status: int, document: dict[str, Any]) -> Any:
+        response = lora.client.post(path, json=document)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    for name, why in whys.items():
+        start = f"the adapter '{name}' cannot be loaded: "
+        chat = {"model": name, "messages": [{"role": "user", "content": "x"}]}
+        calls: list[tuple[str, int, dict[str, Any]]] = [
+            ("/invocations", 424, {"inputs": "x", "adapters": name}),
+            ("/invocations", 424, {"inputs": "x", "adapters": name, "stream": True}),
+            ("/invocations", 424, chat),
+            ("/invocations", 424, chat | {"stream": True}),
+            ("/generate", 422, {"inputs": "x", "parameters": {"adapter_id": name}}),
+            ("/v2/models/model/generate", 400, {"text_input": "x", "lora_name": name}),
+        ]
+        for path, status, document in calls:
+            error = ask(path, status, document)["error"]
+            message = error["message"] if isinstance(error, dict) else error
+            assert start in message
+            assert why in message
+        for path in ("/v1/chat/completions", "/openai/v1/chat/completions"):
+            error = ask(path, 400, chat)["error"]
+            assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "model", 400)
+            assert error["message"].startswith(start)
+        streamed = lora.client.post("/v1/chat/completions", json=chat | {"stream": True}).text
+        assert json.loads(streamed.removeprefix("data: ").removesuffix("\n\ndata: [DONE]\n\n"))["error"] == error
+        error = ask("/v1/completions", 400, {"model": name, "prompt": ["x", "y"]})["error"]
+        assert (error["type"], error["param"]) == ("BadRequestError", "model")
+    assert text(lora, PROMPTS[0], "red") == alone["red"][0]
+    unregister(lora, *whys)
+
+
+def test_adapters_that_torch_has_saved_are_served_and_those_that_are_not_finite_are_refused(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    weights = load_file(made / "red" / "adapter_model.safetensors")
+    shutil.copytree(made / "red", tmp_path / "saved")
+    (tmp_path / "saved" / "adapter_model.safetensors").unlink()
+    torch.save(weights, tmp_path / "saved" / "adapter_model.bin")
+    assert register(lora, "saved", tmp_path / "saved").status_code == 200
+    assert text(lora, PROMPTS[0], "saved") == alone["red"][0]
+    unregister(lora, "saved")
+    broken = next(iter(weights))
+    weights[broken][0, 0] = float("nan")
+    torch.save(weights, tmp_path / "saved" / "adapter_model.bin")
+    refused = register(lora, "saved", tmp_path / "saved")
+    assert (refused.status_code, refused.json()["type"]) == (424, "EngineException")
+    assert f"{broken} has weights that are not finite" in refused.json()["message"]
+
+
 def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
     lora: Server, made: Path, alone: dict[str, list[str]]
 ) -> None:
@@ -322,6 +387,7 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_leaves_nothing_behind(
         assert response.status_code == 424, f"{src}: {response.text}"
         assert why in response.json()["message"]
         assert "Traceback" not in response.text
+        assert "Worker failed" not in response.text
     assert registered(lora) == ["blue", "red"]
     assert text(lora, PROMPTS[0], "red") == alone["red"][0]
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from handlers.adapters import AdapterOrder, AdapterRegistry
 from handlers.engine_handler import EngineHandler
@@ -49,7 +51,7 @@ class Llm:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4}))
-    (tmp_path / "adapter_model.bin").touch()
+    save_file({"none": np.zeros(4, dtype=np.float32)}, tmp_path / "adapter_model.safetensors")
     return tmp_path
 
 
@@ -57,7 +59,7 @@ async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Pat
     from handlers.engines.vllm_adapters import VllmAdapters
 
     size = 16_000_000
-    (source / "adapter_model.bin").write_bytes(bytes(size))
+    save_file({"none": np.zeros(size // 4, dtype=np.float32)}, source / "adapter_model.safetensors")
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)
     before = bytes_read()

@@ -84,6 +84,20 @@ def test_a_second_engine_is_loaded_called_and_unloaded_while_the_first_serves(
         assert traffic.result() == {text}
 
 
+def test_a_model_for_which_the_engine_has_no_memory_is_507_with_what_was_wrong(
+    multi_model: Server, directories: dict[str, Path], tmp_path: Path
+) -> None:
+    place = shutil.copytree(directories["vllm"], tmp_path / "m")
+    properties = place / "serving.properties"
+    properties.write_text(properties.read_text() + "\noption.kv_cache_memory_bytes=10000000\n")
+    before = engine_cores(multi_model)
+    answer = multi_model.client.post("/models", json={"model_name": "large", "url": str(place)})
+    assert (answer.status_code, answer.json()["type"]) == (507, "WlmOutOfMemoryException"), answer.text
+    assert "is needed, which is larger than the available KV cache memory" in answer.json()["message"]
+    assert [model["modelName"] for model in multi_model.client.get("/models").json()["models"]] == ["v"]
+    assert engine_cores(multi_model) == before
+
+
 def test_what_a_model_had_of_memory_is_given_back_when_it_is_unloaded(
     multi_model: Server, directories: dict[str, Path]
 ) -> None:

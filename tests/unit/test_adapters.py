@@ -13,7 +13,7 @@ from handlers.adapter_formatters import AdapterFormatters
 from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
 from handlers.engine_adapters import EngineAdapterHost
 from handlers.engines.protocol import EngineAdapter
-from handlers.errors import AdapterConflict, AdapterFailed, UnknownAdapter
+from handlers.errors import AdapterConflict, AdapterFailed, InvalidRequest, UnknownAdapter
 
 pytestmark = pytest.mark.asyncio
 
@@ -241,6 +241,14 @@ async def test_an_adapter_that_comes_with_the_model_and_fails_is_named(tmp_path:
     host, registry = make()
     host.failure = AdapterFailed("broken")
     with pytest.raises(AdapterFailed, match=f"the adapter a of {tmp_path}/adapters cannot be registered: broken"):
+        await registry.preload((tmp_path,))
+
+
+async def test_an_adapter_that_comes_with_the_model_and_is_not_allowed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "a").mkdir(parents=True)
+    registry = AdapterRegistry(Host(), tmp_path, faults=lambda _: ("there is a model.py",))
+    why = f"the adapter a of {tmp_path}/adapters cannot be registered: there is a model.py"
+    with pytest.raises(InvalidRequest, match=why):
         await registry.preload((tmp_path,))
 
 

@@ -121,6 +121,26 @@ def test_a_body_that_ends_too_early_is_read_again(
     assert "trying again" in caplog.text
 
 
+def test_an_object_that_is_replaced_in_the_middle_is_never_mixed_of_both_by_an_s3_that_knows_no_conditions(
+    model: Gate, url: str, prefix: str, downloads: Path, s3_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "THREADS", 1)
+    model.conditions = False
+    opened = open_model(url, downloads)
+
+    def replace(_: object) -> bool:
+        model.fault = None
+        put(s3_address, {f"{prefix}/model-1.safetensors": WEIGHTS[::-1]})
+        return False
+
+    model.fault = replace
+    with pytest.raises(SourceError) as refused:
+        opened.fetch_weights(60)
+    assert str(refused.value) == f"{url}: an object was replaced while it was read: model-1.safetensors"
+    assert "model-1.safetensors" not in contents(opened.directory)
+    assert contents(fetch(url, downloads)) == WANTED | {"model-1.safetensors": WEIGHTS[::-1]}
+
+
 def test_what_never_succeeds_ends_with_the_reason(model: Gate, url: str, downloads: Path) -> None:
     opened = open_model(url, downloads)
     model.fault = cut_short(times=1_000_000)
@@ -144,6 +164,77 @@ def test_a_refusal_is_said_in_words(model: Gate, url: str, downloads: Path, stat
     assert message.startswith(url)
     assert words in message
     assert code in message
+
+
+@pytest.mark.parametrize("listing", [True, False])
+def test_where_access_is_denied_it_is_said_what_to_permit(
+    model: Gate, url: str, prefix: str, downloads: Path, listing: bool
+) -> None:
+    policy = "User: arn:aws:sts::1:assumed-role/r/s is not authorized to perform: kms:Decrypt on resource: k"
+    model.refused = (listing, policy)
+    needed = (
+        "s3:ListBucket on the bucket models"
+        if listing
+        else f"s3:GetObject on models/{prefix}/*, and kms:Decrypt where a KMS key encrypts the objects"
+    )
+    assert refusal(url, downloads) == f"{url}: access is denied; allow {needed}; S3 says: {policy} (AccessDenied)"
+
+
+@pytest.mark.parametrize(
+    "name", ["weights", "settings", "complete", "weights.lock", "settings.partial.1", ".weights.1"]
+)
+def test_a_model_may_be_called_like_the_records_of_a_download(
+    gate: Gate, url: str, prefix: str, downloads: Path, s3_address: str, name: str
+) -> None:
+    put(s3_address, {f"{prefix}/{name}/{file}": body for file, body in WANTED.items()})
+    for _ in range(2):
+        directory = fetch(f"{url}{name}", downloads)
+        assert (directory.name, contents(directory)) == (name, WANTED)
+    assert [Path(path).name for path in gate.gets].count("config.json") == 1
+
+
+def test_empty_objects_that_stand_for_folders_are_left_out(
+    gate: Gate, url: str, prefix: str, downloads: Path, s3_address: str
+) -> None:
+    marks = ("", "sub", "sub/", "sub/more", "sub/more/")
+    put(s3_address, {f"{prefix}/{mark}": b"" for mark in marks} | {f"{prefix}/sub/more/x.json": b"{}"})
+    assert contents(fetch(url, downloads)) == {"sub/more/x.json": b"{}"}
+    put(s3_address, {f"{prefix}/sub": b"something"})
+    assert "'sub' is an object, and the folder of others" in refusal(url, downloads)
+
+
+ODD = (
+    "a b.txt",
+    "a+b.txt",
+    "100%.txt",
+    "%41.txt",
+    "ä/日本.txt",
+    " lead.txt",
+    "trail .txt",
+    "q?x=1&y#z.txt",
+    "it's.txt",
+    '".txt',
+)
+
+
+def test_keys_with_odd_characters_are_fetched_under_their_own_names(
+    gate: Gate, prefix: str, downloads: Path, s3_address: str
+) -> None:
+    for place in (f"{prefix}/my model+v1%20ü", f"{prefix}/my model+v1%20ü2"):
+        put(s3_address, {f"{place}/{name}": f"{place} {name}".encode() for name in ODD})
+    place = f"{prefix}/my model+v1%20ü"
+    for end in ("", "/", "//"):
+        directory = fetch(f"s3://models/{place}{end}", downloads)
+        assert directory.name == "my model+v1%20ü"
+        assert contents(directory) == {name: f"{place} {name}".encode() for name in ODD}
+
+
+def test_a_folder_of_more_objects_than_one_listing_shows_is_fetched_whole(
+    gate: Gate, url: str, prefix: str, downloads: Path, s3_address: str
+) -> None:
+    wanted = {f"{number:04}.json": str(number).encode() for number in range(1003)}
+    put(s3_address, {f"{prefix}/{name}": body for name, body in wanted.items()})
+    assert contents(fetch(url, downloads)) == wanted
 
 
 def test_no_bucket_no_objects_and_no_server_are_told_apart(

@@ -1,0 +1,69 @@
+"""Why an engine could not start, and whether it was for want of memory.
+
+Memory is the reason by the type of the error or by a text that the version of vLLM or PyTorch raises it with, never by
+a word in passing: SageMaker unloads other models where it hears of it. Texts of vLLM 0.32 and 0.33, in
+`v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`; its executor and its
+engine manager know no more than a text of what has failed in another process.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
+
+_SHOWN = 800
+"""Characters: what is sent from a process must fit into a pipe at once."""
+_OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
+"""Python's and PyTorch's, by name: PyTorch is not imported here."""
+_SIGNS = re.compile(
+    r"No available memory for the cache blocks"
+    r"|is needed, which is larger than the available KV cache memory"
+    r"|is less than (the )?desired [CG]PU memory utilization"
+    r"|exceed the desired GPU memory utilization"
+    r"|is less than the engine's budget after excluding external process's weights"
+    r"|on kv cache allocation is less than requested memory for kv"
+    r"|(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|DefaultCPUAllocator: can't allocate memory"
+    r"|Cannot allocate memory \(os error 12\)"
+)
+_KILLED = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{[^}]*: -9\b", re.DOTALL)
+"""vLLM's engine process got SIGKILL: so the kernel ends a process when memory runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailure:
+    """What one process says of its failure."""
+
+    reason: str
+    out_of_memory: bool
+
+    def error(self, what: str) -> EngineStartError:
+        """The same as an exception; `what` could not be done."""
+        kind = EngineOutOfMemory if self.out_of_memory else EngineStartError
+        return kind(f"{what}: {self.reason}")
+
+
+def failure_of(error: Exception) -> StartFailure:
+    """What an exception says."""
+    reason = _reason(error)[:_SHOWN] or type(error).__name__
+    if _KILLED.search(reason):
+        return StartFailure("its engine process was killed (SIGKILL), as the kernel does when memory runs out", True)
+    return StartFailure(reason, _is_memory(error) or _SIGNS.search(reason) is not None)
+
+
+def _is_memory(error: Exception) -> bool:
+    if any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__):
+        return True
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def _reason(error: Exception) -> str:
+    """pydantic's own text goes on to show all arguments, and where to read about it."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    parts = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(": ".join([*map(str, part["loc"]), part["msg"].removeprefix("Value error, ")]) for part in parts)

@@ -1,0 +1,94 @@
+"""What vLLM itself raises where memory is short, and how its processes tell of it; no engine is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from handlers.engines.start_failure import failure_of
+
+_MEBIBYTE = 1 << 20
+
+
+def no_cache() -> None:
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
+
+    _check_enough_kv_cache_memory(0, lambda: 1, 1024, lambda _: 0)
+
+
+def small_cache() -> None:
+    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
+
+    _check_enough_kv_cache_memory(_MEBIBYTE, lambda: 2 * _MEBIBYTE, 1024, lambda _: 512)
+
+
+def taken_gpu(external: int = 0) -> None:
+    from vllm.v1.worker.utils import request_memory
+
+    snapshot: Any = SimpleNamespace(device_="cuda:0", total_memory=80 << 30, free_memory=8 << 30)
+    config: Any = SimpleNamespace(gpu_memory_utilization=0.9)
+    request_memory(snapshot, config, external)
+
+
+def taken_host() -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    worker: Any = SimpleNamespace(
+        _should_warm_up_model=lambda: False, cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 60)
+    )
+    CPUWorker.determine_available_memory(worker)
+
+
+@pytest.mark.parametrize(
+    "shortage",
+    [no_cache, small_cache, taken_gpu, lambda: taken_gpu(1 << 30), lambda: taken_gpu(1 << 40), taken_host],
+)
+def test_what_vllm_raises_where_memory_is_short_is_known(shortage: Any) -> None:
+    with pytest.raises(ValueError) as refused:
+        shortage()
+    assert failure_of(refused.value).out_of_memory, str(refused.value)
+
+
+def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(monkeypatch: Any) -> None:
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from handlers.engines import vllm_children
+
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def vllms() -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            WorkerProc()
+
+    monkeypatch.setattr(WorkerProc, "__init__", failing)
+    monkeypatch.setattr(vllm_children, "_worker_main", vllms)
+    monkeypatch.setattr(vllm_children, "_end_with_parent", lambda: None)
+    with vllm_children.tied_to_this_thread() as reports:
+        assert reports.first() is None
+        vllm_children.worker_main(reports.writer)
+        failure = reports.first()
+    assert failure is not None
+    assert failure.out_of_memory
+    assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    vllm_children.worker_main(reports.writer)  # nobody listens any more
+
+
+def test_threads_that_do_not_ask_for_it_start_vllms_own_processes() -> None:
+    import threading
+
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from handlers.engines import vllm_children
+
+    seen: list[Any] = []
+    with vllm_children.tied_to_this_thread() as reports:
+        thread = threading.Thread(target=lambda: seen.append(EngineCoreProc.run_engine_core))
+        thread.start()
+        thread.join()
+        mine = EngineCoreProc.run_engine_core
+    assert (mine.func, mine.args) == (vllm_children.run_engine_core, (reports.writer,))
+    assert [*seen, EngineCoreProc.run_engine_core] == [vllm_children._run_engine_core] * 2
