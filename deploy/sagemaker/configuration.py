@@ -164,11 +164,16 @@ class Configuration:
     rollout: Rollout = Rollout()
 
     @property
+    def instance_types(self) -> tuple[str, ...]:
+        """The only type, or those of the pools in the order in which they are tried."""
+        if self.instance_type:
+            return (self.instance_type,)
+        return tuple(pool.instance_type for pool in sorted(self.pools, key=lambda pool: pool.priority))
+
+    @property
     def main_instance_type(self) -> str:
         """The type that limits are estimated from: the only one, or that of the first pool."""
-        if self.instance_type:
-            return self.instance_type
-        return min(self.pools, key=lambda pool: pool.priority).instance_type
+        return self.instance_types[0]
 
     @property
     def from_s3(self) -> bool:

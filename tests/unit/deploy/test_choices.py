@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ def test_gpus_are_known_for_every_gpu_instance_but_the_newest_family() -> None:
     assert instances.gpus("ml.g6e.12xlarge") == 4
     assert instances.gpus("ml.p5.4xlarge") == 1
     assert instances.gpus("ml.m5.large") == 0
+
+
+def test_a_volume_is_for_instances_without_disks_of_their_own_as_the_sagemaker_sdk_has_it() -> None:
+    supported = importlib.import_module("sagemaker.core.common_utils").volume_size_supported
+    types = _choices("ProductionVariantInstanceType")
+    differing = {instances.family(each) for each in types if instances.takes_a_volume(each) != supported(each)}
+    # Newer than the SDK's list; EC2 has them with NVMe disks.
+    assert differing == {"g7", "p6-b300", "p6e-gb200"}
 
 
 @settings(deadline=None)

@@ -37,6 +37,12 @@ def test_whatever_can_have_tags_has_the_deployments(name: str) -> None:
             assert tag_map(parameters.get("Tags", parameters.get("tags")))[ENDPOINT_TAG] == "my-llm"
 
 
+def test_an_instance_without_disks_of_its_own_gets_a_volume_of_the_size_that_is_asked_for() -> None:
+    calls = planned("private", instance_type="ml.c7i.4xlarge", volume_gb=200).calls
+    config = next(call for call in calls if call.operation == "create_endpoint_config")
+    assert config.parameters["ProductionVariants"][0]["VolumeSizeInGB"] == 200
+
+
 def test_a_plan_shows_no_credentials() -> None:
     assert "hf_abcdefghijklmnop" not in planned("real_time").shown()
 
