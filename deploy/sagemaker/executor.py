@@ -160,9 +160,18 @@ class _Run:
             except Exception as error:  # the others are to be removed all the same; what is left is reported
                 self._around.progress.say(f"{resource.key} is left: {in_words(error)}")
                 left.append(resource.key)
+                if resource.kind is ENDPOINT and self._is_there(resource):
+                    # What serves needs its configuration, model, role and image.
+                    return (*left, *(key for key in reversed(self.created) if key not in left))
             else:
                 del self.created[resource.key]
         return tuple(left)
+
+    def _is_there(self, resource: Resource) -> bool:
+        try:
+            return find(self._around.cloud, resource) is not None
+        except Exception:  # it could not be looked up, so it may be
+            return True
 
     def last_log_lines(self) -> list[str]:
         """Of the endpoint or component that did not come into service."""

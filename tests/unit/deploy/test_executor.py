@@ -10,7 +10,7 @@ from deploy.sagemaker.destroy import destroy
 from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import ENDPOINT_TAG, FINGERPRINT_TAG
 from deploy.sagemaker.presence import Surroundings
-from deploy.sagemaker.resource import COMPONENT, ENDPOINT, MODEL, SCALABLE_TARGET
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG, MODEL, SCALABLE_TARGET
 from tests.unit.deploy.cloud import MemoryCloud, error
 from tests.unit.deploy.configurations import VALUES, planned
 
@@ -109,6 +109,31 @@ def test_whichever_call_of_the_rollback_fails_too_it_is_said_and_destroy_does_th
     assert raised.value.left == (plan.of(MODEL)[0].key,)
     cloud.before = lambda call: None
     destroy(around, "my-llm", repository="slipway")
+    assert cloud.names == []
+
+
+def test_an_endpoint_that_cannot_be_removed_keeps_all_that_it_needs(cloud: MemoryCloud, around: Surroundings) -> None:
+    plan = planned("real_time")
+
+    def fail(call: ApiCall) -> None:
+        if call.operation in ("put_scaling_policy", "delete_endpoint"):
+            raise error(call.operation, "no", "AccessDeniedException")
+
+    cloud.before = fail
+    with pytest.raises(Failed) as raised:
+        Executor(around).deploy(plan)
+    assert sorted(raised.value.left) == cloud.names
+    assert {kind for kind, _ in cloud.things} == {ENDPOINT, ENDPOINT_CONFIG, MODEL}
+
+
+def test_an_endpoint_that_was_never_made_keeps_nothing(cloud: MemoryCloud, around: Surroundings) -> None:
+    def fail(call: ApiCall) -> None:
+        if call.operation in ("create_endpoint", "delete_endpoint"):
+            raise error(call.operation, "no", "AccessDeniedException")
+
+    cloud.before = fail
+    with pytest.raises(Failed):
+        Executor(around).deploy(planned("real_time"))
     assert cloud.names == []
 
 
