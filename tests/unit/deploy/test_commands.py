@@ -17,6 +17,7 @@ from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.executor import Executor
 from deploy.sagemaker.presence import Surroundings
 from deploy.sagemaker.resource import ENDPOINT
+from deploy.sagemaker.service_errors import in_words
 from tests.unit.deploy.cloud import MemoryCloud, error
 from tests.unit.deploy.configurations import IMAGE, ROLE, planned
 
@@ -147,6 +148,30 @@ def test_status_invoke_logs_and_destroy(memory: MemoryCloud, around: Surrounding
     assert "removed: endpoint my-llm" in _run("destroy", "my-llm").stdout
     assert _run("destroy", "my-llm").stdout == "there is nothing of my-llm\n"
     assert _run("status", "my-llm").exit_code == 1
+
+
+def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line() -> None:
+    refused = error("InvokeEndpoint", 'Received client error (424) with message "{\n  "code": 424\n}\n".', "ModelError")
+    assert in_words(refused) == (
+        'InvokeEndpoint: ModelError: Received client error (424) with message "{ "code": 424 } ".'
+    )
+
+
+def test_a_body_that_is_no_text_is_sent_as_it_is(memory: MemoryCloud) -> None:
+    assert _run("invoke", "my-llm", "--body", "\udcff").exit_code == 0
+
+
+def test_the_log_of_nothing_is_a_line_and_exit_code_one(memory: MemoryCloud) -> None:
+    def refuse(call: ApiCall) -> None:
+        if call.operation == "filter_log_events":
+            raise error(call.operation, "The specified log group does not exist.", "ResourceNotFoundException")
+
+    memory.before = refuse
+    done = _run("logs", "my-llm")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "slipway: there is no log group /aws/sagemaker/Endpoints/my-llm: nothing has logged there yet\n"
+    )
 
 
 def test_an_endpoint_that_is_not_ours_stays_and_the_exit_code_says_so(memory: MemoryCloud) -> None:
