@@ -113,12 +113,20 @@ class Executor:
         reason = "interrupted" if interrupted else in_words(error)
         around = self._around
         around.progress.say(f"failed: {reason}")
-        if isinstance(error, NotInService):
-            for line in run.last_log_lines():
-                around.progress.say(f"  log: {line}")
+        if isinstance(error, NotInService) and run.current is not None:
+            tell_log(around, run.current)
         if not self._rollback:
             return Failed(reason, tuple(run.created), interrupted=interrupted)
         return Failed(reason, run.undo(), interrupted=interrupted)
+
+
+def tell_log(around: Surroundings, resource: Resource) -> None:
+    """Show the last lines that an endpoint or a component which did not come into service has logged."""
+    if resource.kind not in (ENDPOINT, COMPONENT):
+        return
+    group = logs.group_of_endpoint if resource.kind is ENDPOINT else logs.group_of_component
+    for line in logs.last_lines(around.cloud, group(resource.name), _LOG_LINES, time.time()):
+        around.progress.say(f"  log: {line}")
 
 
 class _Run:
@@ -128,14 +136,14 @@ class _Run:
         self._around = around
         self._plan = plan
         self._answers: dict[str, Mapping[str, Any]] = {}
-        self._current: Resource | None = None
+        self.current: Resource | None = None
         self.created: dict[str, Resource] = {}
         self.kept: list[str] = []
 
     def apply(self, resource: Resource) -> None:
         """Have one resource there and in service."""
         around = self._around
-        self._current = resource
+        self.current = resource
         found = self._cleared(resource)
         if found is not None and not resource.kind.replaces:
             around.progress.say(f"{resource.key}: there already")
@@ -172,14 +180,6 @@ class _Run:
             return find(self._around.cloud, resource) is not None
         except Exception:  # it could not be looked up, so it may be
             return True
-
-    def last_log_lines(self) -> list[str]:
-        """Of the endpoint or component that did not come into service."""
-        resource = self._current
-        if resource is None or resource.kind not in (ENDPOINT, COMPONENT):
-            return []
-        group = logs.group_of_endpoint if resource.kind is ENDPOINT else logs.group_of_component
-        return logs.last_lines(self._around.cloud, group(resource.name), _LOG_LINES, time.time())
 
     def _cleared(self, resource: Resource) -> Found | None:
         """What is there, once something that is failed or on its way out is gone."""
