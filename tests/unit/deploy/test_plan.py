@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.call_checks import violations
+from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.naming import ENDPOINT_TAG, tag_map
+from deploy.sagemaker.plan import plan
+from deploy.sagemaker.update import update_calls
 from tests.unit.deploy.configurations import VALUES, planned
+from tests.unit.deploy.matrix import configurations
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -27,6 +33,23 @@ def test_a_plan_is_the_recorded_one(name: str) -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_every_call_is_what_the_services_model_allows(name: str) -> None:
     assert [violations(call) for call in planned(name).calls] == [()] * len(planned(name).calls)
+
+
+@settings(deadline=None, max_examples=300)
+@given(configurations())
+def test_every_call_of_any_configuration_is_what_the_services_model_allows(read: Configuration) -> None:
+    made = plan(read)
+    calls = [*made.calls, *update_calls(made, read)]
+    assert [problem for call in calls for problem in violations(call)] == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(configurations())
+def test_every_arn_and_image_is_of_the_regions_partition(read: Configuration) -> None:
+    aws = read.role.split(":")[1]
+    text = json.dumps([call.shown() for call in plan(read).calls])
+    assert set(re.findall(r"arn:(aws[a-z-]*):", text)) == {aws}
+    assert (".amazonaws.com.cn/" in text) is (aws == "aws-cn")
 
 
 @pytest.mark.parametrize("name", VALUES)
