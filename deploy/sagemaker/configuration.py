@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.sagemaker.naming import role_name
+from deploy.sagemaker.partitions import partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,13 +180,6 @@ class Configuration:
     def from_s3(self) -> bool:
         """SageMaker downloads the model, not the container."""
         return self.model.startswith("s3://")
-
-
-def partition(region: str) -> str:
-    """The ARN's second field for a region."""
-    if region.startswith("cn-"):
-        return "aws-cn"
-    return "aws-us-gov" if region.startswith("us-gov-") else "aws"
 
 
 def made_role_arn(account: str, region: str, name: str) -> str:

@@ -20,7 +20,7 @@ _NAME_EXPECTED = f"letters, digits and hyphens, at most {LONGEST_NAME}, with no 
 _MODEL = r"s3://[^/\s]+(/\S*)?|[\w][\w.-]*(/[\w][\w.-]*)?"
 _ACCOUNT = ("twelve digits", r"\d{12}")
 """What is expected, and how it is written; so are those that follow."""
-_REGION = ("a region such as eu-west-1 (also AWS_REGION)", r"[a-z]{2}(-[a-z0-9]+)+")
+_REGION = ("a region such as eu-west-1 (also AWS_REGION)", r"[a-z]{2,8}(-[a-z0-9]+)+")
 _ROLE = ("the ARN of an IAM role, arn:aws:iam::<account>:role/<name>", r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+")
 _REPOSITORY = ("a repository name of ECR", rf"(?=.{{2,256}}$){images.REPOSITORY.pattern}")
 _RESERVATION = r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:\d{12}:[a-z0-9-]{1,14}/.+"

@@ -14,6 +14,7 @@ _PARTITIONS = {
     "eu-west-1": ("aws", "amazonaws.com"),
     "cn-north-1": ("aws-cn", "amazonaws.com.cn"),
     "us-gov-west-1": ("aws-us-gov", "amazonaws.com"),
+    "eusc-de-east-1": ("aws-eusc", "amazonaws.eu"),
 }
 _TYPES = ("ml.g5.xlarge", "ml.g6e.12xlarge", "ml.p5.48xlarge", "ml.g4dn.xlarge", "ml.c7i.4xlarge", "ml.m6gd.xlarge")
 _NAMES = ("my-llm", "a", "endpoint", "inference", "slipway", "variant", "x" * 48)

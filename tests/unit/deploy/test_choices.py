@@ -12,7 +12,7 @@ from botocore.session import get_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.sagemaker import cuda, images, instances, timeouts
+from deploy.sagemaker import cuda, images, instances, partitions, timeouts
 from deploy.sagemaker.naming import LONGEST_NAME, NAME, fingerprint, is_versioned, name_from_model, versioned
 
 SAGEMAKER = get_session().get_service_model("sagemaker")
@@ -129,6 +129,20 @@ def test_timeouts_are_whole_minutes_that_sagemaker_allows(size: float, downloads
     assert timeouts.startup_timeout(size, container_downloads=True) >= timeouts.startup_timeout(
         size, container_downloads=False
     )
+
+
+_PARTITIONS: Any = get_session().get_data("endpoints")["partitions"]
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS, ids=lambda each: each["partition"])
+def test_every_region_of_sagemaker_has_its_partitions_arns_and_hosts(partition: dict[str, Any]) -> None:
+    regions = get_session().get_available_regions("sagemaker", partition["partition"])
+    assert regions
+    for region in regions:
+        assert partitions.partition(region) == partition["partition"]
+        assert partitions.domain(region) == partition["dnsSuffix"]
+        host = images.registry("111122223333", region)
+        assert images.ecr_image(f"{host}/slipway:gpu") == images.EcrImage("111122223333", region, "slipway")
 
 
 def test_a_pushed_image_keeps_its_tag_and_gets_the_accounts_registry() -> None:
