@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.sagemaker import logs
-from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.plan import Plan
 from deploy.sagemaker.presence import (
     DELETING,
@@ -18,15 +17,14 @@ from deploy.sagemaker.presence import (
     NotGone,
     NotInService,
     Surroundings,
+    call_until_seen,
     find,
     remove,
     wait_until_in_service,
 )
-from deploy.sagemaker.resource import COMPONENT, ENDPOINT, REPOSITORY, ROLE, Resource
-from deploy.sagemaker.service_errors import in_words, is_already_there, is_role_too_new
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, MODEL, REPOSITORY, ROLE, Resource
+from deploy.sagemaker.service_errors import in_words, is_already_there, is_missing, is_role_too_new
 
-_ROLE_LIMIT = 60.0
-"""Seconds until SageMaker sees a role that was just made."""
 _LOG_LINES = 20
 
 Hook = Callable[[], None]
@@ -210,7 +208,7 @@ class _Run:
             call = replace(call, parameters={key: item for key, item in call.parameters.items() if key != "Tags"})
         self._around.progress.say(f"{'creating' if found is None else 'setting'} {resource.key}")
         try:
-            self._answers[resource.key] = self._call(call)
+            self._answers[resource.key] = call_until_seen(self._around, call, self._unseen)
         except ClientError as error:
             if found is None and is_already_there(error) and not self._is_ours(resource):
                 del self.created[resource.key]
@@ -227,18 +225,12 @@ class _Run:
             and resource.kind.same(resource.create.parameters, found.description, found.tags)
         )
 
-    def _call(self, call: ApiCall) -> dict[str, Any]:
-        from botocore.exceptions import ClientError
-
-        end = self._around.clock.now() + _ROLE_LIMIT
-        while True:
-            try:
-                return self._around.cloud.call(call)
-            except ClientError as error:
-                if not is_role_too_new(error) or self._around.clock.now() > end or not self._made_role():
-                    raise
-                self._around.progress.say("SageMaker does not see the new role yet; trying again")
-                self._around.clock.sleep(POLL)
+    def _unseen(self, error: Any) -> str | None:
+        if is_role_too_new(error) and self._made_role():
+            return "the new role"
+        # What a model does not find, its data or its image, was not made here.
+        of_model = self.current is not None and self.current.kind is MODEL
+        return "what was just made" if is_missing(error) and not of_model else None
 
     def _made_role(self) -> bool:
         return any(resource.kind is ROLE for resource in self.created.values())

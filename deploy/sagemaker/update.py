@@ -22,6 +22,7 @@ from deploy.sagemaker.presence import (
     NotGone,
     NotInService,
     Surroundings,
+    call_until_seen,
     find,
     remove,
     wait_until_in_service,
@@ -44,7 +45,7 @@ from deploy.sagemaker.resource import (
     fingerprint_of,
 )
 from deploy.sagemaker.rollout import component_deployment_config, deployment_config, retained_properties
-from deploy.sagemaker.service_errors import in_words
+from deploy.sagemaker.service_errors import in_words, is_missing
 
 _CONTENT_KINDS = (REPOSITORY, ROLE, ROLE_POLICY, MODEL, ENDPOINT_CONFIG)
 _SCALING_KINDS = (SCALABLE_TARGET, SCALING_POLICY, ALARM)
@@ -150,7 +151,7 @@ class _Update:
         scaling = self._release_scaling(found)
         self._around.progress.say(f"updating {endpoint.key} to {wanted}")
         try:
-            self._around.cloud.call(endpoint_update(self._plan, self._configuration))
+            call_until_seen(self._around, endpoint_update(self._plan, self._configuration), _unseen)
             now = wait_until_in_service(self._around, endpoint, self._limit)
             if now.description["EndpointConfigName"] != wanted:
                 reason = now.reason or "the rollout failed, or one of its alarms rang"
@@ -228,7 +229,7 @@ class _Update:
         tags = tag_list({FINGERPRINT_TAG: fingerprint_of(resource.create.parameters)})
         arn = description["InferenceComponentArn"]
         try:
-            self._around.cloud.call(component_update(resource, self._configuration.rollout))
+            call_until_seen(self._around, component_update(resource, self._configuration.rollout), _unseen)
             wait_until_in_service(self._around, resource, self._limit)
             self._around.cloud.call(ApiCall(SAGEMAKER, "add_tags", {"ResourceArn": arn, "Tags": tags}))
         except KeyboardInterrupt:
@@ -280,6 +281,10 @@ class _Update:
             self._around.progress.say(f"{resource.key} is left: {in_words(error)}")
             return [], [resource.key]
         return [resource.key], []
+
+
+def _unseen(error: Any) -> str | None:
+    return "what was just made" if is_missing(error) else None
 
 
 def _named(kind: Kind, key: str, name: str) -> Resource:

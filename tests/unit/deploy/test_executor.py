@@ -11,8 +11,9 @@ from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import ENDPOINT_TAG, FINGERPRINT_TAG
 from deploy.sagemaker.presence import Surroundings
 from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG, MODEL, SCALABLE_TARGET
+from deploy.sagemaker.update import update
 from tests.unit.deploy.cloud import MemoryCloud, error
-from tests.unit.deploy.configurations import VALUES, planned
+from tests.unit.deploy.configurations import VALUES, configuration, planned
 
 EVERY_CALL = [(name, index) for name in VALUES for index in range(len(planned(name).calls))]
 FAILURES = {
@@ -211,6 +212,37 @@ def test_a_role_that_sagemaker_does_not_see_yet_is_waited_for(
     cloud.before = refuse
     Executor(around).deploy(planned("everything"))
     assert told.getvalue().count("does not see the new role yet") == 3
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_was_just_made_may_be_unseen_for_a_while(name: str, cloud: MemoryCloud, around: Surroundings) -> None:
+    refused: set[int] = set()
+
+    def refuse(call: ApiCall) -> None:
+        makes = call.operation.startswith(("create_", "put_", "register_", "update_"))
+        if makes and call.operation != "create_model" and id(call) not in refused:
+            refused.add(id(call))
+            kept.append(call)
+            raise error(call.operation, "Could not find something that is there")
+
+    kept: list[ApiCall] = []  # so that no two have the same id
+    cloud.before = refuse
+    plan = planned(name)
+    assert len(Executor(around).deploy(plan).created) == len(plan.resources)
+    changed = {"env": {"OPTION_MAX_MODEL_LEN": 4096}}
+    update(around, planned(name, **changed), configuration(name, **changed))
+    assert cloud.names == sorted(resource.key for resource in planned(name, **changed).resources)
+
+
+def test_model_data_that_is_not_there_is_said_at_once(cloud: MemoryCloud, around: Surroundings) -> None:
+    def refuse(call: ApiCall) -> None:
+        if call.operation == "create_model":
+            raise error("create_model", "Could not find model data at s3://models/llama/.")
+
+    cloud.before = refuse
+    with pytest.raises(Failed, match="Could not find model data"):
+        Executor(around).deploy(planned("private"))
+    assert around.clock.now() == 0
 
 
 def test_a_role_that_sagemaker_never_sees_ends_the_deployment(cloud: MemoryCloud, around: Surroundings) -> None:
