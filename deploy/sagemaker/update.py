@@ -17,6 +17,7 @@ from deploy.sagemaker.executor import Conflict, Executor, Failed, Hook, tell_log
 from deploy.sagemaker.naming import FINGERPRINT_TAG, VARIANT, tag_list
 from deploy.sagemaker.plan import Plan
 from deploy.sagemaker.presence import (
+    FAILED,
     IN_SERVICE,
     Found,
     NotGone,
@@ -134,6 +135,8 @@ class _Update:
             raise Conflict((f"{endpoint.key} is not there; `slipway deploy` makes it",))
         if not found.belongs_to(self._plan.name):
             raise Conflict((f"{endpoint.key} does not belong to a deployment of Slipway (it has no such tag)",))
+        if found.status == FAILED:
+            raise Conflict((f"{endpoint.key} is {FAILED} and cannot be updated; `slipway deploy` makes it anew",))
         if found.status != IN_SERVICE:
             raise Conflict((f"{endpoint.key} is {found.status}; it can be updated once it is {IN_SERVICE}",))
         return endpoint, found

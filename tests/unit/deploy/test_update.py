@@ -188,7 +188,13 @@ def test_scaling_that_is_not_asked_for_any_more_goes(cloud: MemoryCloud, around:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"), [("none", "is not there"), ("theirs", "does not belong"), ("busy", "Updating")]
+    ("state", "said"),
+    [
+        ("none", "is not there"),
+        ("theirs", "does not belong"),
+        ("Updating", "Updating; it can be updated once it is InService"),
+        ("Failed", "Failed and cannot be updated; `slipway deploy` makes it anew"),
+    ],
 )
 def test_what_cannot_be_updated_is_said(state: str, said: str, cloud: MemoryCloud, around: Surroundings) -> None:
     if state != "none":
@@ -197,7 +203,7 @@ def test_what_cannot_be_updated_is_said(state: str, said: str, cloud: MemoryClou
         if state == "theirs":
             del thing.tags[ENDPOINT_TAG]
         else:
-            thing.status, thing.polls = "Updating", 9
+            thing.status, thing.polls = state, 9
     cloud.calls.clear()
     with pytest.raises(Conflict, match=said):
         _update(around, "real_time")
