@@ -26,6 +26,7 @@ from deploy.sagemaker.resource import COMPONENT, ENDPOINT, MODEL, REPOSITORY, RO
 from deploy.sagemaker.service_errors import in_words, is_already_there, is_missing, is_role_too_new
 
 _LOG_LINES = 20
+_LOG_SECONDS = 3600.0
 
 Hook = Callable[[], None]
 
@@ -112,18 +113,21 @@ class Executor:
         around = self._around
         around.progress.say(f"failed: {reason}")
         if isinstance(error, NotInService) and run.current is not None:
-            tell_log(around, run.current)
+            tell_log(around, run.current, run.since)
         if not self._rollback:
             return Failed(reason, tuple(run.created), interrupted=interrupted)
         return Failed(reason, run.undo(), interrupted=interrupted)
 
 
-def tell_log(around: Surroundings, resource: Resource) -> None:
-    """Show the last lines that an endpoint or a component which did not come into service has logged."""
+def tell_log(around: Surroundings, resource: Resource, since: float) -> None:
+    """Show the last lines that an endpoint or a component which did not come into service has logged.
+
+    `since`, in seconds since 1970: the log outlives what has logged, and an earlier one of the name is not meant.
+    """
     if resource.kind not in (ENDPOINT, COMPONENT):
         return
     group = logs.group_of_endpoint if resource.kind is ENDPOINT else logs.group_of_component
-    for line in logs.last_lines(around.cloud, group(resource.name), _LOG_LINES, time.time()):
+    for line in logs.last_lines(around.cloud, group(resource.name), _LOG_LINES, since):
         around.progress.say(f"  log: {line}")
 
 
@@ -137,6 +141,13 @@ class _Run:
         self.current: Resource | None = None
         self.created: dict[str, Resource] = {}
         self.kept: list[str] = []
+        self._begun = time.time()
+
+    @property
+    def since(self) -> float:
+        """Seconds since 1970, from which on the log is of the current resource: this run, or at most an hour before."""
+        made = self.current is not None and self.current.key in self.created
+        return self._begun if made else self._begun - _LOG_SECONDS
 
     def apply(self, resource: Resource) -> None:
         """Have one resource there and in service."""

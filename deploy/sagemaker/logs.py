@@ -92,12 +92,12 @@ def follow(cloud: Cloud, group: str, since: int, clock: Clock) -> Iterator[Line]
         clock.sleep(FOLLOW_INTERVAL)
 
 
-def last_lines(cloud: Cloud, group: str, count: int, now: float, within: float = 3600.0) -> list[str]:
-    """The last records of the `within` seconds before `now` (since 1970); or why they cannot be read."""
+def last_lines(cloud: Cloud, group: str, count: int, since: float) -> list[str]:
+    """The last records from `since` on, in seconds since 1970; or why they cannot be read."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        lines = sorted(read(cloud, group, int((now - within) * 1000)), key=lambda line: line.milliseconds)
+        lines = sorted(read(cloud, group, int(since * 1000)), key=lambda line: line.milliseconds)
     except NoLog as error:
         return [f"({error})"]
     except (BotoCoreError, ClientError) as error:

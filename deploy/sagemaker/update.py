@@ -5,6 +5,7 @@ SageMaker itself goes back to the old configuration when the rollout fails or on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,7 @@ class _Update:
     ) -> None:
         self._around = around
         self._hooks = hooks
+        self._begun = time.time()
         self._plan = plan
         self._configuration = configuration
         self._limit = plan.wait_limit + _EXECUTION_LIMIT
@@ -215,7 +217,7 @@ class _Update:
     def _tell(self, resource: Resource, error: Exception) -> None:
         self._around.progress.say(f"failed: {in_words(error)}")
         if isinstance(error, NotInService):
-            tell_log(self._around, resource)
+            tell_log(self._around, resource, self._begun)
 
     def _bring_components(self) -> None:
         wanted = self._plan.of(COMPONENT)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from botocore.exceptions import ConnectTimeoutError
@@ -147,6 +148,15 @@ def test_what_does_not_start_fails_with_its_reason_and_its_log(
         Executor(around).deploy(planned(name))
     assert "CUDA out of memory" in told.getvalue()
     assert cloud.names == []
+
+
+def test_the_log_of_an_earlier_endpoint_of_the_name_is_not_shown(cloud: MemoryCloud, around: Surroundings) -> None:
+    cloud.failing.add("my-llm")
+    begun = time.time()
+    with pytest.raises(Failed):
+        Executor(around).deploy(planned("real_time"))
+    read = [call.parameters["startTime"] for call in cloud.calls if call.operation == "filter_log_events"]
+    assert read[0] >= int(begun * 1000)
 
 
 def test_an_endpoint_that_never_comes_is_given_up(cloud: MemoryCloud, around: Surroundings) -> None:
