@@ -11,7 +11,7 @@ import time
 import uuid
 from dataclasses import dataclass, replace
 
-from deploy.local.async_stores import OutputStore, StoreError, check_input_location, read_input
+from deploy.local.async_stores import MAX_PAYLOAD, OutputStore, StoreError, check_input_location, read_input
 from deploy.local.errors import RuntimeApiError, constraint_violation, service_unavailable, validation_error
 from deploy.local.invocation import Answer, Invocation, Invoker
 from deploy.local.parameters import Headers, Parameters
@@ -152,7 +152,7 @@ class AsyncInvocations:
         """The answer. A container that is not there yet is waited for, as long as the call may wait at all."""
         while True:
             try:
-                return await self._invoker.invoke(invocation, job.timeout)
+                return await self._invoker.invoke(invocation, job.timeout, MAX_PAYLOAD)
             except RuntimeApiError as error:
                 if error.name not in _PASSING or time.monotonic() > job.expires:
                     raise

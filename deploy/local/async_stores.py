@@ -12,8 +12,8 @@ from deploy.local.errors import validation_error
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-MAX_INPUT = 1 << 30
-"""Bytes of an input in S3."""
+MAX_PAYLOAD = 1 << 30
+"""Bytes of an input in S3, and of an output: sagemaker_hosting.md section 2."""
 
 _S3 = "s3://"
 
@@ -111,7 +111,7 @@ def read_input(uri: str) -> bytes:
     """An object of S3. Blocks.
 
     Raises:
-        StoreError: it cannot be read, or is larger than MAX_INPUT.
+        StoreError: it cannot be read, or is larger than MAX_PAYLOAD.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -119,8 +119,8 @@ def read_input(uri: str) -> bytes:
     try:
         found = _s3().get_object(Bucket=bucket, Key=key)
         with found["Body"] as body:
-            if found["ContentLength"] > MAX_INPUT:
-                raise StoreError(f"{uri} has {found['ContentLength']} bytes; at most {MAX_INPUT} are allowed")
+            if found["ContentLength"] > MAX_PAYLOAD:
+                raise StoreError(f"{uri} has {found['ContentLength']} bytes; at most {MAX_PAYLOAD} are allowed")
             return body.read()
     except (BotoCoreError, ClientError) as error:
         raise StoreError(f"{uri} cannot be read: {error}") from error

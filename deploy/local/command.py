@@ -169,9 +169,7 @@ def _how_to_reach(url: str, names: tuple[str, ...]) -> str:
 def _named(components: list[str] | None, adapters: list[str] | None) -> dict[str, Any]:
     """The inference components."""
     pairs = [text.partition("=") for text in adapters or ()]
-    for name in (*(components or ()), *(name for name, _, _ in pairs)):
-        if not name:
-            raise typer.BadParameter("a name is missing", param_hint="--adapter")
+    _checked("--adapter", [name for name, _, _ in pairs])
     return {
         "components": frozenset(_checked("--component", components or [])),
         "adapters": {name: source for name, _, source in pairs},
@@ -180,6 +178,8 @@ def _named(components: list[str] | None, adapters: list[str] | None) -> dict[str
 
 def _checked(option: str, names: list[str]) -> tuple[str, ...]:
     for name in names:
+        if not name:
+            raise typer.BadParameter("a name is missing", param_hint=option)
         try:
             ENDPOINT_NAME.check(name)
         except RuntimeApiError as error:

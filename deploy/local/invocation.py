@@ -72,8 +72,8 @@ class Invoker:
         self.endpoints = Endpoints(settings, container)
         self._readiness = Readiness(container, settings.adapters)
 
-    async def invoke(self, invocation: Invocation, seconds: float | None = None) -> Answer:
-        """The whole answer, within `seconds` (default: the limit of a real-time call).
+    async def invoke(self, invocation: Invocation, seconds: float | None = None, most: int | None = None) -> Answer:
+        """The whole answer, within `seconds` and with at most `most` bytes (default: the limits of a real-time call).
 
         Raises:
             RuntimeApiError: there is no good answer.
@@ -83,7 +83,7 @@ class Invoker:
                 asyncio.timeout(seconds or self._settings.answer_timeout),
                 self._reply(invocation) as response,
             ):
-                body = await read_up_to(response, self._settings.max_payload)
+                body = await read_up_to(response, most or self._settings.max_payload)
         except TimeoutError:
             if self.endpoints.loading(invocation.parameters):
                 raise model_not_ready(invocation.endpoint) from None

@@ -56,6 +56,11 @@ def alarm_name(name: str) -> str:
     return f"{name}-no-capacity"
 
 
+def alarm_description(name: str) -> str:
+    """What that alarm is about."""
+    return f"Requests find {name} scaled to zero"
+
+
 def scaling_resources(
     configuration: Configuration, scaling: Autoscaling, tags: Mapping[str, str]
 ) -> tuple[Resource, ...]:
@@ -142,7 +147,7 @@ def _alarm(configuration: Configuration, policy: str, tags: Mapping[str, str]) -
         "put_metric_alarm",
         {
             "AlarmName": alarm_name(name),
-            "AlarmDescription": f"Requests find {name} scaled to zero",
+            "AlarmDescription": alarm_description(name),
             "AlarmActions": [Reference(policy, "PolicyARN")],
             "Namespace": "AWS/SageMaker",
             "MetricName": metric,

@@ -73,6 +73,7 @@ def reported_errors() -> Iterator[None]:
     from deploy.sagemaker.configuration_reader import ConfigurationError
     from deploy.sagemaker.executor import Conflict, Failed
     from deploy.sagemaker.invoke import StreamBroken
+    from deploy.sagemaker.logs import NoLog
     from deploy.sagemaker.service_errors import in_words
     from deploy.sagemaker.status import NoEndpoint
     from deploy.sagemaker.template import NotInTemplates
@@ -87,7 +88,7 @@ def reported_errors() -> Iterator[None]:
         _end(IN_THE_WAY, *error.problems)
     except Failed as error:
         _end(INTERRUPTED if error.interrupted else FAILED, str(error), *_left(error))
-    except (NoEndpoint, StreamBroken) as error:
+    except (NoEndpoint, NoLog, StreamBroken) as error:
         _end(FAILED, str(error))
     except (BotoCoreError, ClientError) as error:
         _end(FAILED, in_words(error))

@@ -96,12 +96,17 @@ def invoke(
             typer.echo(asking.invoke_asynchronously(cloud, name, input_location))
             return
         made = asking.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
-        request = body.encode() if body else made
+        # What was no UTF-8 in the shell goes out as it was.
+        request = body.encode(errors="surrogateescape") if body else made
         if not stream:
             typer.echo(asking.invoke(cloud, name, request, component))
             return
-        for text in asking.texts(asking.invoke_stream(cloud, name, request, component)):
-            typer.echo(text, nl=False)
+        try:
+            for text in asking.texts(asking.invoke_stream(cloud, name, request, component)):
+                typer.echo(text, nl=False)
+        except asking.StreamBroken:
+            typer.echo()
+            raise
         typer.echo()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.sagemaker.naming import role_name
+from deploy.sagemaker.partitions import partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,23 +165,21 @@ class Configuration:
     rollout: Rollout = Rollout()
 
     @property
+    def instance_types(self) -> tuple[str, ...]:
+        """The only type, or those of the pools in the order in which they are tried."""
+        if self.instance_type:
+            return (self.instance_type,)
+        return tuple(pool.instance_type for pool in sorted(self.pools, key=lambda pool: pool.priority))
+
+    @property
     def main_instance_type(self) -> str:
         """The type that limits are estimated from: the only one, or that of the first pool."""
-        if self.instance_type:
-            return self.instance_type
-        return min(self.pools, key=lambda pool: pool.priority).instance_type
+        return self.instance_types[0]
 
     @property
     def from_s3(self) -> bool:
         """SageMaker downloads the model, not the container."""
         return self.model.startswith("s3://")
-
-
-def partition(region: str) -> str:
-    """The ARN's second field for a region."""
-    if region.startswith("cn-"):
-        return "aws-cn"
-    return "aws-us-gov" if region.startswith("us-gov-") else "aws"
 
 
 def made_role_arn(account: str, region: str, name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from container.aliases import ALIASES, VLLM_PREFIX
 from container.option_parsers import TRUE
 from deploy.sagemaker import cuda, images, instances
-from deploy.sagemaker.configuration import Configuration
+from deploy.sagemaker.configuration import Configuration, Rollout
 from deploy.sagemaker.naming import LONGEST_SAGEMAKER_NAME, adapter_component
 
 _HUB_ID = "HF_MODEL_ID"
@@ -17,6 +17,8 @@ _SET_BY_DEPLOY = frozenset(
 )
 _GOES_BEFORE_IT = frozenset({"OPTION_MODEL_ID"})
 """With a model from S3 it can name a directory below /opt/ml/model, as in LMI; else it is another model."""
+_LEAST_LINEAR_STEP = 10
+"""Per cent; canary and rolling steps may be smaller (the service model's TrafficRoutingConfig)."""
 _LORA = ("OPTION_ENABLE_LORA", f"{VLLM_PREFIX}ENABLE_LORA")
 
 
@@ -25,10 +27,12 @@ def problems_of(configuration: Configuration) -> list[str]:
     return [
         *_source(configuration),
         *_image(configuration),
+        *_volume(configuration),
         *_scaling(configuration),
         *_components(configuration),
         *_asynchronous(configuration),
         *_routing(configuration),
+        *_rollout(configuration.rollout),
     ]
 
 
@@ -54,12 +58,22 @@ def _image(configuration: Configuration) -> Iterator[str]:
         )
     if found is not None and found.region != configuration.region:
         yield f"image is in {found.region}; expected one in {configuration.region}, the region of the endpoint"
-    types = [pool.instance_type for pool in configuration.pools] or [configuration.main_instance_type]
-    for instance_type in types:
+    for instance_type in configuration.instance_types:
         try:
             cuda.machine_image(configuration.cuda or cuda.cuda_of_image(configuration.image), instance_type)
         except cuda.NoMachineImage as error:
             yield f'instance_type is "{instance_type}"; {error}'
+
+
+def _volume(configuration: Configuration) -> Iterator[str]:
+    if configuration.volume_gb is None:
+        return
+    for instance_type in configuration.instance_types:
+        if not instances.takes_a_volume(instance_type):
+            yield (
+                f"volume_gb is {configuration.volume_gb}; expected none, as {instance_type} has disks of its own and "
+                "SageMaker attaches no volume to it"
+            )
 
 
 def _scaling(configuration: Configuration) -> Iterator[str]:
@@ -103,8 +117,7 @@ def _components(configuration: Configuration) -> Iterator[str]:
             yield f'adapters has "{name}"; expected at most {LONGEST_SAGEMAKER_NAME} characters in "{full}"'
     if component is None:
         return
-    types = [pool.instance_type for pool in configuration.pools] or [configuration.main_instance_type]
-    for instance_type in types:
+    for instance_type in configuration.instance_types:
         has = configuration.gpus if configuration.gpus is not None else instances.gpus(instance_type)
         if has is None and component.gpus is None:
             yield f"component.gpus: missing; expected a number, as the GPUs of {instance_type} are not known here"
@@ -120,3 +133,11 @@ def _asynchronous(configuration: Configuration) -> Iterator[str]:
 def _routing(configuration: Configuration) -> Iterator[str]:
     if configuration.prefix_length is not None and configuration.routing != "PREFIX_AWARE":
         yield f'prefix_length is set; expected routing "PREFIX_AWARE" beside it, not "{configuration.routing}"'
+
+
+def _rollout(rollout: Rollout) -> Iterator[str]:
+    if rollout.strategy == "linear" and rollout.step_percent < _LEAST_LINEAR_STEP:
+        yield (
+            f"rollout.step_percent is {rollout.step_percent}; expected at least {_LEAST_LINEAR_STEP}, which SageMaker "
+            'asks of the strategy "linear"'
+        )

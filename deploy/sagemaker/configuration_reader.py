@@ -7,47 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deploy.sagemaker import configuration_tables as tables
 from deploy.sagemaker import images, instances
-from deploy.sagemaker.configuration import (
-    Adapter,
-    Asynchronous,
-    Autoscaling,
-    Capacity,
-    Capture,
-    Component,
-    Configuration,
-    Metrics,
-    Pool,
-    Rollout,
-    Vpc,
-    made_role_arn,
-)
+from deploy.sagemaker.configuration import Configuration, made_role_arn
 from deploy.sagemaker.configuration_checks import problems_of
 from deploy.sagemaker.naming import LONGEST_NAME, NAME, name_from_model
 from deploy.sagemaker.table import Table
 from deploy.sagemaker.timeouts import LONGEST, SHORTEST
 
-PERIODS = (10, 30, 60, 120, 180, 240, 300)
-"""Seconds between two publications of metrics, as the API has them."""
-
 _NAME = rf"(?=.{{1,{LONGEST_NAME}}}$){NAME.pattern}"
 _NAME_EXPECTED = f"letters, digits and hyphens, at most {LONGEST_NAME}, with no hyphen at either end"
 _MODEL = r"s3://[^/\s]+(/\S*)?|[\w][\w.-]*(/[\w][\w.-]*)?"
-_S3 = r"s3://[^/\s]+(/\S*)?"
 _ACCOUNT = ("twelve digits", r"\d{12}")
 """What is expected, and how it is written; so are those that follow."""
-_REGION = ("a region such as eu-west-1 (also AWS_REGION)", r"[a-z]{2}(-[a-z0-9]+)+")
+_REGION = ("a region such as eu-west-1 (also AWS_REGION)", r"[a-z]{2,8}(-[a-z0-9]+)+")
 _ROLE = ("the ARN of an IAM role, arn:aws:iam::<account>:role/<name>", r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+")
 _REPOSITORY = ("a repository name of ECR", rf"(?=.{{2,256}}$){images.REPOSITORY.pattern}")
-_TOPIC = r"arn:aws[a-z-]*:sns:[a-z0-9-]*:\d{12}:[\w.-]+"
 _RESERVATION = r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:\d{12}:[a-z0-9-]{1,14}/.+"
 _ROLES = (_ROLE[0], r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/*-]+")
 """A policy may be for several roles, such as `role/slipway-*`."""
 _CALLER = {"account": _ACCOUNT, "region": _REGION, "role": _ROLES, "repository": _REPOSITORY}
-_NETWORK_ID = r"[-0-9a-zA-Z]{1,32}"
 _VARIABLE = r"[a-zA-Z_][a-zA-Z0-9_]{0,1023}"
 _TAG_KEY = r"(?!aws:|slipway:)[\w\s.:/=+@-]{1,128}"
-_INSTANCE_EXPECTED = "an instance type such as ml.g6e.xlarge"
 _MOST_TAGS = 40
 
 
@@ -127,15 +108,15 @@ def _fields(table: Table) -> dict[str, Any]:
     fields |= _limits(table)
     fields["env"] = table.pairs("env", _VARIABLE, most=90)
     fields["tags"] = table.pairs("tags", _TAG_KEY, most=_MOST_TAGS)
-    fields["vpc"] = _vpc(table.table("vpc"))
-    fields["capture"] = _capture(table.table("capture"))
-    fields["metrics"] = _metrics(table.table("metrics"))
-    fields["capacity"] = _capacity(table.table("capacity"))
-    fields["component"] = _component(table.table("component"))
-    fields["adapters"] = tuple(_adapter(each) for each in table.tables("adapters", most=100))
-    fields["autoscaling"] = _autoscaling(table.table("autoscaling"))
-    fields["asynchronous"] = _asynchronous(table.table("async"))
-    fields["rollout"] = _rollout(table.table("rollout"))
+    fields["vpc"] = tables.vpc_of(table.table("vpc"))
+    fields["capture"] = tables.capture_of(table.table("capture"))
+    fields["metrics"] = tables.metrics_of(table.table("metrics"))
+    fields["capacity"] = tables.capacity_of(table.table("capacity"))
+    fields["component"] = tables.component_of(table.table("component"))
+    fields["adapters"] = tuple(tables.adapter_of(each) for each in table.tables("adapters", most=100))
+    fields["autoscaling"] = tables.autoscaling_of(table.table("autoscaling"))
+    fields["asynchronous"] = tables.asynchronous_of(table.table("async"))
+    fields["rollout"] = tables.rollout_of(table.table("rollout"))
     return fields
 
 
@@ -178,10 +159,10 @@ def _account_of(role: str | None, image: str | None) -> str:
 
 
 def _hosting(table: Table) -> dict[str, Any]:
-    pools = tuple(_pool(each) for each in table.tables("pools", most=5))
-    instance_type = table.text("instance_type", _INSTANCE_EXPECTED, instances.TYPE.pattern)
+    pools = tuple(tables.pool_of(each) for each in table.tables("pools", most=5))
+    instance_type = table.text("instance_type", tables.INSTANCE_EXPECTED, instances.TYPE.pattern)
     if not pools and instance_type is None and "instance_type" not in table:
-        table.refuse("instance_type", _INSTANCE_EXPECTED)
+        table.refuse("instance_type", tables.INSTANCE_EXPECTED)
     if pools and instance_type:
         table.refuse("instance_type", "none, as there are pools")
     cuda = table.text("cuda", "a version such as 13.0", r"\d{1,2}\.\d{1,2}")
@@ -210,149 +191,3 @@ def _limits(table: Table) -> dict[str, Any]:
         "startup_timeout": table.integer("startup_timeout", SHORTEST, LONGEST),
         "provision_timeout": table.integer("provision_timeout", 300, 3600),
     }
-
-
-def _pool(table: Table) -> Pool:
-    pool = Pool(
-        instance_type=table.required_text("instance_type", _INSTANCE_EXPECTED, instances.TYPE.pattern),
-        priority=table.integer("priority", 1, 5) or 1,
-    )
-    table.finish()
-    return pool
-
-
-def _vpc(table: Table | None) -> Vpc | None:
-    if table is None:
-        return None
-    vpc = Vpc(
-        subnets=table.texts("subnets", "a subnet's id", _NETWORK_ID, most=16),
-        security_groups=table.texts("security_groups", "a security group's id", _NETWORK_ID, most=5),
-    )
-    for key in ("subnets", "security_groups"):
-        if key not in table:
-            table.refuse(key, "a list of ids")
-    table.finish()
-    return vpc
-
-
-def _capture(table: Table | None) -> Capture | None:
-    if table is None:
-        return None
-    percent = table.integer("percent", 0, 100)
-    capture = Capture(
-        destination=table.required_text("destination", "an s3:// prefix", _S3),
-        percent=100 if percent is None else percent,
-        mode=table.choice("mode", ("input", "output", "both")) or "both",
-    )
-    table.finish()
-    return capture
-
-
-def _metrics(table: Table | None) -> Metrics:
-    if table is None:
-        return Metrics()
-    detailed, period = table.boolean("detailed"), table.integer("period", 10, 300)
-    if period is not None and period not in PERIODS:
-        table.refuse("period", "one of " + ", ".join(map(str, PERIODS)))
-        period = None
-    metrics = Metrics(
-        detailed=detailed is not False,
-        enhanced=table.boolean("enhanced") or False,
-        period=period or 60,
-        path=table.text("path", "a path such as /metrics", r"/(?!.*\.\.)[a-zA-Z0-9/_.-]+") or "/metrics",
-    )
-    table.finish()
-    return metrics
-
-
-def _range(table: Table, least: int) -> tuple[int, int]:
-    minimum, maximum = table.integer("min", least), table.integer("max", 1)
-    for key in ("min", "max"):
-        if key not in table:
-            table.refuse(key, "a whole number")
-    if minimum is not None and maximum is not None and minimum > maximum:
-        table.refuse("max", f"at least min, which is {minimum}")
-    return minimum or 0, maximum or 1
-
-
-def _capacity(table: Table | None) -> Capacity | None:
-    if table is None:
-        return None
-    minimum, maximum = _range(table, 0)
-    capacity = Capacity(
-        minimum=minimum, maximum=maximum, strategy=table.choice("strategy", ("IDLE_RELEASE", "CONSOLIDATION"))
-    )
-    table.finish()
-    return capacity
-
-
-def _component(table: Table | None) -> Component | None:
-    if table is None:
-        return None
-    copies, cache = table.integer("copies", 0), table.boolean("cache")
-    component = Component(
-        copies=1 if copies is None else copies,
-        gpus=table.integer("gpus", 1, 64),
-        cpus=table.number("cpus", 0),
-        memory_mb=table.integer("memory_mb", 128) or 1024,
-        cache=cache is not False,
-        placement=table.choice("placement", ("SPREAD", "BINPACK")),
-    )
-    table.finish()
-    return component
-
-
-def _adapter(table: Table) -> Adapter:
-    adapter = Adapter(
-        name=table.required_text("name", "letters, digits and hyphens", NAME.pattern),
-        source=table.required_text("source", "an s3:// archive that ends in .tar.gz", r"s3://[^/\s]+/\S+\.tar\.gz"),
-    )
-    table.finish()
-    return adapter
-
-
-def _autoscaling(table: Table | None) -> Autoscaling | None:
-    if table is None:
-        return None
-    minimum, maximum = _range(table, 0)
-    target = table.number("target", 0)
-    if "target" not in table:
-        table.refuse("target", "concurrent requests for each instance or copy")
-    scale_in, scale_out = table.integer("scale_in_cooldown", 0, 86400), table.integer("scale_out_cooldown", 0, 86400)
-    autoscaling = Autoscaling(
-        minimum=minimum,
-        maximum=maximum,
-        target=target or 1.0,
-        scale_in_cooldown=300 if scale_in is None else scale_in,
-        scale_out_cooldown=60 if scale_out is None else scale_out,
-    )
-    table.finish()
-    return autoscaling
-
-
-def _asynchronous(table: Table | None) -> Asynchronous | None:
-    if table is None:
-        return None
-    asynchronous = Asynchronous(
-        output=table.required_text("output", "an s3:// prefix", _S3),
-        failure=table.text("failure", "an s3:// prefix", _S3),
-        concurrency=table.integer("concurrency", 1, 1000),
-        success_topic=table.text("success_topic", "the ARN of an SNS topic", _TOPIC),
-        error_topic=table.text("error_topic", "the ARN of an SNS topic", _TOPIC),
-    )
-    table.finish()
-    return asynchronous
-
-
-def _rollout(table: Table | None) -> Rollout:
-    if table is None:
-        return Rollout()
-    wait = table.integer("wait", 0, 3600)
-    rollout = Rollout(
-        strategy=table.choice("strategy", ("blue-green", "canary", "linear", "rolling")) or "blue-green",
-        step_percent=table.integer("step_percent", 5, 50) or 50,
-        wait=300 if wait is None else wait,
-        alarms=table.texts("alarms", "an alarm's name", r"\S.{0,254}", most=10),
-    )
-    table.finish()
-    return rollout

@@ -13,7 +13,9 @@ from deploy.sagemaker import options as given
 from deploy.sagemaker.command_run import WRONG, cloud_of, reported_errors, surroundings, termination_interrupts
 
 if TYPE_CHECKING:
+    from deploy.sagemaker.api_call import ApiCall
     from deploy.sagemaker.aws import AwsCloud
+    from deploy.sagemaker.executor import Hook
     from deploy.sagemaker.preparation import Prepared
 
 
@@ -39,12 +41,17 @@ def deploy(
 ) -> None:
     """Deploy a model to a SageMaker endpoint; run again, it goes on where it was interrupted."""
     plain: given.Plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
-    plain |= {"instance_type": instance_type, "instances": instances, "push": push, "account": account}
+    plain |= {
+        "instance_type": instance_type,
+        "instances": instances,
+        "push": push,
+        "account": account,
+        "region": region,
+    }
     with reported_errors():
-        cloud = None if dry_run else cloud_of(region, profile, file)
-        prepared = _prepared(file, given.overrides(plain, env, tag, setting), region, cloud)
-        if cloud is None:
-            _show(prepared)
+        cloud, prepared = _prepared(file, given.overrides(plain, env, tag, setting), profile, ask=not dry_run)
+        if dry_run:
+            _show(prepared, prepared.plan.calls)
             return
         _deploy(cloud, prepared, rollback=rollback, check=check)
 
@@ -60,6 +67,7 @@ def update(
     instances: given.Instances = None,
     env: given.Env = None,
     tag: given.Tag = None,
+    push: given.Push = None,
     account: given.Account = None,
     setting: given.Setting = None,
     region: given.Region = None,
@@ -68,21 +76,21 @@ def update(
 ) -> None:
     """Bring a deployment to another configuration while it serves."""
     plain: given.Plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
-    plain |= {"instance_type": instance_type, "instances": instances, "account": account}
+    plain |= {
+        "instance_type": instance_type,
+        "instances": instances,
+        "push": push,
+        "account": account,
+        "region": region,
+    }
     with reported_errors():
-        from deploy.sagemaker import update as updating
+        from deploy.sagemaker.update import update_calls
 
-        cloud = None if dry_run else cloud_of(region, profile, file)
-        prepared = _prepared(file, given.overrides(plain, env, tag, setting), region, cloud)
-        if cloud is None:
-            calls = updating.update_calls(prepared.plan, prepared.configuration)
-            typer.echo(json.dumps([call.shown() for call in calls], indent=2))
+        cloud, prepared = _prepared(file, given.overrides(plain, env, tag, setting), profile, ask=not dry_run)
+        if dry_run:
+            _show(prepared, update_calls(prepared.plan, prepared.configuration))
             return
-        with termination_interrupts():
-            done = updating.update(surroundings(cloud), prepared.plan, prepared.configuration)
-        typer.echo(f"{prepared.plan.name} is up to date" if not done.changed else f"{prepared.plan.name} is updated")
-        for key in done.left:
-            typer.echo(f"left: {key}", err=True)
+        _update(cloud, prepared)
 
 
 def template(
@@ -93,6 +101,7 @@ def template(
     role: given.Role = None,
     create_role: given.CreateRole = False,
     instance_type: given.InstanceType = None,
+    instances: given.Instances = None,
     env: given.Env = None,
     tag: given.Tag = None,
     account: given.Account = None,
@@ -101,25 +110,24 @@ def template(
 ) -> None:
     """Print the same deployment as a CloudFormation template."""
     plain: given.Plain = {"name": name, "model": model, "image": image, "role": role, "create_role": create_role}
-    plain |= {"instance_type": instance_type, "account": account}
+    plain |= {"instance_type": instance_type, "instances": instances, "account": account, "region": region}
     with reported_errors():
         from deploy.sagemaker.template import template_yaml
 
-        prepared = _prepared(file, given.overrides(plain, env, tag, setting), region, None)
+        _, prepared = _prepared(file, given.overrides(plain, env, tag, setting), None, ask=False)
         typer.echo(template_yaml(prepared.plan, prepared.configuration), nl=False)
 
 
-def _show(prepared: Prepared) -> None:
+def _show(prepared: Prepared, calls: tuple[ApiCall, ...]) -> None:
     from deploy.sagemaker.images import push_script
 
-    typer.echo(prepared.plan.shown())
+    typer.echo(json.dumps([call.shown() for call in calls], indent=2))
     if prepared.configuration.push:
         typer.echo(push_script(prepared.configuration), err=True)
 
 
 def _deploy(cloud: AwsCloud, prepared: Prepared, *, rollback: bool, check: bool) -> None:
     from deploy.sagemaker.executor import Executor
-    from deploy.sagemaker.resource import REPOSITORY
     from deploy.sagemaker.role import check_role
 
     around, configuration = surroundings(cloud), prepared.configuration
@@ -128,12 +136,35 @@ def _deploy(cloud: AwsCloud, prepared: Prepared, *, rollback: bool, check: bool)
         typer.echo(f"slipway: {'' if finding.problem else 'note: '}{finding.text}", err=True)
     if any(finding.problem for finding in findings):
         sys.exit(WRONG)
-    hooks = {resource.key: lambda: _push(cloud, prepared) for resource in prepared.plan.of(REPOSITORY)}
     with termination_interrupts():
-        Executor(around, rollback=rollback, hooks=hooks).deploy(prepared.plan)
+        Executor(around, rollback=rollback, hooks=_hooks(cloud, prepared)).deploy(prepared.plan)
     typer.echo(f"{prepared.plan.name} is in service")
     component = f" --component {prepared.plan.name}" if configuration.component else ""
     typer.echo(f'try: slipway invoke {prepared.plan.name}{component} --prompt "Hello"', err=True)
+
+
+def _update(cloud: AwsCloud, prepared: Prepared) -> None:
+    from deploy.sagemaker.resource import MODEL
+    from deploy.sagemaker.update import update as bring
+
+    plan, configuration = prepared.plan, prepared.configuration
+    with termination_interrupts():
+        done = bring(surroundings(cloud), plan, configuration, _hooks(cloud, prepared))
+    typer.echo(f"{plan.name} is up to date" if not done.changed else f"{plan.name} is updated")
+    if configuration.push and not any(model.key in done.changed for model in plan.of(MODEL)):
+        typer.echo(
+            f"slipway: note: {configuration.image} has been pushed again, and what runs stays as it is: push an image "
+            "with another tag to have it rolled out",
+            err=True,
+        )
+    for key in done.left:
+        typer.echo(f"left: {key}", err=True)
+
+
+def _hooks(cloud: AwsCloud, prepared: Prepared) -> dict[str, Hook]:
+    from deploy.sagemaker.resource import REPOSITORY
+
+    return {resource.key: lambda: _push(cloud, prepared) for resource in prepared.plan.of(REPOSITORY)}
 
 
 def _push(cloud: AwsCloud, prepared: Prepared) -> None:
@@ -147,7 +178,11 @@ def _push(cloud: AwsCloud, prepared: Prepared) -> None:
     push(prepared.configuration, token.partition(":")[2])
 
 
-def _prepared(file: Path | None, overrides: given.Overrides, region: str | None, cloud: AwsCloud | None) -> Prepared:
+def _prepared(
+    file: Path | None, overrides: given.Overrides, profile: str | None, *, ask: bool
+) -> tuple[AwsCloud, Prepared]:
+    """The connection to AWS, and what is to be done there; only with `ask` is AWS asked for what nothing else says."""
     from deploy.sagemaker.preparation import prepare
 
-    return prepare(file, overrides, region or (cloud.region if cloud else None), cloud)
+    cloud = cloud_of(overrides.values.get("region"), profile, file)
+    return cloud, prepare(file, overrides, cloud.region, cloud if ask else None)

@@ -58,20 +58,26 @@ def destroy(
     removed: list[str] = []
     left: list[str] = []
     foreign: list[str] = []
-    ours: set[str] = set()
+    seen: set[str] = set()
+    staying: str | None = None
     for resource in _candidates(around.cloud, name, repository, untagged):
         found = find(around.cloud, resource)
-        if found is None or resource.key in ours:
+        if found is None or resource.key in seen:
             continue
-        ours.add(resource.key)
-        if not _is_ours(resource, found, name, untagged):
+        seen.add(resource.key)
+        ours = _is_ours(resource, found, name, untagged)
+        if not ours:
             foreign.append(resource.key)
-        elif dry_run:
-            removed.append(resource.key)
+        elif staying:
+            left.append(f"{resource.key}: kept, as {staying} is still there")
+        elif not dry_run and (reason := _remove(around, resource)):
+            left.append(f"{resource.key}: {reason}")
         else:
-            reason = _remove(around, resource)
-            removed += [] if reason else [resource.key]
-            left += [f"{resource.key}: {reason}"] if reason else []
+            removed.append(resource.key)
+            continue
+        if resource.kind is COMPONENT or (resource.kind is ENDPOINT and ours):
+            # An endpoint cannot go before its components; and what serves needs its configuration, model, role, image.
+            staying = staying or resource.key
     return Destroyed(tuple(removed), tuple(left), tuple(foreign))
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.sagemaker import logs
-from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.plan import Plan
 from deploy.sagemaker.presence import (
     DELETING,
@@ -18,16 +17,16 @@ from deploy.sagemaker.presence import (
     NotGone,
     NotInService,
     Surroundings,
+    call_until_seen,
     find,
     remove,
     wait_until_in_service,
 )
-from deploy.sagemaker.resource import COMPONENT, ENDPOINT, REPOSITORY, ROLE, Resource
-from deploy.sagemaker.service_errors import in_words, is_already_there, is_role_too_new
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, MODEL, REPOSITORY, ROLE, Resource
+from deploy.sagemaker.service_errors import in_words, is_already_there, is_missing, is_role_too_new
 
-_ROLE_LIMIT = 60.0
-"""Seconds until SageMaker sees a role that was just made."""
 _LOG_LINES = 20
+_LOG_SECONDS = 3600.0
 
 Hook = Callable[[], None]
 
@@ -113,12 +112,23 @@ class Executor:
         reason = "interrupted" if interrupted else in_words(error)
         around = self._around
         around.progress.say(f"failed: {reason}")
-        if isinstance(error, NotInService):
-            for line in run.last_log_lines():
-                around.progress.say(f"  log: {line}")
+        if isinstance(error, NotInService) and run.current is not None:
+            tell_log(around, run.current, run.since)
         if not self._rollback:
             return Failed(reason, tuple(run.created), interrupted=interrupted)
         return Failed(reason, run.undo(), interrupted=interrupted)
+
+
+def tell_log(around: Surroundings, resource: Resource, since: float) -> None:
+    """Show the last lines that an endpoint or a component which did not come into service has logged.
+
+    `since`, in seconds since 1970: the log outlives what has logged, and an earlier one of the name is not meant.
+    """
+    if resource.kind not in (ENDPOINT, COMPONENT):
+        return
+    group = logs.group_of_endpoint if resource.kind is ENDPOINT else logs.group_of_component
+    for line in logs.last_lines(around.cloud, group(resource.name), _LOG_LINES, since):
+        around.progress.say(f"  log: {line}")
 
 
 class _Run:
@@ -128,14 +138,21 @@ class _Run:
         self._around = around
         self._plan = plan
         self._answers: dict[str, Mapping[str, Any]] = {}
-        self._current: Resource | None = None
+        self.current: Resource | None = None
         self.created: dict[str, Resource] = {}
         self.kept: list[str] = []
+        self._begun = time.time()
+
+    @property
+    def since(self) -> float:
+        """Seconds since 1970, from which on the log is of the current resource: this run, or at most an hour before."""
+        made = self.current is not None and self.current.key in self.created
+        return self._begun if made else self._begun - _LOG_SECONDS
 
     def apply(self, resource: Resource) -> None:
         """Have one resource there and in service."""
         around = self._around
-        self._current = resource
+        self.current = resource
         found = self._cleared(resource)
         if found is not None and not resource.kind.replaces:
             around.progress.say(f"{resource.key}: there already")
@@ -160,17 +177,18 @@ class _Run:
             except Exception as error:  # the others are to be removed all the same; what is left is reported
                 self._around.progress.say(f"{resource.key} is left: {in_words(error)}")
                 left.append(resource.key)
+                if resource.kind is ENDPOINT and self._is_there(resource):
+                    # What serves needs its configuration, model, role and image.
+                    return (*left, *(key for key in reversed(self.created) if key not in left))
             else:
                 del self.created[resource.key]
         return tuple(left)
 
-    def last_log_lines(self) -> list[str]:
-        """Of the endpoint or component that did not come into service."""
-        resource = self._current
-        if resource is None or resource.kind not in (ENDPOINT, COMPONENT):
-            return []
-        group = logs.group_of_endpoint if resource.kind is ENDPOINT else logs.group_of_component
-        return logs.last_lines(self._around.cloud, group(resource.name), _LOG_LINES, time.time())
+    def _is_there(self, resource: Resource) -> bool:
+        try:
+            return find(self._around.cloud, resource) is not None
+        except Exception:  # it could not be looked up, so it may be
+            return True
 
     def _cleared(self, resource: Resource) -> Found | None:
         """What is there, once something that is failed or on its way out is gone."""
@@ -201,7 +219,7 @@ class _Run:
             call = replace(call, parameters={key: item for key, item in call.parameters.items() if key != "Tags"})
         self._around.progress.say(f"{'creating' if found is None else 'setting'} {resource.key}")
         try:
-            self._answers[resource.key] = self._call(call)
+            self._answers[resource.key] = call_until_seen(self._around, call, self._unseen)
         except ClientError as error:
             if found is None and is_already_there(error) and not self._is_ours(resource):
                 del self.created[resource.key]
@@ -218,18 +236,12 @@ class _Run:
             and resource.kind.same(resource.create.parameters, found.description, found.tags)
         )
 
-    def _call(self, call: ApiCall) -> dict[str, Any]:
-        from botocore.exceptions import ClientError
-
-        end = self._around.clock.now() + _ROLE_LIMIT
-        while True:
-            try:
-                return self._around.cloud.call(call)
-            except ClientError as error:
-                if not is_role_too_new(error) or self._around.clock.now() > end or not self._made_role():
-                    raise
-                self._around.progress.say("SageMaker does not see the new role yet; trying again")
-                self._around.clock.sleep(POLL)
+    def _unseen(self, error: Any) -> str | None:
+        if is_role_too_new(error) and self._made_role():
+            return "the new role"
+        # What a model does not find, its data or its image, was not made here.
+        of_model = self.current is not None and self.current.kind is MODEL
+        return "what was just made" if is_missing(error) and not of_model else None
 
     def _made_role(self) -> bool:
         return any(resource.kind is ROLE for resource in self.created.values())

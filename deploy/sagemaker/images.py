@@ -7,9 +7,10 @@ import subprocess
 from dataclasses import dataclass
 
 from deploy.sagemaker.configuration import Configuration
+from deploy.sagemaker.partitions import DOMAINS, domain
 
 _ECR = re.compile(
-    r"(?P<account>\d{12})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?"
+    rf"(?P<account>\d{{12}})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.({'|'.join(map(re.escape, DOMAINS))})"
     r"/(?P<repository>[^:@\s]+)(?P<version>[:@]\S+)?"
 )
 REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
@@ -38,8 +39,7 @@ def ecr_image(image: str) -> EcrImage | None:
 
 def registry(account: str, region: str) -> str:
     """Host of an account's registry."""
-    suffix = ".cn" if region.startswith("cn-") else ""
-    return f"{account}.dkr.ecr.{region}.amazonaws.com{suffix}"
+    return f"{account}.dkr.ecr.{region}.{domain(region)}"
 
 
 def pushed_image(local: str, repository: str, account: str, region: str) -> str:

@@ -39,6 +39,8 @@ _GPU_FAMILIES = {
     "g6e": _Family(48, _ONE_FOUR_EIGHT),
     "g7e": _Family(96, _ONE_TWO_FOUR_EIGHT),
 }
+_LOCAL_DISKS = re.compile(r"(g[5-9]|p[5-9]|trn)|.*d")
+"""Families with disks of their own, to which SageMaker attaches no volume; a d in a name says that it has them."""
 _TOO_OLD = frozenset({"p2", "p3"})
 """CUDA 13 has no code for these GPUs (compute capability below 7.5)."""
 
@@ -72,6 +74,11 @@ def gpu_memory(instance_type: str) -> int | None:
     known = _GPU_FAMILIES.get(family(instance_type))
     count = gpus(instance_type)
     return known.memory * count if known and count else None
+
+
+def takes_a_volume(instance_type: str) -> bool:
+    """Whether the size of the volume can be said: what has disks of its own gets none."""
+    return _LOCAL_DISKS.match(family(instance_type)) is None
 
 
 def runs_cuda_13(instance_type: str) -> bool:

@@ -13,7 +13,7 @@ _JSON = "application/json"
 
 
 class StreamBroken(Exception):
-    """The stream ended with an error."""
+    """The stream ended with an error, of SageMaker's or of the model's."""
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
@@ -70,7 +70,11 @@ def invoke_asynchronously(cloud: Cloud, endpoint: str, location: str) -> str:
 
 
 def texts(pieces: Iterator[bytes]) -> Iterator[str]:
-    """The text in a stream of JSON lines or server-sent events; a line of an unknown kind as it is."""
+    """The text in a stream of JSON lines or server-sent events; a line of an unknown kind as it is.
+
+    Raises:
+        StreamBroken: one of them is an error: the status was sent when nothing was wrong yet.
+    """
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -89,6 +93,8 @@ def _text(line: bytes) -> Iterator[str]:
     except ValueError:
         yield shown + "\n"
         return
+    if isinstance(record, dict) and record.get("error"):
+        raise StreamBroken(f"the model failed: {shown}")
     text = _text_of(record) if isinstance(record, dict) else None
     yield shown + "\n" if text is None else text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +17,13 @@ FOLLOW_INTERVAL = 2.0
 _MOST_PAGES = 100
 _OVERLAP = 60_000
 """Milliseconds that are read again: CloudWatch's records may come late."""
+
+
+class NoLog(Exception):
+    """There is no such log group: nothing has logged to it yet."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__(f"there is no log group {group}: nothing has logged there yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,12 @@ def group_of_component(name: str) -> str:
 
 
 def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
-    """The records from `since` on, in milliseconds since 1970; none if nothing has logged yet."""
+    """The records from `since` on, in milliseconds since 1970.
+
+    Raises:
+        NoLog: nothing has ever logged.
+        botocore.exceptions.ClientError: the log could not be read.
+    """
     from botocore.exceptions import ClientError
 
     token: dict[str, Any] = {}
@@ -54,7 +67,7 @@ def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
             answer = cloud.call(ApiCall("logs", "filter_log_events", parameters))
         except ClientError as error:
             if is_missing(error):
-                return
+                raise NoLog(group) from None
             raise
         for event in answer.get("events", ()):
             text = str(event["message"]).rstrip()
@@ -65,25 +78,28 @@ def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
 
 
 def follow(cloud: Cloud, group: str, since: int, clock: Clock) -> Iterator[Line]:
-    """The records from `since` on, and each further one as it comes; without end."""
+    """The records from `since` on, and each further one as it comes; without end, also where there are none yet."""
     seen: dict[str, int] = {}
     newest = since
     while True:
-        for line in read(cloud, group, newest - _OVERLAP if seen else newest):
-            if line.id not in seen:
-                seen[line.id] = line.milliseconds
-                newest = max(newest, line.milliseconds)
-                yield line
+        with contextlib.suppress(NoLog):
+            for line in read(cloud, group, newest - _OVERLAP if seen else newest):
+                if line.id not in seen:
+                    seen[line.id] = line.milliseconds
+                    newest = max(newest, line.milliseconds)
+                    yield line
         seen = {id: when for id, when in seen.items() if when >= newest - _OVERLAP}
         clock.sleep(FOLLOW_INTERVAL)
 
 
-def last_lines(cloud: Cloud, group: str, count: int, now: float, within: float = 3600.0) -> list[str]:
-    """The last records of the `within` seconds before `now` (since 1970); or why they cannot be read."""
+def last_lines(cloud: Cloud, group: str, count: int, since: float) -> list[str]:
+    """The last records from `since` on, in seconds since 1970; or why they cannot be read."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        lines = sorted(read(cloud, group, int((now - within) * 1000)), key=lambda line: line.milliseconds)
+        lines = sorted(read(cloud, group, int(since * 1000)), key=lambda line: line.milliseconds)
+    except NoLog as error:
+        return [f"({error})"]
     except (BotoCoreError, ClientError) as error:
         return [f"(the log cannot be read: {in_words(error)})"]
     return [str(line) for line in lines[-count:]]

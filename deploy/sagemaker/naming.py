@@ -59,6 +59,11 @@ def role_name(name: str) -> str:
     return f"slipway-{name}"
 
 
+def role_description(name: str) -> str:
+    """What that role is for."""
+    return f"Execution role of the endpoint {name}"
+
+
 def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
     """Tags as most services want them."""
     return [{"Key": key, "Value": value} for key, value in tags.items()]

@@ -14,7 +14,15 @@ from deploy.sagemaker.autoscaling import scaling_resources
 from deploy.sagemaker.configuration import Capture, Configuration
 from deploy.sagemaker.images import ecr_image
 from deploy.sagemaker.inference_components import adapter_call, base_component
-from deploy.sagemaker.naming import ENDPOINT_TAG, FINGERPRINT_TAG, VARIANT, role_name, tag_list, versioned
+from deploy.sagemaker.naming import (
+    ENDPOINT_TAG,
+    FINGERPRINT_TAG,
+    VARIANT,
+    role_description,
+    role_name,
+    tag_list,
+    versioned,
+)
 from deploy.sagemaker.policies import execution_policy, trust_policy
 from deploy.sagemaker.resource import (
     COMPONENT,
@@ -132,7 +140,7 @@ def _prerequisites(configuration: Configuration) -> list[Resource]:
         role = {
             "RoleName": name,
             "AssumeRolePolicyDocument": json.dumps(trust_policy()),
-            "Description": f"Execution role of the endpoint {configuration.name}",
+            "Description": role_description(configuration.name),
         }
         document = execution_policy(configuration)
         policy = {

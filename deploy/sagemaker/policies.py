@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.sagemaker import images
-from deploy.sagemaker.configuration import Configuration, partition
+from deploy.sagemaker.configuration import Configuration
+from deploy.sagemaker.partitions import partition
 
 PRINCIPAL = "sagemaker.amazonaws.com"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ class Prepared:
 def prepare(path: Path | None, overrides: Overrides, region: str | None, cloud: Cloud | None) -> Prepared:
     """Read the file, lay the options over it, plan, and hold every call against the services' models.
 
-    `region` is what --region or the profile says; a region in the file goes before the environment's. `cloud` is asked
-    for the account if nothing else tells it; None asks nobody.
+    `region` counts where neither an option nor the file names one. `cloud` is asked for the account if nothing else
+    tells it; None asks nobody.
 
     Raises:
         ConfigurationError: something is wrong; all that is wrong is listed.
@@ -35,9 +34,7 @@ def prepare(path: Path | None, overrides: Overrides, region: str | None, cloud: 
     """
     values = read_file(path) if path else {}
     values = laid_over(values, overrides.values)
-    environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    given = {"region": region or values.get("region") or environment}
-    values = laid_over(values, {key: value for key, value in given.items() if value})
+    values.setdefault("region", region)
     if cloud is not None and _needs_account(values):
         values["account"] = str(cloud.call(ApiCall("sts", "get_caller_identity"))["Account"])
     configuration = read_configuration(values, overrides.origins)

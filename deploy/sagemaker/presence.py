@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.sagemaker.api_call import Cloud
+from deploy.sagemaker.api_call import ApiCall, Cloud
 from deploy.sagemaker.naming import ENDPOINT_TAG, tag_map
 from deploy.sagemaker.progress import Clock, Progress
 from deploy.sagemaker.resource import Resource
@@ -15,6 +15,8 @@ from deploy.sagemaker.service_errors import in_words, is_busy, is_missing
 POLL = 10.0
 """Seconds between two looks at something that takes minutes."""
 _SIGN_OF_LIFE = 60.0
+_UNSEEN_LIMIT = 60.0
+"""Seconds until what was made is seen: IAM's roles, and what SageMaker reads from eventually consistent tables."""
 _FAILURES_IN_A_ROW = 5
 IN_SERVICE, FAILED, DELETING = "InService", "Failed", "Deleting"
 _FAILED = frozenset({FAILED, "OutOfService", "UpdateRollbackFailed"})
@@ -106,6 +108,28 @@ def wait_until_in_service(around: Surroundings, resource: Resource, limit: float
         if now - start > limit:
             raise NotInService(f"{resource.key} is still {found.status} after {limit:.0f} s")
         around.clock.sleep(POLL)
+
+
+def call_until_seen(around: Surroundings, call: ApiCall, unseen: Callable[[Any], str | None]) -> dict[str, Any]:
+    """Carry out a call that uses what was made a moment ago, and that the service may not see for a while.
+
+    `unseen` says what an error shows to be unseen; None: the error is another one.
+
+    Raises:
+        botocore.exceptions.ClientError: the service refused, or still does after a minute.
+    """
+    from botocore.exceptions import ClientError
+
+    end = around.clock.now() + _UNSEEN_LIMIT
+    while True:
+        try:
+            return around.cloud.call(call)
+        except ClientError as error:
+            what = unseen(error)
+            if what is None or around.clock.now() > end:
+                raise
+            around.progress.say(f"{call.service} does not see {what} yet; trying again")
+            around.clock.sleep(POLL)
 
 
 def remove(around: Surroundings, resource: Resource, limit: float) -> bool:

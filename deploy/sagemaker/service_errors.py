@@ -60,6 +60,8 @@ def in_words(error: BaseException) -> str:
     """One line for people."""
     from botocore.exceptions import ClientError
 
+    text = str(error)
     if isinstance(error, ClientError):
-        return f"{error.operation_name}: {code(error)}: {message(error)}"
-    return " ".join(str(error).split()) or type(error).__name__
+        text = f"{error.operation_name}: {code(error)}: {message(error)}"
+    # A message may quote a container's answer, or list several problems.
+    return " ".join(text.split()) or type(error).__name__

@@ -7,15 +7,27 @@ can give itself are left to it, as it replaces what cannot be changed.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from container.masking import masked
 from deploy.sagemaker.api_call import Reference
-from deploy.sagemaker.configuration import Configuration
-from deploy.sagemaker.naming import ENDPOINT_TAG, FINGERPRINT_TAG
+from deploy.sagemaker.autoscaling import (
+    alarm_description,
+    alarm_name,
+    component_target,
+    policy_names,
+    variant_target,
+)
+from deploy.sagemaker.configuration import Configuration, Rollout
+from deploy.sagemaker.naming import (
+    ENDPOINT_TAG,
+    FINGERPRINT_TAG,
+    adapter_component,
+    role_description,
+    role_name,
+)
 from deploy.sagemaker.plan import Plan
 from deploy.sagemaker.resource import (
     ALARM,
@@ -29,6 +41,7 @@ from deploy.sagemaker.resource import (
     SCALING_POLICY,
     Resource,
 )
+from deploy.sagemaker.rollout import component_deployment_config, deployment_config, retained_properties
 from deploy.sagemaker.yaml_text import to_yaml
 
 _TYPES = {
@@ -43,6 +56,7 @@ _TYPES = {
 }
 _BASE = "base component"
 _OURS = frozenset({ENDPOINT_TAG, FINGERPRINT_TAG})
+_UNKNOWN_ROUTING = frozenset({"KV_AWARE"})
 _DEFAULT_METRICS = ("/metrics", 60)
 _PARAMETER_OF_KEY = {
     "EndpointName": "Name",
@@ -59,6 +73,7 @@ _NAMED_AFTER_ENDPOINT = frozenset({"AlarmDescription", "AlarmName", "Description
     "InferenceComponentName",
     "RoleName",
 }
+_NAME = "${Name}"
 
 
 class NotInTemplates(ValueError):
@@ -101,7 +116,7 @@ def template(plan: Plan, configuration: Configuration) -> dict[str, Any]:
         needed = _needed(title, previous)
         if needed:
             entry["DependsOn"] = needed
-        entry["Properties"] = _replaced(_properties(resource, plan), links, configuration.name)
+        entry["Properties"] = _replaced(_properties(resource, plan, configuration), links)
         resources[ids[resource.key]] = entry
         previous[title] = ids[resource.key]
         if resource.kind is COMPONENT:
@@ -118,6 +133,13 @@ def template(plan: Plan, configuration: Configuration) -> dict[str, Any]:
 def _refuse(configuration: Configuration) -> None:
     if configuration.push:
         raise NotInTemplates("push is set; a template needs an image that is in ECR already")
+    if configuration.routing in _UNKNOWN_ROUTING:
+        raise NotInTemplates(f'routing is "{configuration.routing}", which CloudFormation does not know')
+    if configuration.component and configuration.component.placement:
+        raise NotInTemplates(
+            f'component.placement is "{configuration.component.placement}"; CloudFormation has it only together with '
+            "a balance of availability zones"
+        )
     metrics = configuration.metrics
     if metrics.detailed and (metrics.path, metrics.period) != _DEFAULT_METRICS:
         raise NotInTemplates(
@@ -139,10 +161,12 @@ def _logical_ids(plan: Plan) -> dict[str, str]:
 def _parameters(plan: Plan, configuration: Configuration) -> dict[str, _Parameter]:
     found = {
         "Name": _Parameter("Name of the endpoint", configuration.name),
-        "ModelSource": _Parameter("Hub id or S3 location of the model", _model(plan)),
-        "Image": _Parameter("Image in ECR", configuration.image),
     }
+    # The policy of a role that is made is for this model and this image.
+    if not (configuration.create_role and configuration.from_s3):
+        found["ModelSource"] = _Parameter("Hub id or S3 location of the model", _model(plan))
     if not configuration.create_role:
+        found["Image"] = _Parameter("Image in ECR", configuration.image)
         found["RoleArn"] = _Parameter("Execution role of the containers", configuration.role)
     if configuration.instance_type:
         found["InstanceType"] = _Parameter("Instance type", configuration.instance_type)
@@ -178,6 +202,8 @@ def _links(
         "EndpointConfigName": (plan.of(ENDPOINT_CONFIG)[0], "EndpointConfigName"),
     }
 
+    named = _named_after_endpoint(plan, configuration)
+
     def link(key: str, value: Any) -> Any:
         if isinstance(value, Reference):
             return {"Ref": ids[value.resource]}
@@ -189,7 +215,9 @@ def _links(
         if _secret_parameter(key) in parameters and masked(key, str(value)) != value:
             return {"Ref": _secret_parameter(key)}
         name = _PARAMETER_OF_KEY.get(key, "")
-        return {"Ref": name} if name in parameters and parameters[name].value == value else None
+        if name in parameters and parameters[name].value == value:
+            return {"Ref": name}
+        return {"Fn::Sub": named[value]} if key in _NAMED_AFTER_ENDPOINT and value in named else None
 
     return link
 
@@ -203,8 +231,8 @@ def _needed(title: str, previous: Mapping[str, str]) -> str | None:
     return previous[SCALABLE_TARGET.title] if title == SCALING_POLICY.title else None
 
 
-def _properties(resource: Resource, plan: Plan) -> dict[str, Any]:
-    properties = dict(resource.create.parameters)
+def _properties(resource: Resource, plan: Plan, configuration: Configuration) -> dict[str, Any]:
+    properties = {**resource.create.parameters, **_rollout(resource, configuration)}
     if resource.kind in (MODEL, ENDPOINT_CONFIG):
         del properties[f"{'Model' if resource.kind is MODEL else 'EndpointConfig'}Name"]
     if resource.kind is MODEL:
@@ -223,15 +251,40 @@ def _properties(resource: Resource, plan: Plan) -> dict[str, Any]:
     return properties | ({"Tags": kept} if kept else {})
 
 
-def _replaced(value: Any, link: Callable[[str, Any], Any], name: str, key: str = "") -> Any:
+def _rollout(resource: Resource, configuration: Configuration) -> dict[str, Any]:
+    """How an update of the stack replaces what runs, as `slipway update` does."""
+    rollout = configuration.rollout
+    if resource.kind is ENDPOINT:
+        config = {} if rollout == Rollout() else {"DeploymentConfig": deployment_config(rollout)}
+        return config | retained_properties(configuration)
+    if resource.kind is COMPONENT and "ModelName" in resource.create.parameters["Specification"]:
+        return {} if rollout == Rollout() else {"DeploymentConfig": component_deployment_config(rollout)}
+    return {}
+
+
+def _named_after_endpoint(plan: Plan, configuration: Configuration) -> dict[str, str]:
+    """What is named after the endpoint, and the same for any name."""
+    found = {}
+    for make in (alarm_name, alarm_description, role_name, role_description):
+        found[make(plan.name)] = make(_NAME)
+    for target in (variant_target, component_target):
+        found[target(plan.name).resource_id] = target(_NAME).resource_id
+    found |= dict(zip(policy_names(plan.name), policy_names(_NAME), strict=True))
+    for adapter in configuration.adapters:
+        found[adapter_component(plan.name, adapter.name)] = adapter_component(_NAME, adapter.name)
+    for policy in plan.of(ROLE_POLICY):
+        found[policy.name] = _NAME + policy.name.removeprefix(plan.name)
+    return found
+
+
+def _replaced(value: Any, link: Callable[[str, Any], Any], key: str = "") -> Any:
+    if key == "Tags":  # what somebody wrote, and not what it is like
+        return value
     linked = link(key, value)
     if linked is not None:
         return linked
     if isinstance(value, Mapping):
-        return {each: _replaced(item, link, name, each) for each, item in value.items()}
+        return {each: _replaced(item, link, each) for each, item in value.items()}
     if isinstance(value, list):
-        return [_replaced(item, link, name) for item in value]
-    if key in _NAMED_AFTER_ENDPOINT and isinstance(value, str):
-        named = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "${Name}", value, count=1)
-        return value if named == value else {"Fn::Sub": named}
+        return [_replaced(item, link) for item in value]
     return value

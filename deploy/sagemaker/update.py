@@ -5,22 +5,26 @@ SageMaker itself goes back to the old configuration when the rollout fails or on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deploy.sagemaker.api_call import ApiCall
+from deploy.sagemaker.autoscaling import variant_target
 from deploy.sagemaker.configuration import Configuration, Rollout
 from deploy.sagemaker.destroy import component_names, listed_versions, role_policies, scaling_candidates
-from deploy.sagemaker.executor import Conflict, Executor, Failed
+from deploy.sagemaker.executor import Conflict, Executor, Failed, Hook, tell_log
 from deploy.sagemaker.naming import FINGERPRINT_TAG, VARIANT, tag_list
 from deploy.sagemaker.plan import Plan
 from deploy.sagemaker.presence import (
+    FAILED,
     IN_SERVICE,
     Found,
     NotGone,
     NotInService,
     Surroundings,
+    call_until_seen,
     find,
     remove,
     wait_until_in_service,
@@ -31,18 +35,21 @@ from deploy.sagemaker.resource import (
     ENDPOINT,
     ENDPOINT_CONFIG,
     MODEL,
+    REPOSITORY,
     ROLE,
     ROLE_POLICY,
     SAGEMAKER,
     SCALABLE_TARGET,
+    SCALING,
     SCALING_POLICY,
     Kind,
     Resource,
     fingerprint_of,
 )
-from deploy.sagemaker.service_errors import in_words
+from deploy.sagemaker.rollout import component_deployment_config, deployment_config, retained_properties
+from deploy.sagemaker.service_errors import in_words, is_missing
 
-_CONTENT_KINDS = (ROLE, ROLE_POLICY, MODEL, ENDPOINT_CONFIG)
+_CONTENT_KINDS = (REPOSITORY, ROLE, ROLE_POLICY, MODEL, ENDPOINT_CONFIG)
 _SCALING_KINDS = (SCALABLE_TARGET, SCALING_POLICY, ALARM)
 _EXECUTION_LIMIT = 28800
 """Seconds that SageMaker allows for a rollout at most."""
@@ -57,39 +64,17 @@ class Updated:
     left: tuple[str, ...]
 
 
-def update(around: Surroundings, plan: Plan, configuration: Configuration) -> Updated:
-    """Bring a deployment to what the plan says.
+def update(
+    around: Surroundings, plan: Plan, configuration: Configuration, hooks: Mapping[str, Hook] | None = None
+) -> Updated:
+    """Bring a deployment to what the plan says; `hooks` as those of the `Executor`.
 
     Raises:
         Conflict: there is no such endpoint, it is not ours, or something else is going on with it.
         Failed: the rollout failed; the endpoint runs as before, or the message says how.
         botocore.exceptions.ClientError: what is there could not be looked up.
     """
-    return _Update(around, plan, configuration).run()
-
-
-def deployment_config(rollout: Rollout) -> dict[str, Any]:
-    """`DeploymentConfig` of update_endpoint."""
-    step = {"Type": "CAPACITY_PERCENT", "Value": rollout.step_percent}
-    config: dict[str, Any]
-    if rollout.strategy == "rolling":
-        config = {"RollingUpdatePolicy": {"MaximumBatchSize": step, "WaitIntervalInSeconds": rollout.wait}}
-    else:
-        kinds = {"blue-green": "ALL_AT_ONCE", "canary": "CANARY", "linear": "LINEAR"}
-        routing: dict[str, Any] = {"Type": kinds[rollout.strategy], "WaitIntervalInSeconds": rollout.wait}
-        if rollout.strategy == "canary":
-            routing["CanarySize"] = step
-        if rollout.strategy == "linear":
-            routing["LinearStepSize"] = step
-        config = {"BlueGreenUpdatePolicy": {"TrafficRoutingConfiguration": routing, "TerminationWaitInSeconds": 0}}
-    return config | _alarms(rollout)
-
-
-def component_deployment_config(rollout: Rollout) -> dict[str, Any]:
-    """`DeploymentConfig` of update_inference_component, which knows rolling updates alone."""
-    step = {"Type": "CAPACITY_PERCENT", "Value": rollout.step_percent}
-    policy = {"MaximumBatchSize": step, "WaitIntervalInSeconds": rollout.wait}
-    return {"RollingUpdatePolicy": policy, **_alarms(rollout)}
+    return _Update(around, plan, configuration, hooks).run()
 
 
 def update_calls(plan: Plan, configuration: Configuration) -> tuple[ApiCall, ...]:
@@ -108,10 +93,7 @@ def endpoint_update(plan: Plan, configuration: Configuration) -> ApiCall:
         "EndpointConfigName": plan.of(ENDPOINT_CONFIG)[0].name,
         "DeploymentConfig": deployment_config(configuration.rollout),
     }
-    if configuration.autoscaling and not configuration.component:
-        # Else an update takes back what the scaling has added.
-        parameters["RetainAllVariantProperties"] = True
-        parameters["ExcludeRetainedVariantProperties"] = [{"VariantPropertyType": "DataCaptureConfig"}]
+    parameters |= retained_properties(configuration)
     return ApiCall(SAGEMAKER, "update_endpoint", parameters)
 
 
@@ -128,8 +110,12 @@ def component_update(resource: Resource, rollout: Rollout) -> ApiCall:
 
 
 class _Update:
-    def __init__(self, around: Surroundings, plan: Plan, configuration: Configuration) -> None:
+    def __init__(
+        self, around: Surroundings, plan: Plan, configuration: Configuration, hooks: Mapping[str, Hook] | None
+    ) -> None:
         self._around = around
+        self._hooks = hooks
+        self._begun = time.time()
         self._plan = plan
         self._configuration = configuration
         self._limit = plan.wait_limit + _EXECUTION_LIMIT
@@ -151,6 +137,8 @@ class _Update:
             raise Conflict((f"{endpoint.key} is not there; `slipway deploy` makes it",))
         if not found.belongs_to(self._plan.name):
             raise Conflict((f"{endpoint.key} does not belong to a deployment of Slipway (it has no such tag)",))
+        if found.status == FAILED:
+            raise Conflict((f"{endpoint.key} is {FAILED} and cannot be updated; `slipway deploy` makes it anew",))
         if found.status != IN_SERVICE:
             raise Conflict((f"{endpoint.key} is {found.status}; it can be updated once it is {IN_SERVICE}",))
         return endpoint, found
@@ -159,7 +147,7 @@ class _Update:
         """Make new resources of some kinds; those that are there are kept, scaling is set anew."""
         resources = tuple(resource for resource in self._plan.resources if resource.kind in kinds)
         part = Plan(self._plan.name, resources, self._plan.wait_limit)
-        self._changed += Executor(self._around).deploy(part).created
+        self._changed += Executor(self._around, hooks=self._hooks).deploy(part).created
 
     def _roll_out(self, endpoint: Resource, found: Found) -> None:
         wanted = endpoint.create.parameters["EndpointConfigName"]
@@ -168,13 +156,15 @@ class _Update:
         scaling = self._release_scaling(found)
         self._around.progress.say(f"updating {endpoint.key} to {wanted}")
         try:
-            self._around.cloud.call(endpoint_update(self._plan, self._configuration))
+            call_until_seen(self._around, endpoint_update(self._plan, self._configuration), _unseen)
             now = wait_until_in_service(self._around, endpoint, self._limit)
             if now.description["EndpointConfigName"] != wanted:
                 reason = now.reason or "the rollout failed, or one of its alarms rang"
                 raise NotInService(f"{endpoint.key} went back to {now.description['EndpointConfigName']}: {reason}")
         except KeyboardInterrupt:
-            released = "; nothing scales it until `slipway update` has been run again" if scaling else ""
+            released = ""
+            if scaling and self._plan.of(SCALABLE_TARGET):
+                released = "; nothing scales it until `slipway update` has been run again"
             raise Failed(f"interrupted; SageMaker goes on with the rollout{released}", (), interrupted=True) from None
         except Exception as error:
             raise self._rolled_back(endpoint, scaling, error) from error
@@ -182,20 +172,28 @@ class _Update:
 
     def _release_scaling(self, found: Found) -> bool:
         """Before another instance type comes, the variant may not be a scalable target: whether it was one."""
-        targets = [each for each in self._plan.of(SCALABLE_TARGET) if each.name.startswith("endpoint/")]
+        target = Resource(
+            SCALABLE_TARGET, ApiCall(SCALING, "register_scalable_target", variant_target(self._plan.name).parameters)
+        )
         old = _named(ENDPOINT_CONFIG, "EndpointConfigName", found.description["EndpointConfigName"])
-        if not targets or self._instance_type(find(self._around.cloud, old)) == self._configuration.instance_type:
+        if self._instance_types(find(self._around.cloud, old)) == set(self._configuration.instance_types):
             return False
-        self._around.progress.say(f"releasing {targets[0].key} while the instance type changes")
-        return remove(self._around, targets[0], self._limit)
+        # It may be there although the new configuration has no scaling.
+        scaled = find(self._around.cloud, target)
+        if scaled is None or not scaled.belongs_to(self._plan.name):
+            return False
+        self._around.progress.say(f"releasing {target.key} while the instance type changes")
+        return remove(self._around, target, self._limit)
 
-    def _instance_type(self, config: Found | None) -> str | None:
+    def _instance_types(self, config: Found | None) -> set[str]:
         variants = config.description["ProductionVariants"] if config else []
-        return next((each.get("InstanceType") for each in variants if each["VariantName"] == VARIANT), None)
+        ours = [each for each in variants if each["VariantName"] == VARIANT]
+        pools = [*ours, *(pool for each in ours for pool in each.get("InstancePools", ()))]
+        return {str(each["InstanceType"]) for each in pools if "InstanceType" in each}
 
     def _rolled_back(self, endpoint: Resource, scaling: bool, error: Exception) -> Failed:
         """Remove the new model and configuration, unless the endpoint uses them."""
-        self._around.progress.say(f"failed: {in_words(error)}")
+        self._tell(endpoint, error)
         left: list[str] = []
         try:
             if scaling:
@@ -203,6 +201,11 @@ class _Update:
             found = find(self._around.cloud, endpoint)
         except Exception as again:  # the first error is the one to report
             return Failed(f"{in_words(error)} (and then {in_words(again)})", tuple(self._changed))
+        if scaling and not self._plan.of(SCALABLE_TARGET):
+            # Its old policies went with the target, and the new configuration has none to put in their place.
+            self._around.progress.say(
+                f"{endpoint.key} is not scaled any more; `slipway update` with the old file sets it"
+            )
         used = found.description["EndpointConfigName"] if found else ""
         if used == endpoint.create.parameters["EndpointConfigName"] or (found and found.status != IN_SERVICE):
             return Failed(in_words(error), tuple(self._changed))
@@ -210,6 +213,11 @@ class _Update:
         for resource in reversed(made):
             left += self._removed(resource)[1]
         return Failed(in_words(error), tuple(left))
+
+    def _tell(self, resource: Resource, error: Exception) -> None:
+        self._around.progress.say(f"failed: {in_words(error)}")
+        if isinstance(error, NotInService):
+            tell_log(self._around, resource, self._begun)
 
     def _bring_components(self) -> None:
         wanted = self._plan.of(COMPONENT)
@@ -226,12 +234,13 @@ class _Update:
         tags = tag_list({FINGERPRINT_TAG: fingerprint_of(resource.create.parameters)})
         arn = description["InferenceComponentArn"]
         try:
-            self._around.cloud.call(component_update(resource, self._configuration.rollout))
+            call_until_seen(self._around, component_update(resource, self._configuration.rollout), _unseen)
             wait_until_in_service(self._around, resource, self._limit)
             self._around.cloud.call(ApiCall(SAGEMAKER, "add_tags", {"ResourceArn": arn, "Tags": tags}))
         except KeyboardInterrupt:
             raise Failed("interrupted; SageMaker goes on with the rollout", (), interrupted=True) from None
         except Exception as error:
+            self._tell(resource, error)
             raise Failed(f"{in_words(error)}; `slipway update` again goes on from here", ()) from error
         self._changed.append(resource.key)
 
@@ -279,11 +288,9 @@ class _Update:
         return [resource.key], []
 
 
+def _unseen(error: Any) -> str | None:
+    return "what was just made" if is_missing(error) else None
+
+
 def _named(kind: Kind, key: str, name: str) -> Resource:
     return Resource(kind, ApiCall(SAGEMAKER, kind.lookup({key: name}).operation, {key: name}))
-
-
-def _alarms(rollout: Rollout) -> dict[str, Any]:
-    if not rollout.alarms:
-        return {}
-    return {"AutoRollbackConfiguration": {"Alarms": [{"AlarmName": name} for name in rollout.alarms]}}

@@ -50,6 +50,12 @@ async def test_an_answer_comes_to_the_folder_and_the_container_gets_an_id(tmp_pa
     assert [name[36:] for name in names(tmp_path)] == [".out"]
 
 
+async def test_an_answer_may_be_larger_than_that_of_a_real_time_call(tmp_path: Path) -> None:
+    container = ScriptedContainer(always(answer("200 OK", b"x" * 2000)))
+    async with local_endpoint(container, async_output=str(tmp_path), max_payload=1000) as client:
+        assert await result(await client.post(ASYNC, content=b"x"), "outputlocation") == b"x" * 2000
+
+
 async def test_a_call_has_its_own_time_limit_and_fails_in_the_other_place(tmp_path: Path) -> None:
     async def slow(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(1.5)

@@ -17,7 +17,9 @@ from deploy.cli import app
         (["local", "--container", "http://x", "--model-dir", "/m"], "has a model already"),
         (["local", "--container", "localhost:8080"], "expected http://host:port"),
         (["local", "--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
-        (["local", "--container", "http://x", "--adapter", "=source"], "a name is missing"),
+        (["local", "--container", "http://x", "--adapter", "=source"], "--adapter: a name is missing"),
+        (["local", "--container", "http://x", "--component", ""], "--component: a name is missing"),
+        (["local", "--container", "http://x", "--adapter", "a_b=source"], "Value 'a_b' at 'endpointName' failed"),
         (["local", "--container", "http://x", "--max-payload-mb", "0"], "Input should be greater than or equal to 1"),
     ],
 )

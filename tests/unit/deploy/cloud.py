@@ -237,7 +237,7 @@ class MemoryCloud:
         thing = self._thing("update_endpoint", ENDPOINT, parameters["EndpointName"])
         wanted = self._thing("update_endpoint", ENDPOINT_CONFIG, parameters["EndpointConfigName"])
         current = self.things[ENDPOINT_CONFIG, thing.parameters["EndpointConfigName"]]
-        types = [each.parameters["ProductionVariants"][0].get("InstanceType") for each in (wanted, current)]
+        types = [_instance_types(each.parameters["ProductionVariants"][0]) for each in (wanted, current)]
         if types[0] != types[1] and any(
             kind is SCALABLE_TARGET and name.startswith("endpoint/") for kind, name in self.things
         ):
@@ -298,6 +298,10 @@ class MemoryCloud:
         if kind is SCALABLE_TARGET:
             return f"arn:aws:application-autoscaling:eu-west-1:111122223333:scalable-target/{name.encode().hex()}"
         return f"arn:aws:sagemaker:eu-west-1:111122223333:{kind.title.replace(' ', '-')}/{name}"
+
+
+def _instance_types(variant: dict[str, Any]) -> list[str]:
+    return [variant.get("InstanceType", ""), *(pool["InstanceType"] for pool in variant.get("InstancePools", ()))]
 
 
 class TurnedClock:

@@ -77,7 +77,6 @@ VALUES: dict[str, dict[str, Any]] = {
         "component": {"copies": 1, "gpus": 1, "cpus": 2.0, "placement": "SPREAD"},
         "adapters": [{"name": "french", "source": "s3://adapters/french.tar.gz"}],
         "provision_timeout": 900,
-        "volume_gb": 200,
         "ssm": True,
     },
 }

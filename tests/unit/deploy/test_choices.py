@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from botocore.session import get_session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.sagemaker import cuda, images, instances, timeouts
+from deploy.sagemaker import cuda, images, instances, partitions, timeouts
 from deploy.sagemaker.naming import LONGEST_NAME, NAME, fingerprint, is_versioned, name_from_model, versioned
 
 SAGEMAKER = get_session().get_service_model("sagemaker")
@@ -111,6 +112,14 @@ def test_gpus_are_known_for_every_gpu_instance_but_the_newest_family() -> None:
     assert instances.gpus("ml.m5.large") == 0
 
 
+def test_a_volume_is_for_instances_without_disks_of_their_own_as_the_sagemaker_sdk_has_it() -> None:
+    supported = importlib.import_module("sagemaker.core.common_utils").volume_size_supported
+    types = _choices("ProductionVariantInstanceType")
+    differing = {instances.family(each) for each in types if instances.takes_a_volume(each) != supported(each)}
+    # Newer than the SDK's list; EC2 has them with NVMe disks.
+    assert differing == {"g7", "p6-b300", "p6e-gb200"}
+
+
 @settings(deadline=None)
 @given(st.floats(0.1, 5000), st.booleans())
 def test_timeouts_are_whole_minutes_that_sagemaker_allows(size: float, downloads: bool) -> None:
@@ -120,6 +129,20 @@ def test_timeouts_are_whole_minutes_that_sagemaker_allows(size: float, downloads
     assert timeouts.startup_timeout(size, container_downloads=True) >= timeouts.startup_timeout(
         size, container_downloads=False
     )
+
+
+_PARTITIONS: Any = get_session().get_data("endpoints")["partitions"]
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS, ids=lambda each: each["partition"])
+def test_every_region_of_sagemaker_has_its_partitions_arns_and_hosts(partition: dict[str, Any]) -> None:
+    regions = get_session().get_available_regions("sagemaker", partition["partition"])
+    assert regions
+    for region in regions:
+        assert partitions.partition(region) == partition["partition"]
+        assert partitions.domain(region) == partition["dnsSuffix"]
+        host = images.registry("111122223333", region)
+        assert images.ecr_image(f"{host}/slipway:gpu") == images.EcrImage("111122223333", region, "slipway")
 
 
 def test_a_pushed_image_keeps_its_tag_and_gets_the_accounts_registry() -> None:

@@ -17,6 +17,7 @@ from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.executor import Executor
 from deploy.sagemaker.presence import Surroundings
 from deploy.sagemaker.resource import ENDPOINT
+from deploy.sagemaker.service_errors import in_words
 from tests.unit.deploy.cloud import MemoryCloud, error
 from tests.unit.deploy.configurations import IMAGE, ROLE, planned
 
@@ -126,6 +127,21 @@ def test_what_is_wrong_is_exit_code_two_and_a_line(arguments: list[str], said: s
     assert "Traceback" not in done.output
 
 
+def test_a_dry_run_is_for_the_region_that_the_deployment_is_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("[profile prod]\nregion = eu-west-1\n")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    done = _run("deploy", *SHORT[:-2], "--profile", "prod", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for option in ("--region=eu-west-1", "--set=region=eu-west-1"):
+        done = _run("deploy", *SHORT[:-2], option, "--dry-run")
+        assert done.exit_code == 0, done.stderr
+    assert "image is in eu-west-1; expected one in us-east-1" in _run("deploy", *SHORT[:-2], "--dry-run").stderr
+
+
 def test_without_a_region_it_says_where_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
@@ -147,6 +163,30 @@ def test_status_invoke_logs_and_destroy(memory: MemoryCloud, around: Surrounding
     assert "removed: endpoint my-llm" in _run("destroy", "my-llm").stdout
     assert _run("destroy", "my-llm").stdout == "there is nothing of my-llm\n"
     assert _run("status", "my-llm").exit_code == 1
+
+
+def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line() -> None:
+    refused = error("InvokeEndpoint", 'Received client error (424) with message "{\n  "code": 424\n}\n".', "ModelError")
+    assert in_words(refused) == (
+        'InvokeEndpoint: ModelError: Received client error (424) with message "{ "code": 424 } ".'
+    )
+
+
+def test_a_body_that_is_no_text_is_sent_as_it_is(memory: MemoryCloud) -> None:
+    assert _run("invoke", "my-llm", "--body", "\udcff").exit_code == 0
+
+
+def test_the_log_of_nothing_is_a_line_and_exit_code_one(memory: MemoryCloud) -> None:
+    def refuse(call: ApiCall) -> None:
+        if call.operation == "filter_log_events":
+            raise error(call.operation, "The specified log group does not exist.", "ResourceNotFoundException")
+
+    memory.before = refuse
+    done = _run("logs", "my-llm")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "slipway: there is no log group /aws/sagemaker/Endpoints/my-llm: nothing has logged there yet\n"
+    )
 
 
 def test_an_endpoint_that_is_not_ours_stays_and_the_exit_code_says_so(memory: MemoryCloud) -> None:
@@ -176,6 +216,30 @@ def test_a_local_image_is_pushed_before_anything_needs_it(memory: MemoryCloud, m
     ]
     assert [stdin for _, stdin, _ in ran] == ["secret", None, None]
     assert ran[0][2] == ["image repository slipway"]
+
+
+@pytest.mark.parametrize(("tag", "note"), [("gpu", True), ("gpu-2", False)])
+def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_runs(
+    tag: str, note: bool, memory: MemoryCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run(command: tuple[str, ...], **more: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["--name", "my-llm", "--model", "org/m", "--create-role", "--instance-type", "ml.g6e.xlarge"]
+    assert _run("deploy", *arguments, "--push", "slipway:gpu").exit_code == 0
+    ran.clear()
+    done = _run("update", *arguments, "--push", f"slipway:{tag}")
+    assert done.exit_code == 0, done.output
+    image = f"111122223333.dkr.ecr.eu-west-1.amazonaws.com/slipway:{tag}"
+    assert ran[-1] == ("docker", "push", image)
+    assert ("has been pushed again, and what runs stays as it is" in done.stderr) is note
+    assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
+    dry = _run("update", *arguments, "--push", "slipway:gpu", "--account", "111122223333", "--dry-run")
+    assert "docker push" in dry.stderr
 
 
 def test_without_docker_the_push_fails_and_everything_goes(

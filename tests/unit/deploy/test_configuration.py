@@ -67,10 +67,26 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"component": {}, "instance_type": "ml.g7.2xlarge"}, "component.gpus: missing; expected a number"),
     ({"component": {}, "async": {"output": "s3://b/"}}, "SageMaker has no asynchronous components"),
     ({"component": {}, "adapters": [{"name": "a", "source": "s3://b/a.zip"}]}, "adapters[0].source"),
+    ({"volume_gb": 200}, "volume_gb is 200; expected none, as ml.g6e.xlarge has disks of its own"),
+    (
+        {
+            "instance_type": None,
+            "volume_gb": 9,
+            "pools": [
+                {"instance_type": "ml.c7i.xlarge", "priority": 1},
+                {"instance_type": "ml.c6gd.xlarge", "priority": 2},
+            ],
+        },
+        "ml.c6gd.xlarge has disks of its own",
+    ),
     ({"prefix_length": 2048}, 'expected routing "PREFIX_AWARE" beside it'),
     ({"vpc": {"subnets": ["subnet-1"]}}, "vpc.security_groups: missing"),
     ({"metrics": {"period": 15}}, "expected one of 10, 30, 60"),
     ({"rollout": {"strategy": "fast"}}, "expected one of blue-green, canary, linear, rolling"),
+    (
+        {"rollout": {"strategy": "linear", "step_percent": 5}},
+        'rollout.step_percent is 5; expected at least 10, which SageMaker asks of the strategy "linear"',
+    ),
     ({"nmae": "x"}, "nmae: there is no such field"),
     ({"vpc": {"subnet": []}}, "vpc.subnet: there is no such field; there are security_groups, subnets"),
 ]

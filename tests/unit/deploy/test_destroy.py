@@ -6,7 +6,7 @@ from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.destroy import destroy
 from deploy.sagemaker.executor import Executor
 from deploy.sagemaker.presence import Surroundings
-from deploy.sagemaker.resource import ENDPOINT, ENDPOINT_CONFIG, MODEL, SCALABLE_TARGET, SCALING_POLICY
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG, MODEL, SCALABLE_TARGET, SCALING_POLICY
 from tests.unit.deploy.cloud import MemoryCloud, error
 from tests.unit.deploy.configurations import VALUES, planned
 
@@ -116,3 +116,44 @@ def test_of_nothing_nothing_is_left(cloud: MemoryCloud, around: Surroundings) ->
     cloud.add(MODEL, "other", {"ModelName": "other"})
     done = destroy(around, "my-llm")
     assert (done.removed, done.left, done.foreign) == ((), (), ())
+
+
+def _theirs(cloud: MemoryCloud) -> str:
+    specification = {"ModelName": "theirs"}
+    name = "their-model"
+    cloud.add(
+        COMPONENT,
+        name,
+        {"InferenceComponentName": name, "EndpointName": "my-llm", "Specification": specification},
+    )
+    return f"{COMPONENT.title} {name}"
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_endpoint_with_someone_elses_component_stays_with_all_that_serves_it_and_at_once(
+    dry_run: bool, cloud: MemoryCloud, around: Surroundings
+) -> None:
+    Executor(around).deploy(planned("scale_to_zero"))
+    theirs, start = _theirs(cloud), around.clock.now()
+    done = destroy(around, "my-llm", dry_run=dry_run)
+    assert done.foreign == (theirs,)
+    assert f"endpoint my-llm: kept, as {theirs} is still there" in done.left
+    assert {kind for kind, _ in cloud.things} >= {ENDPOINT, ENDPOINT_CONFIG, MODEL}
+    assert around.clock.now() - start < 60
+
+
+@pytest.mark.parametrize("name", ["real_time", "adapters"])
+def test_what_serves_keeps_its_configuration_and_model(name: str, cloud: MemoryCloud, around: Surroundings) -> None:
+    Executor(around).deploy(planned(name))
+
+    def refuse(call: ApiCall) -> None:
+        if call.operation in ("delete_endpoint", "delete_inference_component"):
+            raise error(call.operation, "no", "AccessDeniedException")
+
+    cloud.before = refuse
+    left = [line.partition(":")[0] for line in destroy(around, "my-llm").left]
+    assert sorted(left) == [key for key in cloud.names if not key.startswith("scal")]
+    assert {kind for kind, _ in cloud.things} >= {ENDPOINT, ENDPOINT_CONFIG, MODEL}
+    cloud.before = lambda call: None
+    assert destroy(around, "my-llm").left == ()
+    assert cloud.names == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from botocore.exceptions import ConnectTimeoutError
@@ -10,9 +11,10 @@ from deploy.sagemaker.destroy import destroy
 from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import ENDPOINT_TAG, FINGERPRINT_TAG
 from deploy.sagemaker.presence import Surroundings
-from deploy.sagemaker.resource import COMPONENT, ENDPOINT, MODEL, SCALABLE_TARGET
+from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG, MODEL, SCALABLE_TARGET
+from deploy.sagemaker.update import update
 from tests.unit.deploy.cloud import MemoryCloud, error
-from tests.unit.deploy.configurations import VALUES, planned
+from tests.unit.deploy.configurations import VALUES, configuration, planned
 
 EVERY_CALL = [(name, index) for name in VALUES for index in range(len(planned(name).calls))]
 FAILURES = {
@@ -112,6 +114,31 @@ def test_whichever_call_of_the_rollback_fails_too_it_is_said_and_destroy_does_th
     assert cloud.names == []
 
 
+def test_an_endpoint_that_cannot_be_removed_keeps_all_that_it_needs(cloud: MemoryCloud, around: Surroundings) -> None:
+    plan = planned("real_time")
+
+    def fail(call: ApiCall) -> None:
+        if call.operation in ("put_scaling_policy", "delete_endpoint"):
+            raise error(call.operation, "no", "AccessDeniedException")
+
+    cloud.before = fail
+    with pytest.raises(Failed) as raised:
+        Executor(around).deploy(plan)
+    assert sorted(raised.value.left) == cloud.names
+    assert {kind for kind, _ in cloud.things} == {ENDPOINT, ENDPOINT_CONFIG, MODEL}
+
+
+def test_an_endpoint_that_was_never_made_keeps_nothing(cloud: MemoryCloud, around: Surroundings) -> None:
+    def fail(call: ApiCall) -> None:
+        if call.operation in ("create_endpoint", "delete_endpoint"):
+            raise error(call.operation, "no", "AccessDeniedException")
+
+    cloud.before = fail
+    with pytest.raises(Failed):
+        Executor(around).deploy(planned("real_time"))
+    assert cloud.names == []
+
+
 @pytest.mark.parametrize(("name", "failing"), [("real_time", "my-llm"), ("adapters", "my-llm-german")])
 def test_what_does_not_start_fails_with_its_reason_and_its_log(
     name: str, failing: str, cloud: MemoryCloud, around: Surroundings, told: io.StringIO
@@ -121,6 +148,15 @@ def test_what_does_not_start_fails_with_its_reason_and_its_log(
         Executor(around).deploy(planned(name))
     assert "CUDA out of memory" in told.getvalue()
     assert cloud.names == []
+
+
+def test_the_log_of_an_earlier_endpoint_of_the_name_is_not_shown(cloud: MemoryCloud, around: Surroundings) -> None:
+    cloud.failing.add("my-llm")
+    begun = time.time()
+    with pytest.raises(Failed):
+        Executor(around).deploy(planned("real_time"))
+    read = [call.parameters["startTime"] for call in cloud.calls if call.operation == "filter_log_events"]
+    assert read[0] >= int(begun * 1000)
 
 
 def test_an_endpoint_that_never_comes_is_given_up(cloud: MemoryCloud, around: Surroundings) -> None:
@@ -186,6 +222,37 @@ def test_a_role_that_sagemaker_does_not_see_yet_is_waited_for(
     cloud.before = refuse
     Executor(around).deploy(planned("everything"))
     assert told.getvalue().count("does not see the new role yet") == 3
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_was_just_made_may_be_unseen_for_a_while(name: str, cloud: MemoryCloud, around: Surroundings) -> None:
+    refused: set[int] = set()
+
+    def refuse(call: ApiCall) -> None:
+        makes = call.operation.startswith(("create_", "put_", "register_", "update_"))
+        if makes and call.operation != "create_model" and id(call) not in refused:
+            refused.add(id(call))
+            kept.append(call)
+            raise error(call.operation, "Could not find something that is there")
+
+    kept: list[ApiCall] = []  # so that no two have the same id
+    cloud.before = refuse
+    plan = planned(name)
+    assert len(Executor(around).deploy(plan).created) == len(plan.resources)
+    changed = {"env": {"OPTION_MAX_MODEL_LEN": 4096}}
+    update(around, planned(name, **changed), configuration(name, **changed))
+    assert cloud.names == sorted(resource.key for resource in planned(name, **changed).resources)
+
+
+def test_model_data_that_is_not_there_is_said_at_once(cloud: MemoryCloud, around: Surroundings) -> None:
+    def refuse(call: ApiCall) -> None:
+        if call.operation == "create_model":
+            raise error("create_model", "Could not find model data at s3://models/llama/.")
+
+    cloud.before = refuse
+    with pytest.raises(Failed, match="Could not find model data"):
+        Executor(around).deploy(planned("private"))
+    assert around.clock.now() == 0
 
 
 def test_a_role_that_sagemaker_never_sees_ends_the_deployment(cloud: MemoryCloud, around: Surroundings) -> None:

@@ -111,7 +111,6 @@ def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
         (b'data: {"token": {"text": "a"}}\n\ndata: {"token": {"text": "b"}}\n\n', "ab"),
         (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n\n', "a"),
         (b'{"choices": [{"text": "a"}]}\n', "a"),
-        (b'{"error": "no", "code": 424}\n', '{"error": "no", "code": 424}\n'),
         (b"not json", "not json\n"),
     ],
 )
@@ -119,6 +118,22 @@ def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
 def test_texts_come_out_of_every_format_however_it_is_cut(lines: bytes, text: str, size: int) -> None:
     pieces = (lines[start : start + size] for start in range(0, len(lines), size))
     assert "".join(invoke.texts(pieces)) == text
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'{"error": "no", "code": 424}',
+        b'{"token": {"id": -1, "text": ""}, "details": {"finish_reason": "error"}, "error": "no", "code": 424}',
+        b'data: {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "error"}], "error": "no"}',
+        b'data: {"error": {"message": "no", "code": 500}}',
+    ],
+)
+def test_an_error_of_the_models_within_a_stream_breaks_it_after_what_came(record: bytes) -> None:
+    texts = invoke.texts(iter([b'{"token": {"text": "a"}}\n', record]))
+    assert next(texts) == "a"
+    with pytest.raises(invoke.StreamBroken, match=r'the model failed: .*"no"'):
+        next(texts)
 
 
 @settings(deadline=None)
@@ -156,8 +171,21 @@ def test_a_log_is_read_page_after_page() -> None:
     ]
 
 
-def test_of_a_group_that_is_not_there_nothing_is_read() -> None:
-    assert list(logs.read(Group(), "g", 0)) == []
+def test_of_a_group_that_is_not_there_it_is_said() -> None:
+    with pytest.raises(logs.NoLog, match="there is no log group g: nothing has logged there yet"):
+        list(logs.read(Group(), "g", 0))
+    assert logs.last_lines(Group(), "g", 5, 0.0) == ["(there is no log group g: nothing has logged there yet)"]
+
+
+def test_following_waits_for_a_group_that_is_not_there_yet() -> None:
+    class Late(Group):
+        def call(self, call: ApiCall) -> dict[str, Any]:
+            if len(self.starts) < 2:
+                self.starts.append(0)
+                raise error("filter_log_events", "does not exist", "ResourceNotFoundException")
+            return super().call(call)
+
+    assert next(logs.follow(Late([("1", 1000)]), "g", 0, TurnedClock())).id == "1"
 
 
 def test_following_gives_each_line_once_and_late_ones_too() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -49,6 +50,16 @@ def test_the_sdk_gives_its_endpoint_in_service() -> None:
         planned_variant = plan.resources[1].create.parameters["ProductionVariants"][0]
         assert found["ProductionVariants"][0].items() >= planned_variant.items()
         assert sdk.deploy(plan, session, _around(MotoCloud())).endpoint_name == "my-llm"
+
+
+def test_the_pages_code_deploys_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    code = (root / "docs/deploy.md").read_text().split("```python\n")[1].split("```")[0]
+    deployed: list[str] = []
+    monkeypatch.setattr(sdk, "deploy", lambda plan, session, around: deployed.append(plan.name))
+    monkeypatch.chdir(root)
+    exec(compile(code, "docs/deploy.md", "exec"), {})
+    assert deployed == ["private-llm"]
 
 
 @pytest.mark.parametrize("name", VALUES)

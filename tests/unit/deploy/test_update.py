@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import boto3
@@ -13,7 +14,8 @@ from deploy.sagemaker.executor import Conflict, Executor, Failed
 from deploy.sagemaker.naming import ENDPOINT_TAG
 from deploy.sagemaker.presence import Surroundings
 from deploy.sagemaker.resource import COMPONENT, ENDPOINT, ENDPOINT_CONFIG, ROLE_POLICY
-from deploy.sagemaker.update import component_update, deployment_config, endpoint_update, update, update_calls
+from deploy.sagemaker.rollout import deployment_config
+from deploy.sagemaker.update import component_update, endpoint_update, update, update_calls
 from tests.unit.deploy.cloud import MemoryCloud, error
 from tests.unit.deploy.configurations import VALUES, configuration, planned
 
@@ -49,7 +51,7 @@ def test_nothing_new_changes_nothing(name: str, cloud: MemoryCloud, around: Surr
 
 @pytest.mark.parametrize("name", ["real_time", "adapters", "private"])
 def test_a_rollout_that_sagemaker_takes_back_leaves_what_was_there(
-    name: str, cloud: MemoryCloud, around: Surroundings
+    name: str, cloud: MemoryCloud, around: Surroundings, told: io.StringIO
 ) -> None:
     Executor(around).deploy(planned(name))
     before = cloud.names
@@ -57,6 +59,7 @@ def test_a_rollout_that_sagemaker_takes_back_leaves_what_was_there(
     with pytest.raises(Failed, match="went back to"):
         _update(around, name, instances=2, **NEW)
     assert cloud.names == before
+    assert "log: 1970-01-01 00:00:01 CUDA out of memory" in told.getvalue()
 
 
 @pytest.mark.parametrize("operation", ["create_model", "create_endpoint_config", "update_endpoint"])
@@ -117,6 +120,29 @@ def test_another_instance_type_lets_go_of_the_scaling_and_takes_it_up_again(
     assert order == ["deregister_scalable_target", "update_endpoint", "register_scalable_target"]
 
 
+POOLS = [{"instance_type": "ml.g6e.xlarge", "priority": 1}, {"instance_type": "ml.g6e.2xlarge", "priority": 2}]
+
+
+@pytest.mark.parametrize("types", [{"instance_type": "ml.g6e.2xlarge"}, {"instance_type": None, "pools": POOLS}])
+def test_another_instance_type_lets_go_of_a_scaling_that_is_not_asked_for_any_more(
+    types: dict[str, Any], cloud: MemoryCloud, around: Surroundings
+) -> None:
+    Executor(around).deploy(planned("real_time"))
+    done = _update(around, "real_time", autoscaling=None, **types)
+    assert not [name for name in cloud.names if "scal" in name]
+    assert done.left == ()
+
+
+def test_a_failed_change_of_the_instance_type_says_that_the_old_scaling_is_gone(
+    cloud: MemoryCloud, around: Surroundings, told: io.StringIO
+) -> None:
+    Executor(around).deploy(planned("real_time"))
+    cloud.rolls_back = True
+    with pytest.raises(Failed, match="went back to"):
+        _update(around, "real_time", autoscaling=None, instance_type="ml.g6e.2xlarge")
+    assert "endpoint my-llm is not scaled any more" in told.getvalue()
+
+
 def test_an_interrupted_change_of_the_instance_type_says_that_nothing_scales(
     cloud: MemoryCloud, around: Surroundings
 ) -> None:
@@ -162,7 +188,13 @@ def test_scaling_that_is_not_asked_for_any_more_goes(cloud: MemoryCloud, around:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"), [("none", "is not there"), ("theirs", "does not belong"), ("busy", "Updating")]
+    ("state", "said"),
+    [
+        ("none", "is not there"),
+        ("theirs", "does not belong"),
+        ("Updating", "Updating; it can be updated once it is InService"),
+        ("Failed", "Failed and cannot be updated; `slipway deploy` makes it anew"),
+    ],
 )
 def test_what_cannot_be_updated_is_said(state: str, said: str, cloud: MemoryCloud, around: Surroundings) -> None:
     if state != "none":
@@ -171,7 +203,7 @@ def test_what_cannot_be_updated_is_said(state: str, said: str, cloud: MemoryClou
         if state == "theirs":
             del thing.tags[ENDPOINT_TAG]
         else:
-            thing.status, thing.polls = "Updating", 9
+            thing.status, thing.polls = state, 9
     cloud.calls.clear()
     with pytest.raises(Conflict, match=said):
         _update(around, "real_time")
