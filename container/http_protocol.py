@@ -9,7 +9,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from container.cork import Cork, CorkedTransport
+from container.cork import Cork
+from container.lingering import LingeringTransport
 from container.until_closed import knows_chunks, until_closed
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class HttpProtocol(HttpToolsProtocol):
     """From a head's first bytes to its last."""
     SEND_SECONDS = 120.0
     """That a client may take nothing of what waits for it."""
+    LINGER_SECONDS = 10.0
+    """That a client may go on to send a body that nobody reads, and take its reply, before its connection is closed."""
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
@@ -122,6 +125,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self._connection.lingering:
+            return
         self._overhead += len(data)
         super().data_received(data)
         if self.transport.is_closing():
@@ -144,6 +149,10 @@ class HttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self.transport.close()
+
+    def _still_sends(self) -> bool:
+        answered = self._answering is not None and self._answering.response_complete
+        return answered and self.cycle is not None and bool(self.cycle.more_body)
 
     def _limit_silence(self) -> None:
         """See to it that the client has not for ever to go on. A body that is being read is its reader's affair."""
@@ -201,12 +210,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
-        super().connection_made(CorkedTransport(transport, _CORK))  # type: ignore[arg-type]
+        self._connection = LingeringTransport(transport, _CORK, self._still_sends, self.LINGER_SECONDS)
+        super().connection_made(self._connection)  # type: ignore[arg-type]
         self._limit_idleness()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         super().connection_lost(exc)
+        self._connection.closed()
         self._unset_keepalive_if_required()
         self._unset_head_limit()
         self._unset_send_limit()
