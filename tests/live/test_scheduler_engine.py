@@ -485,7 +485,9 @@ async def test_a_request_that_is_cancelled_while_its_prompt_is_read_leaves_nothi
     aborted = engine.meter.aborted_requests
     request = request_for(tuple(range(1000, 1400)), want_prompt_tokens=True)
     (await engine.submit(request, gone)).cancel()
-    await until(lambda: not engine._readings)
+    reader = engine._reader
+    assert reader is not None
+    await until(lambda: not reader._tasks)
     assert (gone.deltas, gone.errors, engine._running) == ([], [], {})
     assert engine.meter.aborted_requests == aborted + 1
 
