@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -23,6 +21,7 @@ from container.startup_models import StartupModel, further_settings
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import NotReady, Overloaded
+from handlers.memory_release import release_memory
 
 logger = logging.getLogger(__name__)
 
@@ -254,16 +253,3 @@ def as_model(given: StartupModel, *, at_startup: bool) -> Model:
         settings.server.job_queue_size,
         handler.max_idle_time if handler is not None else 60.0,
     )
-
-
-def release_memory() -> None:
-    """Collect what a model has left behind, and give it back to the system, which counts what is free for the next one.
-
-    What was there when a model was loaded is exempt from collection otherwise.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
-    if malloc_trim is not None:
-        malloc_trim(0)

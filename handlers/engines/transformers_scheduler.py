@@ -18,6 +18,7 @@ from typing import Any
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines import transformers_tryout
 from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.loading_thread import load_in_thread
 from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.progress import Progress as EngineProgress
 from handlers.engines.prompt import PromptTokenizer
@@ -78,8 +79,8 @@ class SchedulerEngine:
         try:
             await asyncio.wait_for(self._load_and_try_out(), limit)
         except BaseException as error:
-            if self._batching is not None:
-                self._batching.stop(0.0)
+            if (batching := self._batching) is not None:
+                await in_daemon_thread(lambda: batching.stop(_STOP_SECONDS))
             if isinstance(error, TimeoutError):
                 raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
             if isinstance(error, EngineStartError) or not isinstance(error, Exception):
@@ -89,7 +90,7 @@ class SchedulerEngine:
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     async def _load_and_try_out(self) -> None:
-        self._batching = batching = await in_daemon_thread(self._load)
+        self._batching = batching = await load_in_thread(self._load)
         if self._stopped:
             raise EngineStartError("the engine was stopped while it was loading")
         self._reader = PromptReader(self._model, batching, self._add, self.discard)
