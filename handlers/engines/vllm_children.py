@@ -5,6 +5,9 @@ multiprocessing, and the engine process starts its workers with `WorkerProc.work
 thread. Each of them runs a function of ours first. vLLM's own workers notice the end of the engine process only between
 two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a server and finds
 nothing left.
+
+They are a session of their own: Ctrl-C in a terminal, and whatever else goes to the whole process group, would end them
+at once, while the server lets its requests finish. tests/live/test_process_live.py does that.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ def _replace(change: int) -> None:
 def run_engine_core(*arguments: Any, **options: Any) -> None:
     """What the engine process runs in the place of vLLM's function, which it then calls."""
     _end_with_parent()
+    os.setsid()
     WorkerProc.worker_main = staticmethod(worker_main)
     _run_engine_core(*arguments, **options)
 
