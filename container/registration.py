@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from container.lifecycle import Lifecycle, State
+from container.lifecycle import Lifecycle, State, until_none
 from container.memory import Free, OutOfMemory, check_room, free_memory
 from container.model_location import name_of_url
 from container.model_url import model_place
@@ -32,6 +32,9 @@ _MOST_LOADS = 100
 beside."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
 """That reading the settings of a model may take; those of one on S3 are fetched."""
+_LEAVING_SECONDS = 5.0
+"""What calls that were ended with their model may take to be answered, before its memory is looked for."""
+_MOMENT_SECONDS = 0.2
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|No available memory for the cache blocks|larger than the available KV cache memory"
     r"|less than desired GPU memory utilization|Cannot allocate memory|MemoryError|core proc\(s\): \{[^}]*: -9\b",
@@ -229,7 +232,10 @@ class Registrar:
         await model.lifecycle.drain(self._server.drain_timeout)
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
-        model.lifecycle.service = None
+        model.lifecycle.let_go()
+        # Calls that were ended hold the model until they are gone, and threads that have just ended for a moment.
+        await until_none(lambda: model.lifecycle.open_calls, _LEAVING_SECONDS)
+        await asyncio.sleep(_MOMENT_SECONDS)
         release_memory()
         logger.info("model %s is unregistered", model.title)
 

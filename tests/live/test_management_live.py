@@ -115,8 +115,9 @@ def write(output: RequestOutput) -> str:
 def test_models_of_the_scheduler_come_and_go_and_leave_nothing_behind(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    """With formatters and a module beside them that each model has, and with a request that runs meanwhile."""
-    server = Server(None, tmp_path / "server.log", {"SAGEMAKER_MULTI_MODEL": "true"}, name=None)
+    """With formatters and a module beside them that each model has, and with requests that outlive the drain."""
+    environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_DRAIN_TIMEOUT": "0.5"}
+    server = Server(None, tmp_path / "server.log", environment, name=None)
     options = {**engine_options, "kv_cache_memory_bytes": 256 << 20, "max_rolling_batch_size": 8}
     told, held = [], []
     try:
@@ -128,19 +129,22 @@ def test_models_of_the_scheduler_come_and_go_and_leave_nothing_behind(
             (directory / "beside.py").write_text(f"NAME = {name!r}\n")
             load(server, "s", directory)
             told.append(server.client.post("/models/s/invoke", json=PROMPT).json())
+            loaded = process.memory_info().rss >> 20
             assert told[-1]["name"] == name
-            with ThreadPoolExecutor(1) as pool:
-                long = {"inputs": "Once", "parameters": {"max_new_tokens": 60, "ignore_eos_token": True}}
-                running = pool.submit(server.client.post, "/models/s/invoke", json=long)
-                server.wait_for_metric("slipway_open_requests", 1)
+            with ThreadPoolExecutor(2) as pool:
+                long = {"inputs": "Once", "parameters": {"max_new_tokens": 900, "ignore_eos_token": True}}
+                count = 2 if name in ("three", "four") else 0
+                running = [pool.submit(server.client.post, "/models/s/invoke", json=long) for _ in range(count)]
+                server.wait_for_metric("slipway_open_requests", count)
                 assert server.client.delete("/models/s").status_code == 200
-                assert running.result().status_code == 200
-            held.append((process.memory_info().rss >> 20, process.num_fds()))
+                assert [call.result().status_code for call in running] == [500] * count
+            held.append((loaded, process.memory_info().rss >> 20, process.num_fds()))
     finally:
         server.stop()
 
-    assert held[-1][0] - held[1][0] < 200, f"MiB and open files after each time: {held}"
-    assert held[-1][1] <= held[1][1], f"MiB and open files after each time: {held}"
+    # 540 MB of weights and 256 MiB of KV cache
+    assert min(before - after for before, after, _ in held) > 500, f"MiB loaded, unloaded, open files: {held}"
+    assert held[3][2] <= held[2][2], f"MiB loaded, unloaded, open files: {held}"
     assert [len(each["path"]) for each in told] == [len(told[0]["path"])] * 4
     assert told[3]["modules"] == told[1]["modules"]
     assert told[3]["threads"] == told[1]["threads"]
