@@ -110,6 +110,7 @@ class Lifecycle:
             try:
                 if self.service is not None:
                     await self.service.stop()
+                    self.let_go()
             finally:
                 # Not before: whoever loads the model takes it off the lists then, and /ping is not to see it meanwhile.
                 if self._state is State.STARTING:
@@ -174,6 +175,10 @@ class Lifecycle:
         self._state = State.STOPPED
         if self.service is not None:
             await self.service.stop()
+
+    def let_go(self) -> None:
+        """Keep nothing of what was stopped, so that its memory can be released."""
+        self.service = self._stall = None
 
 
 async def until_none(calls: Callable[[], int], limit: float) -> None:

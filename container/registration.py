@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from container.lifecycle import Lifecycle, State
+from container.lifecycle import Lifecycle, State, until_none
 from container.memory import Free, OutOfMemory, check_room, free_memory
 from container.model_location import name_of_url
 from container.model_url import model_place
@@ -24,6 +22,7 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.errors import NotReady, Overloaded
+from handlers.memory_release import release_memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,9 @@ _MOST_LOADS = 100
 beside."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
 """That reading the settings of a model may take; those of one on S3 are fetched."""
+_LEAVING_SECONDS = 5.0
+"""What calls that were ended with their model may take to be answered, before its memory is looked for."""
+_MOMENT_SECONDS = 0.2
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 """What is in the text of a custom handler's failure when memory is short; engines raise a type for it."""
 
@@ -226,7 +228,10 @@ class Registrar:
         await model.lifecycle.drain(self._server.drain_timeout)
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
-        model.lifecycle.service = None
+        model.lifecycle.let_go()
+        # Calls that were ended hold the model until they are gone, and threads that have just ended for a moment.
+        await until_none(lambda: model.lifecycle.open_calls, _LEAVING_SECONDS)
+        await asyncio.sleep(_MOMENT_SECONDS)
         release_memory()
         logger.info("model %s is unregistered", model.title)
 
@@ -258,16 +263,3 @@ def as_model(given: StartupModel, *, at_startup: bool) -> Model:
         settings.server.job_queue_size,
         handler.max_idle_time if handler is not None else 60.0,
     )
-
-
-def release_memory() -> None:
-    """Collect what a model has left behind, and give it back to the system, which counts what is free for the next one.
-
-    What was there when a model was loaded is exempt from collection otherwise.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
-    if malloc_trim is not None:
-        malloc_trim(0)

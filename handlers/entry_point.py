@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ from handlers.families import FAMILIES
 from handlers.formatter_thread import FormatterThread
 from handlers.formatters import Formatters, add_packages, load_formatters
 from handlers.invocations import InvocationsHandler
+from handlers.model_imports import ModelImports
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
@@ -82,8 +83,8 @@ class Service:
     """None where `option.enable_lora` is off."""
     sessions: Sessions | None = None
     """None where a custom handler has its own."""
-    formatters: Formatters | None = None
-    """The model's own, where an engine generates."""
+    imports: ModelImports | None = None
+    """What the model's own code is from, where an engine generates."""
     formatter_thread: FormatterThread | None = None
     """Where they run, and those of its adapters."""
 
@@ -96,8 +97,8 @@ class Service:
             await self.sessions.stop()
         if self.formatter_thread is not None:
             self.formatter_thread.stop()
-        if self.formatters is not None:
-            self.formatters.unload()
+        if self.imports is not None:
+            self.imports.remove()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -115,15 +116,23 @@ async def load_service(settings: ModelSettings, limits: Limits) -> Service:
     """
     if settings.handler is not None:
         return await _load_custom(settings, limits)
-    await add_packages(settings)
-    formatters = await asyncio.to_thread(load_formatters, settings)
+    imports = ModelImports()
+    try:
+        await add_packages(settings, imports)
+        formatters = await asyncio.to_thread(load_formatters, settings, imports)
+        service = await _load_with_sessions(settings, limits, formatters)
+    except BaseException:
+        imports.remove()
+        raise
+    return replace(service, imports=imports)
+
+
+async def _load_with_sessions(settings: ModelSettings, limits: Limits, formatters: Formatters | None) -> Service:
     sessions = await load_sessions(settings, limits.overload_status)
     try:
         return await _load_engine(settings, limits, formatters, sessions)
     except BaseException:
         await sessions.stop()
-        if formatters is not None:
-            formatters.unload()
         raise
 
 
@@ -168,7 +177,6 @@ async def _serving(
         engine=engine,
         adapters=adapters,
         sessions=sessions,
-        formatters=formatters,
         formatter_thread=thread,
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 from djl_python.output_formatter import takes_request_output
 from djl_python.service_loader import find_decorated_function
 from handlers.engines.protocol import EngineStartError
+from handlers.model_imports import ModelImports
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.workers.requirements import needs_packages, prepare_interpreter
 
@@ -32,21 +33,14 @@ class Formatters:
 
     input: Formatter | None
     output: Formatter | None
-    module: ModuleType | None = None
-    """Where a model's own are from."""
 
     @property
     def output_takes_tokens(self) -> bool:
         """Whether the output formatter is of the older kind, which is called with each token."""
         return self.output is not None and not takes_request_output(self.output)
 
-    def unload(self) -> None:
-        """Let go of the module, with all that the customer's code keeps in it."""
-        if self.module is not None and sys.modules.get(self.module.__name__) is self.module:
-            del sys.modules[self.module.__name__]
 
-
-async def add_packages(settings: ModelSettings) -> None:
+async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
     """Install the model's `requirements.txt`, and let this process import from there what it does not have itself.
 
     Raises:
@@ -62,13 +56,13 @@ async def add_packages(settings: ModelSettings) -> None:
         return
     python = Path(await prepare_interpreter(settings.model_dir, own))
     for directory in (python.parents[1] / "lib").glob("python*/site-packages"):
-        if str(directory) not in sys.path:
-            # Behind our own, so that no package of ours is replaced under the engine.
-            sys.path.append(str(directory))
+        imports.add_packages(directory)
 
 
-def load_formatters(settings: ModelSettings) -> Formatters | None:
+def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatters | None:
     """Import the model's `model.py`; None where it has no formatters.
+
+    They can be used until `imports` are removed.
 
     Raises:
         EngineStartError: it cannot be imported, with file and line; or `option.output_formatter` names no function
@@ -77,6 +71,7 @@ def load_formatters(settings: ModelSettings) -> Formatters | None:
     path = settings.formatters
     if path is None:
         return None
+    imports.add_own(path.parent)
     module = _import(path, settings.name)
     output = find_decorated_function(module, "is_output_formatter")
     if settings.formatter_function is not None:
@@ -87,7 +82,7 @@ def load_formatters(settings: ModelSettings) -> Formatters | None:
             )
     elif settings.output_formatter is not None:  # a built-in one was asked for
         output = None
-    found = Formatters(find_decorated_function(module, "is_input_formatter"), output, module)
+    found = Formatters(find_decorated_function(module, "is_input_formatter"), output)
     if found.input is None and found.output is None:
         logger.info("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
         return None
@@ -98,10 +93,7 @@ def load_formatters(settings: ModelSettings) -> Formatters | None:
 
 
 def _import(path: Path, model: str) -> ModuleType:
-    """The module, under a name of the model's own; modules beside it can be imported by it."""
-    directory = str(path.parent)
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
+    """The module, under a name of the model's own."""
     name = f"slipway_model_{model}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -113,7 +105,7 @@ def _import(path: Path, model: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         logger.exception("%s cannot be imported", path.name)
         raise EngineStartError(f"{path.name} cannot be imported: {described(error, path.parent)}") from error
     finally:

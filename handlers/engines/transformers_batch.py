@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.batch_queue import BatchQueue
+from handlers.engines.loading_thread import load_in_thread
 from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.progress import Progress
 from handlers.engines.prompt import PromptTokenizer
@@ -78,7 +78,7 @@ class BatchEngine:
         self._loop = asyncio.get_running_loop()
         limit = self._settings.model_loading_timeout
         try:
-            await asyncio.wait_for(in_daemon_thread(self._load), limit)
+            await asyncio.wait_for(load_in_thread(self._load), limit)
         except TimeoutError:
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         self._free = asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from handlers.engines.protocol import Generation, Sink
@@ -123,6 +124,28 @@ class RunningSequence:
             meter.time_to_first_token.observe(now - self._started_at)
             meter.queue_time.observe(queue_seconds)
         self.last_at = now
+
+
+class SchedulerGeneration:
+    """The sequences of one request; see `Generation`."""
+
+    def __init__(
+        self, discard: Callable[[RunningSequence], None], abort: Callable[[Sequence[RunningSequence]], None]
+    ) -> None:
+        """`discard` and `abort`: the engine's."""
+        self._discard, self._abort = discard, abort
+        self.sequences: list[RunningSequence] = []
+
+    def cancel(self) -> None:
+        """See `Generation`."""
+        for sequence in self.sequences:
+            if sequence.cancel():
+                self._discard(sequence)
+        self.sequences.clear()
+
+    def abort(self) -> None:
+        """See `Generation`."""
+        self._abort([sequence for sequence in self.sequences if not sequence.ended])
 
 
 class CountedBeams:

@@ -11,12 +11,14 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines import transformers_tryout
 from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.loading_thread import load_in_thread
 from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.progress import Progress as EngineProgress
 from handlers.engines.prompt import PromptTokenizer
@@ -34,10 +36,10 @@ from handlers.engines.transformers_cache import (
 )
 from handlers.engines.transformers_model import load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers_parameters import PreparedSampling, check_prompt, check_request, prepare
-from handlers.engines.transformers_prompt import PromptPass
-from handlers.engines.transformers_running import CountedBeams, Progress, RunningSequence
+from handlers.engines.transformers_reading import PromptReader
+from handlers.engines.transformers_running import CountedBeams, Progress, RunningSequence, SchedulerGeneration
 from handlers.engines.transformers_sampling import choose_rows
-from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, RequestError
+from handlers.errors import EngineDead, GenerationFailed, InvalidParameter
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import BeamSearch, GenerationRequest, Token
@@ -62,8 +64,8 @@ class SchedulerEngine:
         self._settings = settings
         self._ids = itertools.count()
         self._running: dict[str, RunningSequence] = {}
-        self._readings: set[asyncio.Task[None]] = set()
         self._batching: ContinuousBatching | None = None
+        self._reader: PromptReader | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._progress = EngineProgress()
         self._dead: str | None = None
@@ -74,29 +76,29 @@ class SchedulerEngine:
         """See `Engine.start`. Ends with first tokens, so that a model that cannot be run is found here."""
         started = time.monotonic()
         self._loop = asyncio.get_running_loop()
-        self._one_reads = asyncio.Lock()
         limit = self._settings.model_loading_timeout
         try:
             await asyncio.wait_for(self._load_and_try_out(), limit)
         except BaseException as error:
-            if self._batching is not None:
-                self._batching.stop(0.0)
+            if (batching := self._batching) is not None:
+                await in_daemon_thread(lambda: batching.stop(_STOP_SECONDS))
             if isinstance(error, TimeoutError):
                 raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
             if isinstance(error, EngineStartError) or not isinstance(error, Exception):
                 raise
             raise failure_of(error).error(f"transformers cannot serve {self._settings.model_id}") from error
-        self.meter = Meter()
         self._watchdog = asyncio.create_task(self._watch())
         logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     async def _load_and_try_out(self) -> None:
-        self._batching = batching = await in_daemon_thread(self._load)
+        self._batching = batching = await load_in_thread(self._load)
         if self._stopped:
             raise EngineStartError("the engine was stopped while it was loading")
+        self._reader = PromptReader(self._model, batching, self._add, self.discard)
         # The manager's thread inherits being a daemon from the one that starts it.
         await in_daemon_thread(batching.start)
-        await self._try_out(batching)
+        submit = partial(self._submit, meter=Meter())  # what is tried out is no request of a client
+        await transformers_tryout.try_out(self._reference, batching, submit, self._settings.model_id)
 
     def _load(self) -> ContinuousBatching:
         warn_of_arguments_without_effect(self._settings, CACHE_ARGUMENTS | {"max_logprobs"})
@@ -114,24 +116,6 @@ class SchedulerEngine:
         self.tokenizer = copied(model.tokenizer)
         return batching
 
-    async def _try_out(self, batching: ContinuousBatching) -> None:
-        answer = transformers_tryout.Answer()
-        with contextlib.suppress(EngineDead):
-            await self._submit(self._reference.request(), answer, self.meter)
-        while not answer.ended.is_set() and batching.failure is None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(answer.ended.wait(), _WATCH_SECONDS)
-        if batching.failure is not None:
-            cause = await in_daemon_thread(lambda: batching.cause(_STOP_SECONDS))
-            raise failure_of(RuntimeError(cause)).error(f"transformers cannot run {self._settings.model_id}")
-        if answer.error is not None:
-            raise answer.error
-        if not self._reference.agrees(answer.token_ids):
-            raise EngineStartError(
-                f"transformers' continuous batching gives other tokens of {self._settings.model_id} than the model by "
-                "itself; option.rolling_batch=disable runs it"
-            )
-
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """See `Engine.submit`."""
         self._check_alive()
@@ -145,16 +129,12 @@ class SchedulerEngine:
 
     async def _submit_beam_search(self, request: GenerationRequest, beam_search: BeamSearch, sink: Sink) -> Generation:
         counted = CountedBeams(sink, beam_search.width, self.meter)
-        steps = Meter()  # what the search asks of the engine is no prompt of a client
-
-        async def submit(step: GenerationRequest, answer: Sink) -> Generation:
-            return await self._submit(step, answer, steps)
-
+        submit = partial(self._submit, meter=Meter())  # what the search asks of the engine is no prompt of a client
         counted.search = await submit_beam_search(self, request, beam_search, counted, submit)
         self.meter.started_requests += 1
         return counted
 
-    async def _submit(self, request: GenerationRequest, sink: Sink, meter: Meter) -> _SchedulerGeneration:
+    async def _submit(self, request: GenerationRequest, sink: Sink, meter: Meter) -> SchedulerGeneration:
         if request.top_tokens > self.max_top_tokens:
             raise InvalidParameter(
                 "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
@@ -162,7 +142,9 @@ class SchedulerEngine:
         prompt_ids = await self.prompt_token_ids(request)
         prepared = await prepare(request, prompt_ids, self._model)
         self._check_alive()
-        generation = _SchedulerGeneration(self)
+        if (reader := self._reader) is None:
+            raise EngineDead
+        generation = SchedulerGeneration(self.discard, self.abort)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
@@ -178,7 +160,7 @@ class SchedulerEngine:
             generation.cancel()
             raise
         if request.want_prompt_tokens:
-            self._start_reading(list(generation.sequences))
+            reader.start(list(generation.sequences))
         return generation
 
     def _sequence(
@@ -194,54 +176,6 @@ class SchedulerEngine:
         if self._batching is None or not self._batching.add(sequence.name, sequence.prompt_ids, sequence.text.limit):
             self._running.pop(sequence.name, None)
             raise EngineDead
-
-    def _start_reading(self, sequences: list[RunningSequence]) -> None:
-        task = asyncio.create_task(self._read_prompt(sequences))
-        self._readings.add(task)
-        task.add_done_callback(self._readings.discard)
-
-    async def _read_prompt(self, sequences: list[RunningSequence]) -> None:
-        """Find the prompt's log probabilities, a chunk before each of the manager's steps; then add the sequences."""
-        error: RequestError | None = None
-        try:
-            reading = PromptPass(self._model, sequences[0].prompt_ids, sequences[0].want_ranks)
-            async with self._one_reads:  # each has a KV cache of its own
-                while not reading.done and not all(sequence.ended for sequence in sequences):
-                    await self._between_steps(reading.read)
-                    for sequence in sequences:
-                        sequence.last_at = time.monotonic()
-            for sequence in sequences:
-                if not sequence.ended:
-                    sequence.text.prompt_reading = reading
-                    self._add(sequence)
-        except RequestError as caught:
-            error = caught
-        except Exception:
-            logger.exception("request %s: the prompt's log probabilities have failed", sequences[0].name)
-            error = GenerationFailed("internal error while reading the prompt")
-        if error is not None:
-            for sequence in sequences:
-                self.discard(sequence)
-                sequence.fail(error)
-
-    async def _between_steps(self, work: Callable[[], None]) -> None:
-        """Wait until the manager's thread has done `work`; raises what that raises."""
-        done = asyncio.Event()
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                errors.append(error)
-            self._on_loop(done.set)
-
-        if self._batching is None:
-            raise EngineDead
-        self._batching.between_steps(run)
-        await done.wait()
-        if errors:
-            raise errors[0]
 
     def _check_alive(self) -> None:
         if self._stopped or self._failure() is not None:
@@ -357,8 +291,8 @@ class SchedulerEngine:
         for sequence in list(self._running.values()):
             sequence.fail(error)
         self._running.clear()
-        for task in self._readings:
-            task.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """See `Engine.prompt_token_ids`."""
@@ -397,18 +331,3 @@ class SchedulerEngine:
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         if (batching := self._batching) is not None:
             await in_daemon_thread(lambda: batching.stop(_STOP_SECONDS))
-
-
-class _SchedulerGeneration:
-    def __init__(self, engine: SchedulerEngine) -> None:
-        self._engine = engine
-        self.sequences: list[RunningSequence] = []
-
-    def cancel(self) -> None:
-        for sequence in self.sequences:
-            if sequence.cancel():
-                self._engine.discard(sequence)
-        self.sequences.clear()
-
-    def abort(self) -> None:
-        self._engine.abort([sequence for sequence in self.sequences if not sequence.ended])

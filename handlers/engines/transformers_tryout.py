@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from handlers.daemon_thread import in_daemon_thread
+from handlers.engines.protocol import EngineStartError, Sink
+from handlers.engines.start_failure import failure_of
+from handlers.engines.transformers_batching import ContinuousBatching
 from handlers.engines.transformers_model import TransformersModel
-from handlers.errors import RequestError
+from handlers.errors import EngineDead, RequestError
 from handlers.request import GenerationRequest, SamplingParameters, TokenDelta
 
 _PROMPT_TOKENS = 12
 _NEW_TOKENS = 4
 _STRIDE = 7919
 """A prime number: the prompt's tokens come from all over the vocabulary."""
+_LOOK_SECONDS = 0.25
+_CAUSE_SECONDS = 5.0
+"""What the manager's thread may take to end once it has failed."""
 _TOLERANCE = 0.25
 """Standard deviations of the logits by which rounding may part two tokens that come nearly first together."""
 
@@ -58,6 +66,36 @@ def reference(model: TransformersModel) -> Reference:
         logits.append(output.logits[0, -1].float().cpu())
         token_ids.append(int(logits[-1].argmax()))
     return Reference(tuple(prompt_ids), tuple(logits))
+
+
+async def try_out(
+    expected: Reference,
+    batching: ContinuousBatching,
+    submit: Callable[[GenerationRequest, Sink], Awaitable[object]],
+    model_id: str,
+) -> None:
+    """Generate first tokens on the engine, whose manager runs, and compare them. `submit`: the engine's own.
+
+    Raises:
+        EngineStartError: it cannot run the model, or gives other tokens than the model by itself.
+        RequestError: it has refused the request, or failed it.
+    """
+    answer = Answer()
+    with contextlib.suppress(EngineDead):
+        await submit(expected.request(), answer)
+    while not answer.ended.is_set() and batching.failure is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answer.ended.wait(), _LOOK_SECONDS)
+    if batching.failure is not None:
+        cause = await in_daemon_thread(lambda: batching.cause(_CAUSE_SECONDS))
+        raise failure_of(RuntimeError(cause)).error(f"transformers cannot run {model_id}")
+    if answer.error is not None:
+        raise answer.error
+    if not expected.agrees(answer.token_ids):
+        raise EngineStartError(
+            f"transformers' continuous batching gives other tokens of {model_id} than the model by itself; "
+            "option.rolling_batch=disable runs it"
+        )
 
 
 class Answer:

@@ -29,10 +29,9 @@ from handlers.engines.sequences import SequenceGroup
 from handlers.engines.token_text import split_text
 from handlers.engines.vllm_adapters import VllmAdapters, has_prompt_logprobs
 from handlers.engines.vllm_arguments import EMPTY_SLOTS_ON_CPU
-from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_constraints import ConstraintTranslator, in_thread
 from handlers.engines.vllm_generation import VllmGeneration
-from handlers.engines.vllm_loading import SHUTDOWN_SECONDS, LoadedModel, VllmLoader, end_token_ids, own_tokenizer
+from handlers.engines.vllm_loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
 from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
@@ -75,7 +74,7 @@ class VllmEngine:
         try:
             await self._attach(loaded)
         except BaseException:
-            await asyncio.to_thread(loaded.llm.shutdown, SHUTDOWN_SECONDS)
+            await shut_down(loaded.llm)
             self._thread.end()
             raise
         logger.info("engine ready after %.1f s", time.monotonic() - started)
@@ -289,8 +288,7 @@ class VllmEngine:
             await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         await self._constraints.stop()
-        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
-        forget_tokenizers()
+        await shut_down(self._llm)
         self._thread.end()
 
 

@@ -9,6 +9,9 @@ nothing left.
 They also tell this one why they could not start, which vLLM writes to the log alone: the engine process by what
 `run_engine_core` raises, its workers by what `WorkerProc()` raises, since `worker_main` keeps it to itself.
 tests/live/test_management_live.py has an engine fail for want of memory.
+
+They are a session of their own: Ctrl-C in a terminal, and whatever else goes to the whole process group, would end them
+at once, while the server lets its requests finish. tests/live/test_process_live.py does that.
 """
 
 from __future__ import annotations
@@ -108,6 +111,10 @@ def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None
     WorkerProc.worker_main = staticmethod(partial(worker_main, report))
     with _telling(report):
         _run_engine_core(*arguments, **options)
+
+    os.setsid()
+    WorkerProc.worker_main = staticmethod(worker_main)
+    _run_engine_core(*arguments, **options)
 
 
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:

@@ -20,9 +20,11 @@ from handlers.engines.model_texts import copied
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_children import tied_to_this_thread
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
+from handlers.engines.vllm_output import end_output_loop
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -95,8 +97,17 @@ class VllmLoader:
                     raise
                 raise failure.error(self._cannot) from error
         if self._abandoned:
-            llm.shutdown(SHUTDOWN_SECONDS)  # nobody waits for it any more, and the server may go on with others
+            # Nobody waits for it any more, and the server may go on with others.
+            llm.shutdown(SHUTDOWN_SECONDS)
+            forget_tokenizers()
         return LoadedModel(llm, frontend, typical)
+
+
+async def shut_down(llm: AsyncLLM) -> None:
+    """End vLLM's processes, and keep nothing of the model's."""
+    await end_output_loop(llm)
+    await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+    forget_tokenizers()
 
 
 def share_out_heads(engine_args: AsyncEngineArgs) -> None:

@@ -12,6 +12,7 @@ tests/live/test_vllm_seam.py:
   `make_request_output`, in this order, for each request of a step;
 - the renderer's `get_eos_token_id()` is asked for each request;
 - the engine core client reads `decoder` once, when its output task starts;
+- `AsyncLLM.output_handler` is the task that reads the engine's messages, and ends when it is cancelled;
 - `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`;
 - `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` hold, for each token, the chosen one's log
   probability first and then those of the most probable, and beside them the chosen one's rank, from 1.
@@ -19,6 +20,7 @@ tests/live/test_vllm_seam.py:
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import (
     FastIncrementalDetokenizer,
     SlowIncrementalDetokenizer,
@@ -88,6 +91,13 @@ class LeanDecoder(MsgpackDecoder):
 def use_lean_decoder(engine_core: Any) -> None:
     """Read the engine's messages with `LeanDecoder`; to be called before the first message is read."""
     engine_core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=engine_core.decoder.oob_tensor_provider)
+
+
+async def end_output_loop(llm: AsyncLLM) -> None:
+    """Read no message of the engine's any more: the loop would take the engine's end for a crash, and log it as one."""
+    if (loop := llm.output_handler) is not None:
+        loop.cancel()
+        await asyncio.wait([loop])
 
 
 def remember_end_token(renderer: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from container.registration import release_memory
 from container.sample_model import prepare
+from handlers.memory_release import release_memory
 from tests.live.server import Server, serving
 
 # float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.

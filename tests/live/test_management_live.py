@@ -110,6 +110,60 @@ def test_what_a_model_had_of_memory_is_given_back_when_it_is_unloaded(
     assert held[-1] - held[0] < 200, f"MiB after each time: {held}"
 
 
+FORMATTERS = """
+import json, re, sys, threading
+from beside import NAME
+from djl_python.output_formatter import output_formatter
+from djl_python.request_io import RequestOutput
+
+@output_formatter
+def write(output: RequestOutput) -> str:
+    if not output.finished:
+        return ""
+    names = (re.sub("[0-9]+", "", thread.name) for thread in threading.enumerate())
+    threads = sorted(name for name in names if not name.startswith("asyncio"))
+    return json.dumps({"name": NAME, "path": sys.path, "modules": sorted(sys.modules), "threads": threads})
+"""
+
+
+def test_models_of_the_scheduler_come_and_go_and_leave_nothing_behind(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    """With formatters and a module beside them that each model has, and with requests that outlive the drain."""
+    environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_DRAIN_TIMEOUT": "0.5"}
+    server = Server(None, tmp_path / "server.log", environment, name=None)
+    options = {**engine_options, "kv_cache_memory_bytes": 256 << 20, "max_rolling_batch_size": 8}
+    told, held = [], []
+    try:
+        server.wait_until_ready()
+        process = psutil.Process(server.process.pid)
+        for name in ("one", "two", "three", "four"):
+            directory = write_model(tmp_path / name, rolling_batch="scheduler", **options)
+            (directory / "model.py").write_text(FORMATTERS)
+            (directory / "beside.py").write_text(f"NAME = {name!r}\n")
+            load(server, "s", directory)
+            told.append(server.client.post("/models/s/invoke", json=PROMPT).json())
+            loaded = process.memory_info().rss >> 20
+            assert told[-1]["name"] == name
+            with ThreadPoolExecutor(2) as pool:
+                long = {"inputs": "Once", "parameters": {"max_new_tokens": 900, "ignore_eos_token": True}}
+                count = 2 if name in ("three", "four") else 0
+                running = [pool.submit(server.client.post, "/models/s/invoke", json=long) for _ in range(count)]
+                server.wait_for_metric("slipway_open_requests", count)
+                assert server.client.delete("/models/s").status_code == 200
+                assert [call.result().status_code for call in running] == [500] * count
+            held.append((loaded, process.memory_info().rss >> 20, process.num_fds()))
+    finally:
+        server.stop()
+
+    # 540 MB of weights and 256 MiB of KV cache
+    assert min(before - after for before, after, _ in held) > 500, f"MiB loaded, unloaded, open files: {held}"
+    assert held[3][2] <= held[2][2], f"MiB loaded, unloaded, open files: {held}"
+    assert [len(each["path"]) for each in told] == [len(told[0]["path"])] * 4
+    assert told[3]["modules"] == told[1]["modules"]
+    assert told[3]["threads"] == told[1]["threads"]
+
+
 def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Server) -> None:
     server = multi_model
     streamed = server.client.post("/models/v/invoke", json={**PROMPT, "stream": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -100,12 +101,22 @@ def test_a_body_over_the_limit_is_413_and_a_full_queue_503(tmp_path: Path, engin
         drain(server)
 
 
-def drain(server: Server) -> None:
-    """SIGTERM: what runs is finished, what comes is refused, the process ends with 0."""
+def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    with serving(tmp_path, **(engine_options | {"rolling_batch": "vllm"})) as server:
+        drain(server, signal.SIGINT)
+
+
+def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
+    """What runs is finished, what comes is refused, the process ends with 0 and without a complaint.
+
+    The signal goes to the whole process group, as Ctrl-C in a terminal does.
+    """
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=80, ignore_eos_token=True)
         server.wait_for_metric("slipway_engine_running", 1)
-        server.process.send_signal(signal.SIGTERM)
+        os.killpg(server.process.pid, number)
         time.sleep(0.2)
         with httpx.Client(base_url=server.url) as late:
             refused = late.post("/invocations", json={"inputs": "x"})
@@ -115,6 +126,7 @@ def drain(server: Server) -> None:
         assert len(stream) == 80
         assert "generated_text" in stream[-1]
     assert server.process.wait(60) == 0
+    assert not re.search("Traceback|EngineDeadError|ERROR", server.log_text())
 
 
 def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -345,6 +347,22 @@ async def test_stopping_ends_pending_requests(sample_model: Path) -> None:
         await answer(stopping, PROMPTS[0])
 
 
+async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(sample_model: Path) -> None:
+    from handlers.engines.transformers_scheduler import SchedulerEngine
+
+    engine = SchedulerEngine(replace(settings_for(sample_model), model_loading_timeout=0.05))
+    left = weakref.ref(engine)
+    gc.disable()
+    try:
+        with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
+            await engine.start()
+        del engine
+        assert left() is not None
+        await until(lambda: left() is None, seconds=60.0)
+    finally:
+        gc.enable()
+
+
 async def test_a_request_without_a_token_in_time_fails_and_is_freed(sample_model: Path) -> None:
     engine = await started(replace(settings_for(sample_model), predict_timeout=1.0))
     try:
@@ -485,7 +503,9 @@ async def test_a_request_that_is_cancelled_while_its_prompt_is_read_leaves_nothi
     aborted = engine.meter.aborted_requests
     request = request_for(tuple(range(1000, 1400)), want_prompt_tokens=True)
     (await engine.submit(request, gone)).cancel()
-    await until(lambda: not engine._readings)
+    reader = engine._reader
+    assert reader is not None
+    await until(lambda: not reader._tasks)
     assert (gone.deltas, gone.errors, engine._running) == ([], [], {})
     assert engine.meter.aborted_requests == aborted + 1
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import weakref
 from copy import copy
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -384,3 +386,40 @@ def test_an_aborted_sequence_ends_with_what_there_is_and_true_counts(
     assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
     assert len(sink.deltas) == told
     assert (processor.meter.aborted_requests, processor.meter.finished_requests) == (1, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("orderly", [True, False])
+async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was_stopped(
+    orderly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine import async_llm
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from handlers.engines.vllm_output import end_output_loop
+
+    class Core:
+        def __init__(self) -> None:
+            self.ended = asyncio.Event()
+
+        async def get_output_async(self) -> None:
+            await self.ended.wait()
+            raise EngineDeadError
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            self.ended.set()
+
+    said: list[str] = []
+    monkeypatch.setattr(async_llm.logger, "exception", said.append)
+    llm = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
+    llm.output_handler, llm.log_stats, llm.logger_manager = None, False, None
+    llm.renderer = SimpleNamespace(mm_processor_cache=None, shutdown=lambda: None)
+    llm.engine_core, llm.output_processor = Core(), OutputProcessor(None, log_stats=False)
+    llm._run_output_handler()
+    await asyncio.sleep(0)
+    if orderly:
+        await end_output_loop(llm)
+    llm.engine_core.shutdown()
+    await asyncio.wait([llm.output_handler])
+    assert said == ([] if orderly else ["AsyncLLM output_handler failed."])

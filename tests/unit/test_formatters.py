@@ -10,6 +10,7 @@ import pytest
 
 from handlers.engines.protocol import EngineStartError
 from handlers.formatters import Formatters, add_packages, load_formatters
+from handlers.model_imports import ModelImports
 from tests.contracts.exchange import MODEL
 from tests.unit.workers.test_requirements import make_wheel
 
@@ -32,16 +33,24 @@ def read(given, **keywords):
 
 @pytest.fixture(autouse=True)
 def unchanged_imports() -> Iterator[None]:
+    """What the models of a test import from; nothing of it is left afterwards."""
     path, modules = list(sys.path), set(sys.modules)
+    IMPORTS.clear()
     yield
-    sys.path[:] = path
+    for each in IMPORTS:
+        each.remove()
+    assert sys.path == path
     for name in set(sys.modules) - modules:
         del sys.modules[name]
 
 
+IMPORTS: list[ModelImports] = []
+
+
 def load(directory: Path, code: str, **settings: Any) -> Formatters | None:
     (directory / "model.py").write_text(code)
-    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings))
+    IMPORTS.append(ModelImports())
+    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings), IMPORTS[-1])
 
 
 def found(directory: Path, code: str, **settings: Any) -> Formatters:
@@ -121,8 +130,71 @@ async def test_packages_that_formatters_need_are_installed_beside_ours(
     make_wheel(tmp_path / "model" / "requirements", "installed")
     (tmp_path / "model" / "requirements.txt").write_text("tiny-package\n")
     settings = replace(MODEL, model_dir=tmp_path / "model", formatters=tmp_path / "model" / "model.py", offline=True)
-    await add_packages(settings)
+    IMPORTS.append(ModelImports())
+    await add_packages(settings, IMPORTS[-1])
     code = "from tiny_package import ANSWER\nassert ANSWER == 'installed'\n" + OUTPUT
     assert name(found(tmp_path / "model", code).output) == "write"
     assert sys.path[0] == str(tmp_path / "model")
     assert str(tmp_path / "home") in sys.path[-1], "packages of a model must not go before ours"
+
+
+def answer(formatters: Formatters) -> str:
+    assert formatters.output is not None
+    return str(formatters.output(None))
+
+
+def model_with_module(directory: Path, answer: str) -> Path:
+    """A model directory with a module that is called as that of any other."""
+    directory.mkdir()
+    (directory / "beside.py").write_text(f"ANSWER = '{answer}'\n")
+    return directory
+
+
+CODE = "from beside import ANSWER\n" + OUTPUT.replace('"x"', "ANSWER")
+
+
+def test_a_model_that_is_unloaded_is_imported_from_no_more(tmp_path: Path) -> None:
+    path, modules = list(sys.path), set(sys.modules)
+    found(model_with_module(tmp_path / "a", "a"), CODE)
+    assert sys.path == [str(tmp_path / "a"), *path]
+    IMPORTS[-1].remove()
+    IMPORTS[-1].remove()
+    assert sys.path == path
+    assert not {name for name in set(sys.modules) - modules if name == "beside" or name.startswith("slipway_model_")}
+
+
+def test_a_model_that_is_changed_and_loaded_again_gets_its_new_modules(tmp_path: Path) -> None:
+    directory = model_with_module(tmp_path / "a", "a")
+    assert answer(found(directory, CODE)) == "a"
+    IMPORTS[-1].remove()
+    (directory / "beside.py").write_text("ANSWER = 'changed'\n")
+    assert answer(found(directory, CODE)) == "changed"
+
+
+def test_each_of_two_models_gets_its_own_module_of_one_name(tmp_path: Path) -> None:
+    first = found(model_with_module(tmp_path / "a", "a"), CODE, name="a")
+    second = found(model_with_module(tmp_path / "b", "b"), CODE, name="b")
+    assert (answer(first), answer(second)) == ("a", "b")
+    IMPORTS[0].remove()
+    assert str(tmp_path / "a") not in sys.path
+    assert (str(tmp_path / "b") in sys.path, answer(second)) == (True, "b")
+
+
+def test_a_directory_of_two_models_stays_until_both_are_unloaded(tmp_path: Path) -> None:
+    directory = model_with_module(tmp_path / "a", "a")
+    found(directory, CODE, name="one")
+    second = found(directory, CODE, name="two")
+    IMPORTS[0].remove()
+    assert str(directory) in sys.path
+    assert "beside" in sys.modules
+    assert answer(second) == "a"
+    IMPORTS[1].remove()
+    assert str(directory) not in sys.path
+    assert "beside" not in sys.modules
+
+
+def test_packages_and_the_servers_own_modules_are_never_forgotten(tmp_path: Path) -> None:
+    imports, before = ModelImports(), dict(sys.modules)
+    imports.add_own(Path(__file__).parents[2])  # where the server itself may be
+    imports.remove()
+    assert dict(sys.modules) == before

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -834,3 +836,23 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
         assert {d.finish_reason for d in first.deltas} <= {FinishReason.ABORT, FinishReason.EOS}
         assert all(d.token_count < 40 for d in first.deltas)
         assert engine.meter.aborted_requests >= sequences + 1
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
+    directory: Path, tiny: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny if may_end.wait(10) else None)
+    engine = BatchEngine(settings(directory, model_loading_timeout=0.05))
+    left = weakref.ref(engine)
+    gc.disable()
+    try:
+        with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
+            await engine.start()
+        del engine
+        assert left() is not None
+        may_end.set()
+        await until(lambda: left() is None)
+    finally:
+        gc.enable()
