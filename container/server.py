@@ -27,6 +27,7 @@ from container.models import Model, Models
 from container.open_files import allow_open_files
 from container.properties import Value
 from container.registration import Registrar, as_model
+from container.socket_directory import socket_directory
 from container.startup_models import Startup
 from handlers.engines.protocol import EngineStartError
 
@@ -258,4 +259,5 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
         # LMI runs a model's code in its directory, and the code may read files from there.
         os.chdir(only.model_dir)
-    return uvloop.run(_run(Process(startup, mounts)))
+    with socket_directory():
+        return uvloop.run(_run(Process(startup, mounts)))

@@ -108,13 +108,10 @@ def tied_to_this_thread() -> Iterator[Reports]:
 def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
     """What the engine process runs in the place of vLLM's function, which it then calls."""
     _end_with_parent()
+    os.setsid()
     WorkerProc.worker_main = staticmethod(partial(worker_main, report))
     with _telling(report):
         _run_engine_core(*arguments, **options)
-
-    os.setsid()
-    WorkerProc.worker_main = staticmethod(worker_main)
-    _run_engine_core(*arguments, **options)
 
 
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:

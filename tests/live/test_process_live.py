@@ -10,6 +10,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
@@ -101,11 +102,18 @@ def test_a_body_over_the_limit_is_413_and_a_full_queue_503(tmp_path: Path, engin
         drain(server)
 
 
-def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet(
+def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_nothing(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    with serving(tmp_path, **(engine_options | {"rolling_batch": "vllm"})) as server:
+    options = engine_options | {"rolling_batch": "vllm"}
+    # Not below `tmp_path`, which is too long for the paths of sockets.
+    with (
+        TemporaryDirectory(prefix="slipway-test-") as temporary,
+        serving(tmp_path, environment={"TMPDIR": temporary}, **options) as server,
+    ):
+        assert [path for path in Path(temporary).rglob("*") if path.is_socket()], "vLLM has its sockets elsewhere now"
         drain(server, signal.SIGINT)
+        assert not [path for path in Path(temporary).rglob("*") if path.is_socket()]
 
 
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
