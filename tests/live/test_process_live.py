@@ -34,7 +34,7 @@ def test_two_hundred_clients_that_disconnect_leave_nothing_running(server: Serve
     clients = [open_stream(server) for _ in range(200)]
     for client in clients[:20]:
         assert client.recv(64).startswith(b"HTTP/1.1 200")
-    assert server.metric("slipway_open_requests") == 200
+    server.wait_for_metric("slipway_open_requests", 200)
     assert server.metric("slipway_engine_running") > 0
     for client in clients:
         client.close()
