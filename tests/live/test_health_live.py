@@ -188,7 +188,7 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
             assert [answer.status_code for answer in answers] == [424, 500]
             assert "no token within predict_timeout" in answers[0].text
             assert "no token within predict_timeout" in answers[1].text
-            assert vllm_server.metric("slipway_open_requests") == 0
+            vllm_server.wait_for_metric("slipway_open_requests", 0)
             time.sleep(1)
             assert status(vllm_server)[0] == 500, "nothing runs any more, but nothing has come either"
         wait_for_ping(vllm_server, 200, 15)
