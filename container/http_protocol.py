@@ -189,10 +189,12 @@ class HttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """Called by the transport."""
         super().resume_writing()
-        self._unset_send_limit()
+        if not self.transport.is_closing():
+            self._unset_send_limit()
 
     def _limit_sending(self) -> None:
-        # Nothing is added to it while writing is paused.
+        # Nothing is added to it while writing is paused, nor once the connection is being closed.
+        self._unset_send_limit()
         waiting: int = self.transport.get_write_buffer_size()
         self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)
 
@@ -210,7 +212,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
-        self._connection = LingeringTransport(transport, _CORK, self._still_sends, self.LINGER_SECONDS)
+        self._connection = LingeringTransport(
+            transport, _CORK, self._still_sends, self.LINGER_SECONDS, self._limit_sending
+        )
         super().connection_made(self._connection)  # type: ignore[arg-type]
         self._limit_idleness()
 

@@ -17,13 +17,19 @@ class LingeringTransport(CorkedTransport):
     """A corked transport that is closed after the client has sent its request, or `seconds` later.
 
     `still_sends` tells, when the connection is closed, whether a reply is out and its request is not yet in.
+    `closing` is called then: what the client has not taken may keep the connection for as long as it likes.
     """
 
     def __init__(
-        self, transport: asyncio.Transport, cork: Cork, still_sends: Callable[[], bool], seconds: float
+        self,
+        transport: asyncio.Transport,
+        cork: Cork,
+        still_sends: Callable[[], bool],
+        seconds: float,
+        closing: Callable[[], None],
     ) -> None:
         super().__init__(transport, cork)
-        self._still_sends, self._seconds = still_sends, seconds
+        self._still_sends, self._seconds, self._closing = still_sends, seconds, closing
         self._end: asyncio.TimerHandle | None = None
 
     @property
@@ -39,13 +45,14 @@ class LingeringTransport(CorkedTransport):
         """Close once all is sent, and the client has had time to read it."""
         if self.is_closing():
             return
-        if not self._still_sends():
+        if self._still_sends():
+            self.flush()
+            self._transport.write_eof()
+            self._transport.resume_reading()
+            self._end = asyncio.get_running_loop().call_later(self._seconds, self._transport.close)
+        else:
             super().close()
-            return
-        self.flush()
-        self._transport.write_eof()
-        self._transport.resume_reading()
-        self._end = asyncio.get_running_loop().call_later(self._seconds, self._transport.close)
+        self._closing()
 
     def closed(self) -> None:
         """The connection is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import logging.config
@@ -9,6 +10,7 @@ import os
 import re
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s%(request)s: %(message)s"
@@ -91,3 +93,4 @@ def configure(log_format: str, level: str) -> None:
         with tempfile.NamedTemporaryFile("w", prefix="slipway-logging-", suffix=".json", delete=False) as file:
             json.dump(settings, file)
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = file.name
+        atexit.register(Path(file.name).unlink, missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -36,6 +37,7 @@ _READ_SECONDS = SETTINGS_SECONDS + 60.0
 _LEAVING_SECONDS = 5.0
 """What calls that were ended with their model may take to be answered, before its memory is looked for."""
 _MOMENT_SECONDS = 0.2
+"""What threads that have just ended may take to let go of what they had."""
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 """What is in the text of a custom handler's failure when memory is short; engines raise a type for it."""
 
@@ -197,30 +199,39 @@ class Registrar:
         check_room(settings, self._free())
 
     async def _load(self, model: Model, settings: Settings) -> None:
+        failure = await self._failure_of_load(model, settings)
+        if failure is None:
+            return
+        self._models.remove(model)
+        # Here no other error is its context: the frames of that would keep all that was loaded, weights among it.
+        with contextlib.suppress(asyncio.CancelledError):  # a stop does not wait for memory
+            await asyncio.sleep(_MOMENT_SECONDS)
+        release_memory()
+        raise failure
+
+    async def _failure_of_load(self, model: Model, settings: Settings) -> Exception | None:
+        """Load the model; what its client is to be told if that is not possible."""
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
             async with self._one_at_a_time:
                 await asyncio.to_thread(self._check_room, settings)
                 await model.lifecycle.start()
         except (OutOfMemory, EngineStartError) as error:
-            self._models.remove(model)
             kind = OutOfMemory if _is_memory(error, settings) else LoadFailed
-            raise kind(f"model {model.name} cannot be loaded: {error}") from None
-        except Exception as error:
-            self._models.remove(model)
+            return kind(f"model {model.name} cannot be loaded: {error}")
+        except Exception:
             logger.exception("model %s cannot be loaded: internal error", model.title)
-            raise LoadFailed(f"model {model.name} cannot be loaded: internal error; the log has more") from error
+            return LoadFailed(f"model {model.name} cannot be loaded: internal error; the log has more")
         except asyncio.CancelledError:
-            self._models.remove(model)
             if self._models.draining:
-                raise NotReady("the server is stopping") from None
-            raise LoadFailed(f"model {model.name} was unregistered while it was loaded") from None
+                return NotReady("the server is stopping")
+            return LoadFailed(f"model {model.name} was unregistered while it was loaded")
+        return None
 
     def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:
         del self._loads[model]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s", error)
-            release_memory()
 
     async def _unload(self, model: Model, load: asyncio.Task[None] | None) -> None:
         if load is not None:

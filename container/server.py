@@ -62,7 +62,8 @@ class _Server(uvicorn.Server):
 
     def _break_off(self) -> None:
         connections = list(self.server_state.connections)
-        logger.warning("%d connections are broken off, whose clients have not taken all", len(connections))
+        if connections:
+            logger.warning("%d connections are broken off, which have not ended by themselves", len(connections))
         for connection in connections:
             connection.transport.abort()
 

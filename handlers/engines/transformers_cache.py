@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 from transformers import ContinuousBatchingConfig
 
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.transformers_model import TransformersModel, boolean_argument, integer_argument, source
 from handlers.model_settings import ModelSettings
 
@@ -139,12 +139,12 @@ def fitted(model: TransformersModel, capacity: int, settings: ModelSettings) -> 
     """The model with a context that the KV cache can hold.
 
     Raises:
-        EngineStartError: a longer one was asked for.
+        EngineOutOfMemory: a longer one was asked for.
     """
     if capacity >= model.max_model_len:
         return model
     if "max_model_len" in settings.engine_arguments:
-        raise EngineStartError(
+        raise EngineOutOfMemory(
             f"{source(settings, 'max_model_len')}: the KV cache holds {capacity} tokens, fewer than "
             f"{model.max_model_len}; lower it, or give the cache more memory"
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.stream import generate
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest
 from handlers.model_settings import ModelSettings
@@ -298,7 +298,7 @@ async def test_more_requests_than_the_cache_holds_are_each_as_alone(sample_model
 
 
 async def test_a_cache_too_small_for_the_wanted_context_is_refused(sample_model: Path) -> None:
-    with pytest.raises(EngineStartError, match=r"max_model_len.*holds \d+ tokens, fewer than 512"):
+    with pytest.raises(EngineOutOfMemory, match=r"max_model_len.*holds \d+ tokens, fewer than 512"):
         await started(settings_for(sample_model, kv_cache_memory_bytes=str(46080 * 128)))
 
 

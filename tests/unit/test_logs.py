@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,3 +33,22 @@ def test_other_letters_and_tabs_stay() -> None:
 
 def test_a_message_about_no_request_may_have_several_lines() -> None:
     assert _line("first\nsecond").endswith(": first\nsecond")
+
+
+CONFIGURED = """
+import os, sys
+from container import logs
+from container.process_end import ProcessEnd
+end = ProcessEnd()
+logs.configure("plain", "info")
+assert os.path.exists(os.environ["VLLM_LOGGING_CONFIG_PATH"])
+end.code = 3
+sys.exit(end.code)
+"""
+
+
+def test_what_tells_vllm_how_to_log_goes_with_the_server(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_CONFIG_PATH"}
+    done = subprocess.run([sys.executable, "-c", CONFIGURED], env=environment | {"TMPDIR": str(tmp_path)}, timeout=60)
+    assert done.returncode == 3
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +16,14 @@ import httpx
 import psutil
 import pytest
 
+from container import lifecycle
 from container.app import Applications, create_app
 from container.memory import Free
 from container.models import Models
 from container.registration import Registrar, as_model
 from container.settings import ServerSettings
 from container.startup_models import StartupModel, further_settings
+from handlers.engines.protocol import EngineStartError
 
 pytestmark = pytest.mark.asyncio
 
@@ -143,6 +146,29 @@ async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_5
     async with serving() as api:
         assert error(await api.register("a", str(tmp_path)))[:2] == (507, "WlmOutOfMemoryException")
         assert await api.names() == []
+
+
+class Weights:
+    """As those of models, what only the collector of reference cycles frees."""
+
+    def __init__(self) -> None:
+        self.layers = [self]
+
+
+async def test_what_a_load_that_fails_has_made_is_freed_before_its_client_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+
+    async def failing(*_: object) -> None:
+        weights = Weights()
+        made.append(weakref.ref(weights))
+        raise EngineStartError("the engine started but generated nothing")
+
+    monkeypatch.setattr(lifecycle, "load_service", failing)
+    async with serving() as api:
+        assert error(await api.register("a"))[:2] == (500, "EngineException")
+        assert made[0]() is None
 
 
 async def test_ping_has_an_entry_for_each_model_and_the_status_of_the_worst() -> None:

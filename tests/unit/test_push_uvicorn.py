@@ -412,6 +412,30 @@ async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connec
     assert "taken nothing for 0.3 s" in caplog.text
 
 
+async def test_a_client_that_takes_nothing_of_the_end_of_a_reply_does_not_keep_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Less waits for it than makes uvicorn wait."""
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.3)
+    waiting = []
+
+    async def until_some_waits(scope: Any, receive: Any, send: Any) -> None:
+        transport = scope["extensions"][BREAK_OFF].__self__
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": b"x" * 4096, "more_body": True})
+            await asyncio.sleep(0)
+        waiting.append(transport.get_write_buffer_size())
+        await send({"type": "http.response.body", "body": b""})
+
+    async with served(until_some_waits) as (server, address):
+        with client_with_little_room(address):
+            async with asyncio.timeout(10):
+                while not waiting or server.server_state.connections:
+                    await asyncio.sleep(0.02)
+    assert 0 < waiting[0] < 16384
+
+
 async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.5)
 

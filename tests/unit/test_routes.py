@@ -180,9 +180,9 @@ async def test_a_body_that_comes_slowly_has_time_from_piece_to_piece() -> None:
     async def slowly() -> AsyncIterator[bytes]:
         for piece in (b'{"inputs"', b": ", b'"x", ', b'"parameters": 1}'):
             yield piece
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
 
-    lifecycle, client = make(request_read_timeout=0.3)
+    lifecycle, client = make(request_read_timeout=1.0)
     with_engine(lifecycle)
     async with client:
         response = await client.post("/invocations", content=slowly())

@@ -59,3 +59,30 @@ async def test_a_stalled_engine_ends_the_process_only_if_both_settings_say_so(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], code: int | None
 ) -> None:
     assert await watched(monkeypatch, **settings) == code
+
+
+@pytest.mark.asyncio
+async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_are_broken_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_LAST_SECONDS", 0.05)
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+        await asyncio.sleep(0.5)
+
+    listener = server.listen("127.0.0.1", 0)
+    http = server.http_server(slow_to_end)
+    serving = asyncio.create_task(http.serve([listener]))
+    _, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.wait_for(begun.wait(), 5)
+    writer.close()
+    await asyncio.wait_for(left.wait(), 5)
+    http.should_exit = True
+    await asyncio.wait_for(serving, 10)
+    assert "broken off" not in caplog.text
