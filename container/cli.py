@@ -42,7 +42,9 @@ def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, mode
 def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
     """Serve, and end the process with the server's exit code."""
     end = ProcessEnd()
-    logs.configure(startup.server.log_format, startup.server.log_level)
+    logging_as = startup.server.log_format, startup.server.log_level
+    logs.configure(*logging_as)
+    logs.configure_vllm(*logging_as)
     for warning in startup.warnings:
         logging.getLogger("container.settings").warning("%s", warning)
     from container import server

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+_OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s%(request)s: %(message)s"
 _EXTRA = ("request_id",)
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -85,12 +86,16 @@ def configuration(log_format: str, level: str) -> dict[str, Any]:
 
 
 def configure(log_format: str, level: str) -> None:
-    """Set up logging here and, through vLLM's own variable, in the processes that vLLM starts."""
-    settings = configuration(log_format, level)
-    logging.config.dictConfig(settings)
+    """Set up logging in this process."""
+    logging.config.dictConfig(configuration(log_format, level))
     logging.captureWarnings(True)
-    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
-        with tempfile.NamedTemporaryFile("w", prefix="slipway-logging-", suffix=".json", delete=False) as file:
-            json.dump(settings, file)
-        os.environ["VLLM_LOGGING_CONFIG_PATH"] = file.name
-        atexit.register(Path(file.name).unlink, missing_ok=True)
+
+
+def configure_vllm(log_format: str, level: str) -> None:
+    """Have the processes that vLLM starts log alike, by vLLM's own variable, unless somebody else has set that."""
+    if _OF_VLLM in os.environ:
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="slipway-logging-", suffix=".json", delete=False) as file:
+        json.dump(configuration(log_format, level), file)
+    os.environ[_OF_VLLM] = file.name
+    atexit.register(Path(file.name).unlink, missing_ok=True)

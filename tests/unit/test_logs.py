@@ -40,7 +40,7 @@ import os, sys
 from container import logs
 from container.process_end import ProcessEnd
 end = ProcessEnd()
-logs.configure("plain", "info")
+logs.configure_vllm("plain", "info")
 assert os.path.exists(os.environ["VLLM_LOGGING_CONFIG_PATH"])
 end.code = 3
 sys.exit(end.code)
@@ -51,4 +51,19 @@ def test_what_tells_vllm_how_to_log_goes_with_the_server(tmp_path: Path) -> None
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_CONFIG_PATH"}
     done = subprocess.run([sys.executable, "-c", CONFIGURED], env=environment | {"TMPDIR": str(tmp_path)}, timeout=60)
     assert done.returncode == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+ALONE = """
+import os
+from container import logs
+logs.configure("plain", "info")
+assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+"""
+
+
+def test_a_process_without_vllm_leaves_it_to_the_container_that_it_starts_how_vllm_logs(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_CONFIG_PATH"}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=environment | {"TMPDIR": str(tmp_path)}, timeout=60)
+    assert done.returncode == 0
     assert list(tmp_path.iterdir()) == []
