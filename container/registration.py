@@ -241,10 +241,15 @@ class Registrar:
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
         # Calls that were ended hold the model until they are gone, and threads that have just ended for a moment.
-        await until_none(lambda: model.lifecycle.open_calls, _LEAVING_SECONDS)
-        await asyncio.sleep(_MOMENT_SECONDS)
-        release_memory()
+        await until_none(lambda: self._in_the_way(model), _LEAVING_SECONDS)
+        if not self._models.draining:
+            await asyncio.sleep(_MOMENT_SECONDS)
+            release_memory()
         logger.info("model %s is unregistered", model.title)
+
+    def _in_the_way(self, model: Model) -> int:
+        """Calls that hold the memory of a model; to a server that ends, memory is of no use."""
+        return 0 if self._models.draining else model.lifecycle.open_calls
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Work that goes on when the client that asked for it goes away."""

@@ -66,7 +66,7 @@ def _check_finite(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if tensor.is_floating_point() and not torch.isfinite(tensor.to(torch.float32)).all():
                 raise AdapterFailed(f"{path}: {name} has weights that are not finite (NaN or infinity)")
-    except (SafetensorError, RuntimeError) as error:
+    except (SafetensorError, RuntimeError, OSError) as error:
         raise AdapterFailed(f"{path} cannot be read: {error}") from None
 
 

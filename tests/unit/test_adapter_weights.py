@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from handlers.engines import adapter_weights
 from handlers.engines.adapter_weights import read_ahead
 from handlers.errors import AdapterFailed
 
@@ -48,6 +50,19 @@ def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
     with pytest.raises(AdapterFailed) as refused:
         read_ahead(tmp_path, 8, BASE)
     assert refused.value.message == f"{path}: {SECOND} has weights that are not finite (NaN or infinity)"
+
+
+def test_weights_that_vanish_while_they_are_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, weights(), FILES[0])
+    whole = adapter_weights._safe_tensors
+
+    def vanished(path: Path) -> Iterator[tuple[str, Any]]:
+        path.unlink()
+        return whole(path)
+
+    monkeypatch.setattr(adapter_weights, "_safe_tensors", vanished)
+    with pytest.raises(AdapterFailed, match=f"{path} cannot be read: "):
+        read_ahead(tmp_path, 8, BASE)
 
 
 def test_weights_that_torch_has_saved_in_its_old_format_are_checked_as_well(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from container import lifecycle
+from container import lifecycle, registration
 from container.app import Applications, create_app
 from container.memory import Free
 from container.models import Models
@@ -266,6 +266,22 @@ async def test_unloading_does_not_wait_for_ever() -> None:
             await asyncio.sleep(0.01)
         assert (await asyncio.wait_for(api.client.delete("/models/a"), 20)).status_code == 200
         assert (await asyncio.wait_for(running, 5)).status_code >= 400
+
+
+async def test_a_server_that_ends_waits_for_no_memory_of_an_unloaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for calls that were ended with the model and stay: with the drain of another, a stop would take too long."""
+    monkeypatch.setattr(registration, "_LEAVING_SECONDS", 600.0)
+    async with serving("a", drain_timeout=0.2) as api:
+        await api.register("b")
+        leaving = api.models.choose("b").lifecycle
+        leaving.open_calls += 1
+        unloading = asyncio.create_task(api.client.delete("/models/b"))
+        while leaving.service is not None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert not unloading.done()
+        api.models.draining = True
+        assert (await asyncio.wait_for(unloading, 60)).status_code == 200
 
 
 async def test_which_model_a_call_means() -> None:
