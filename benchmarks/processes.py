@@ -90,10 +90,10 @@ class Server:
 
     def pause(self) -> None:
         """Keep all of it off the processors. vLLM's workers poll for a second after their last step."""
-        self._signal_group(signal.SIGSTOP)
+        self._signal_all(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self._signal_group(signal.SIGCONT)
+        self._signal_all(signal.SIGCONT)
 
     def stop(self) -> None:
         """First ask, then make sure that nothing of the group is left."""
@@ -111,6 +111,14 @@ class Server:
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+    def _signal_all(self, number: int) -> None:
+        """Also what has left the group, as Slipway's engine does."""
+        self._signal_group(number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
 
     def __enter__(self) -> Server:
         return self

@@ -10,8 +10,10 @@ They also tell this one why they could not start, which vLLM writes to the log a
 `run_engine_core` raises, its workers by what `WorkerProc()` raises, since `worker_main` keeps it to itself.
 tests/live/test_management_live.py has an engine fail for want of memory.
 
-They are a session of their own: Ctrl-C in a terminal, and whatever else goes to the whole process group, would end them
-at once, while the server lets its requests finish. tests/live/test_process_live.py does that.
+They are a process group of their own: Ctrl-C in a terminal, and whatever else goes to a whole group, would end them at
+once, while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's
+session: Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
+`python -m benchmarks` on two cores counted a fifth of the one-token requests.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def tied_to_this_thread() -> Iterator[Reports]:
 def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
     """What the engine process runs in the place of vLLM's function, which it then calls."""
     _end_with_parent()
-    os.setsid()
+    os.setpgid(0, 0)
     WorkerProc.worker_main = staticmethod(partial(worker_main, report))
     with _telling(report):
         _run_engine_core(*arguments, **options)
