@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
+import weakref
+
+_TRIES = 100
+_PAUSE_SECONDS = 0.01
+
+
+class _Cycle:
+    """Goes when the collector looks at the oldest objects, and not before."""
+
+    def __init__(self) -> None:
+        self.itself = self
 
 
 def release_memory() -> None:
@@ -11,9 +23,23 @@ def release_memory() -> None:
 
     What was there when a model was loaded is exempt from collection otherwise.
     """
-    gc.unfreeze()
-    gc.collect()
+    _collect()
     gc.freeze()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def _collect() -> None:
+    """A whole collection, begun now.
+
+    `gc.collect` does nothing, and says nothing, while another thread collects; what is exempted then stays for good.
+    """
+    mark = weakref.ref(_Cycle())
+    gc.freeze()
+    gc.unfreeze()  # all objects, the mark too, count as the oldest now
+    for _ in range(_TRIES):
+        gc.collect()
+        if mark() is None:
+            return
+        time.sleep(_PAUSE_SECONDS)
