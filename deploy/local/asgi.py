@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any
 
+from container.request_body import bounded_body
 from container.settings import ServerSettings
 from deploy.local.errors import payload_timed_out, payload_too_large
 from deploy.local.parameters import Headers
@@ -31,28 +32,10 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
         RuntimeApiError: ValidationError with status 413, it has more than `limit` bytes; with 408, it does not go on.
         ClientGone: the client went away while it sent it.
     """
-    announced = headers.get(b"content-length", b"")
-    if announced.isdigit() and int(announced) > limit:
-        raise payload_too_large(limit)
-    pieces, size, more = [], 0, True
-    while more:
-        message = await _next(receive)
-        if message["type"] != "http.request":
-            raise ClientGone
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > limit:
-            raise payload_too_large(limit)
-        more = message.get("more_body", False)
-    return b"".join(pieces)
-
-
-async def _next(receive: Receive) -> Message:
-    try:
-        async with asyncio.timeout(READ_SECONDS):
-            return await receive()
-    except TimeoutError:
-        raise payload_timed_out(READ_SECONDS) from None
+    body = await bounded_body(headers, receive, limit, READ_SECONDS, payload_too_large, payload_timed_out)
+    if body is None:
+        raise ClientGone
+    return body
 
 
 async def unless_gone(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:
