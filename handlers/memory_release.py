@@ -33,12 +33,13 @@ def release_memory() -> None:
 def _collect() -> None:
     """A whole collection, begun now.
 
-    `gc.collect` does nothing, and says nothing, while another thread collects; what is exempted then stays for good.
+    `gc.collect` does nothing, and says nothing, while another thread collects; and another thread may exempt at any
+    moment what is there. What is exempted then stays until the next release.
     """
     mark = weakref.ref(_Cycle())
-    gc.freeze()
-    gc.unfreeze()  # all objects, the mark too, count as the oldest now
     for _ in range(_TRIES):
+        gc.freeze()
+        gc.unfreeze()  # all objects, the mark too, count as the oldest now
         gc.collect()
         if mark() is None:
             return

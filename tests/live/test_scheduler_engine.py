@@ -351,14 +351,16 @@ async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(sample_
     from handlers.engines.transformers_scheduler import SchedulerEngine
 
     engine = SchedulerEngine(replace(settings_for(sample_model), model_loading_timeout=0.05))
-    left = weakref.ref(engine)
+    freed = threading.Event()
+    left = weakref.ref(engine, lambda _: freed.set())  # to look at it would hold it while it is to be collected
     gc.disable()
     try:
         with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
             await engine.start()
         del engine
-        assert left() is not None
-        await until(lambda: left() is None, seconds=60.0)
+        assert not freed.is_set()
+        await until(freed.is_set, seconds=60.0)
+        assert left() is None
     finally:
         gc.enable()
 

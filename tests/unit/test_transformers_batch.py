@@ -842,17 +842,18 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
 async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
     directory: Path, tiny: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end = threading.Event()
+    may_end, freed = threading.Event(), threading.Event()
     monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny if may_end.wait(10) else None)
     engine = BatchEngine(settings(directory, model_loading_timeout=0.05))
-    left = weakref.ref(engine)
+    left = weakref.ref(engine, lambda _: freed.set())  # to look at it would hold it while it is to be collected
     gc.disable()
     try:
         with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
             await engine.start()
         del engine
-        assert left() is not None
+        assert not freed.is_set()
         may_end.set()
-        await until(lambda: left() is None)
+        await until(freed.is_set)
+        assert left() is None
     finally:
         gc.enable()
