@@ -114,7 +114,7 @@ def test_discarding_all_of_a_long_queue_takes_no_time() -> None:
         queue.put(item, item.key)
     started = time.monotonic()
     assert all(queue.discard(item) for item in reversed(items))
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
     assert queue.due_in() is None
 
 

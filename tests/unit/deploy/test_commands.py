@@ -100,12 +100,17 @@ def test_a_failure_is_rolled_back_and_its_exit_code_says_so(memory: MemoryCloud)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_is_rolled_back(number: signal.Signals, memory: MemoryCloud) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+
     def interrupt(call: ApiCall) -> None:
         if call.operation == "create_endpoint":
             signal.raise_signal(number)
 
     memory.after = interrupt
-    assert _run("deploy", "--name", "my-llm", *SHORT).exit_code == 130
+    try:
+        assert _run("deploy", "--name", "my-llm", *SHORT).exit_code == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert memory.names == []
 
 

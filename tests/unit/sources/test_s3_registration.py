@@ -96,7 +96,7 @@ async def test_a_server_that_stops_does_not_wait_for_s3(silent_s3: None, environ
         await api.models.drain(0.0)
         await api.registrar.stop()
         assert error(await waiting)[:2] == (503, "ServiceUnavailableException")
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
 
 
 async def test_warnings_of_its_settings_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
