@@ -24,7 +24,7 @@ from container.openapi import Document, openapi_document
 from container.registration import Registrar
 from container.settings import ServerSettings
 from handlers.contracts.family import Family
-from handlers.contracts.lmi.errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.families import FAMILIES
 from handlers.model_settings import ModelSettings
@@ -241,7 +241,7 @@ def _not_found(call: Call) -> Reply:
         if family.prefix and family.not_found and call.path.startswith(family.prefix):
             return family.not_found(call)
     message = f"Requested resource is not found: {call.path}"
-    return Reply(404, JSON, front_end_error(404, "ResourceNotFoundException", message))
+    return front_end_reply(404, "ResourceNotFoundException", message)
 
 
 def _response(reply: Reply) -> Response:

@@ -13,7 +13,7 @@ from container.endpoint import Endpoint, Scope, Site, Target
 from container.models import Model, ModelNotNamed, Models, NoWorkers
 from container.response_headers import NO_CACHE
 from container.settings import ServerSettings
-from handlers.contracts.lmi.errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.lmi.form_fields import FormError, form_fields, is_form
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, RequestError, UnknownModel
@@ -64,19 +64,19 @@ def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
         case BodyTooLarge():
             return Reply(413, JSON, b"")
         case BodyTimeout():
-            return Reply(408, JSON, front_end_error(408, "BadRequestException", error.message))
+            return front_end_reply(408, "BadRequestException", error.message)
         case ModelNotNamed():
-            return Reply(400, JSON, front_end_error(400, "BadRequestException", f"{_NAME_NEEDED} {error.message}"))
+            return front_end_reply(400, "BadRequestException", f"{_NAME_NEEDED} {error.message}")
         case UnknownModel():
-            return Reply(404, JSON, front_end_error(404, "ModelNotFoundException", error.message))
+            return front_end_reply(404, "ModelNotFoundException", error.message)
         case NoWorkers():
-            return Reply(503, JSON, front_end_error(503, "WlmShutdownException", error.message))
+            return front_end_reply(503, "WlmShutdownException", error.message)
         case NotReady():
             status = settings.wlm_error_http_code
-            return Reply(status, JSON, front_end_error(status, "ServiceUnavailableException", error.message))
+            return front_end_reply(status, "ServiceUnavailableException", error.message)
         case _:
             status = settings.server_error_http_code
-            return Reply(status, JSON, front_end_error(status, "InternalServerException", error.message))
+            return front_end_reply(status, "InternalServerException", error.message)
 
 
 def _says_more(call: Call) -> bool:

@@ -15,7 +15,7 @@ from container.registration import LoadFailed, Order, Registrar
 from container.response_headers import NO_CACHE
 from container.settings import SettingsError
 from handlers.contracts.lmi import management as contract
-from handlers.contracts.lmi.errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.lmi.management import Described, Listed, WorkerShown
 from handlers.contracts.lmi.management_request import read_page, read_registration, read_scale, refused
 from handlers.contracts.protocol import Call, ContractError, Reply
@@ -54,7 +54,7 @@ def _answering(tell: Tell) -> Callable[[Call, ReplyWriter], Awaitable[None]]:
 def wrong_method() -> Reply:
     """A management path, with a method that it does not have."""
     message = "Requested method is not allowed, please refer to API document."
-    return Reply(405, JSON, front_end_error(405, "MethodNotAllowedException", message))
+    return front_end_reply(405, "MethodNotAllowedException", message)
 
 
 def refuse(error: RequestError) -> Reply:
@@ -63,15 +63,15 @@ def refuse(error: RequestError) -> Reply:
         case BodyTooLarge():
             return Reply(413, JSON, b"")
         case BodyTimeout():
-            return Reply(408, JSON, front_end_error(408, "BadRequestException", error.message))
+            return front_end_reply(408, "BadRequestException", error.message)
         case UnknownModel():
-            return Reply(404, JSON, front_end_error(404, "ModelNotFoundException", error.message))
+            return front_end_reply(404, "ModelNotFoundException", error.message)
         case NotReady():
-            return Reply(503, JSON, front_end_error(503, "ServiceUnavailableException", error.message))
+            return front_end_reply(503, "ServiceUnavailableException", error.message)
         case Overloaded():
-            return Reply(503, JSON, front_end_error(503, "WlmCapacityException", error.message))
+            return front_end_reply(503, "WlmCapacityException", error.message)
         case _:
-            return Reply(500, JSON, front_end_error(500, "InternalServerException", error.message))
+            return front_end_reply(500, "InternalServerException", error.message)
 
 
 class _Api:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from handlers.contracts.lmi.errors import front_end_reply
 from handlers.workers.batch_messages import BatchMismatch, batch_input, split_output
 from handlers.workers.delivery import reply_of
-from handlers.workers.errors import front_end_reply
 from handlers.workers.job import Job
 from handlers.workers.lane_settings import LaneSettings
 from handlers.workers.runtime.messages import OutputMessage

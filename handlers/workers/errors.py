@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_error, handler_failure
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure
 from handlers.contracts.protocol import Reply
-
-
-def front_end_reply(status: int, kind: str, message: str) -> Reply:
-    """E1."""
-    return Reply(status, JSON, front_end_error(status, kind, message))
 
 
 def is_status(code: int) -> bool:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 
+from handlers.contracts.lmi.errors import front_end_reply
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
 from handlers.workers.devices import Devices, on_device
-from handlers.workers.errors import front_end_reply
 from handlers.workers.job import Job, Lane
 from handlers.workers.pool_settings import PoolSettings
 from handlers.workers.pool_status import PoolStatus, WorkerStatus

@@ -9,10 +9,10 @@ import logging
 import random
 from collections.abc import Callable
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
 from handlers.workers.batch_messages import MAX_BATCH, joined
-from handlers.workers.errors import batch_failure, front_end_reply
+from handlers.workers.errors import batch_failure
 from handlers.workers.job import Job
 from handlers.workers.lane_settings import LaneSettings
 from handlers.workers.parts import decode_part

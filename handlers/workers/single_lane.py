@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, front_end_reply, payload_error
 from handlers.workers.delivery import Delivery, reply_of
-from handlers.workers.errors import front_end_reply
 from handlers.workers.flow import Flow
 from handlers.workers.job import Job
 from handlers.workers.lane_settings import LaneSettings

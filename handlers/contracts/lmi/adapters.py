@@ -14,7 +14,7 @@ import msgspec
 from handlers.adapters import Adapter, AdapterOrder
 from handlers.contracts.json_fault import json_fault
 from handlers.contracts.json_kinds import json_kind
-from handlers.contracts.lmi.errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import (
     AdapterConflict,
@@ -116,13 +116,13 @@ def refuse(error: RequestError) -> Reply:
         ((status, kind) for cause, status, kind in _REFUSALS if isinstance(error, cause)),
         (500, "InternalServerException"),
     )
-    return Reply(status, JSON, front_end_error(status, kind, error.message))
+    return front_end_reply(status, kind, error.message)
 
 
 def wrong_method(method: str, path: str) -> Reply:
     """405."""
     message = f"Method {method[:20]} is not allowed for {path[:200]}"
-    return Reply(405, JSON, front_end_error(405, "MethodNotAllowedException", message))
+    return front_end_reply(405, "MethodNotAllowedException", message)
 
 
 def _entry(adapter: Adapter) -> dict[str, Any]:

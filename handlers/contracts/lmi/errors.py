@@ -20,11 +20,10 @@ FAILED_DEPENDENCY = 424
 HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
 
 
-def front_end_error(code: int, kind: str, message: str) -> bytes:
+def front_end_reply(status: int, kind: str, message: str) -> Reply:
     """E1: what the front end itself answers. `kind` is a class name of LMI's."""
-    return f'{{\n  "code": {code},\n  "type": {_safe(kind)},\n  "message": {_safe(message)}\n}}\n'.encode(
-        "utf-8", "replace"
-    )
+    text = f'{{\n  "code": {status},\n  "type": {_safe(kind)},\n  "message": {_safe(message)}\n}}\n'
+    return Reply(status, JSON, text.encode("utf-8", "replace"))
 
 
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
@@ -82,7 +81,7 @@ def tgi_error_type(error: RequestError) -> str:
 
 def overloaded(error: Overloaded, status: int) -> Reply:
     """The answer to a request for which the queue has no place."""
-    return Reply(status, JSON, front_end_error(status, "WlmCapacityException", error.message))
+    return front_end_reply(status, "WlmCapacityException", error.message)
 
 
 def unknown_adapter(error: UnknownAdapter) -> Reply:

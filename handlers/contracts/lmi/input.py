@@ -6,9 +6,9 @@ import os
 import re
 from typing import NamedTuple
 
-from handlers.contracts.lmi.errors import JSON, front_end_error
+from handlers.contracts.lmi.errors import front_end_reply
 from handlers.contracts.lmi.form_fields import FormError, form_fields, is_form
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, ContractError
 
 DEFAULT_PRIORITY = 3
 
@@ -99,4 +99,4 @@ class _Properties:
 
 
 def _bad_request(message: str) -> ContractError:
-    return ContractError(Reply(400, JSON, front_end_error(400, "BadRequestException", message)), message)
+    return ContractError(front_end_reply(400, "BadRequestException", message), message)

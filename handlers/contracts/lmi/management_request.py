@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_fault import json_fault
-from handlers.contracts.lmi.errors import JSON, front_end_error
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.lmi.errors import JSON, front_end_reply
+from handlers.contracts.protocol import Call, ContractError
 
 MAX_LISTED = 100
 MAX_WORKERS = 128
@@ -46,7 +46,7 @@ class Registration:
 
 def refused(status: int, kind: str, message: str) -> ContractError:
     """A call that is answered with the front end's error; `kind` is a class name of LMI's."""
-    return ContractError(Reply(status, JSON, front_end_error(status, kind, message)), message)
+    return ContractError(front_end_reply(status, kind, message), message)
 
 
 def bad_request(message: str) -> ContractError:

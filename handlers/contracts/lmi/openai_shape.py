@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from handlers.contracts.lmi.errors import JSON, front_end_error, payload_error
+from handlers.contracts.lmi.errors import JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
 
 DONE = b"[DONE]"
@@ -63,6 +63,5 @@ def is_error(event: bytes) -> bool:
 def lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
     """vLLM's error as LMI's: E1 for a full queue, else E2. Source: contracts/lmi.md section 1.6."""
     if status == _OVERLOADED:
-        kind = "WlmCapacityException"
-        return Reply(overload_status, JSON, front_end_error(overload_status, kind, error.message))
+        return front_end_reply(overload_status, "WlmCapacityException", error.message)
     return Reply(status, JSON, payload_error(error.message, status))
