@@ -1,9 +1,10 @@
-"""How the tests are shared out when several processes run them (pytest-xdist)."""
+"""How the tests are shared out when several processes run them (pytest-xdist), and what tests of any kind use."""
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from xdist.remote import Producer
@@ -24,6 +25,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture
+def no_collection_by_itself() -> Iterator[None]:
+    """Reference cycles stay until somebody has them collected."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class ByServer(LoadScopeScheduling):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -22,6 +20,7 @@ from handlers.engines.stream import generate
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest
 from handlers.model_settings import ModelSettings
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
+from tests.freed import when_freed
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.recorder import Recorder
 
@@ -347,22 +346,17 @@ async def test_stopping_ends_pending_requests(sample_model: Path) -> None:
         await answer(stopping, PROMPTS[0])
 
 
+@pytest.mark.usefixtures("no_collection_by_itself")
 async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(sample_model: Path) -> None:
     from handlers.engines.transformers_scheduler import SchedulerEngine
 
     engine = SchedulerEngine(replace(settings_for(sample_model), model_loading_timeout=0.05))
-    freed = threading.Event()
-    left = weakref.ref(engine, lambda _: freed.set())  # to look at it would hold it while it is to be collected
-    gc.disable()
-    try:
-        with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
-            await engine.start()
-        del engine
-        assert not freed.is_set()
-        await until(freed.is_set, seconds=60.0)
-        assert left() is None
-    finally:
-        gc.enable()
+    freed = when_freed(engine)
+    with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
+        await engine.start()
+    del engine
+    assert not freed.is_set()
+    await until(freed.is_set, seconds=60.0)
 
 
 async def test_a_request_without_a_token_in_time_fails_and_is_freed(sample_model: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
-import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from handlers.engines.loading_thread import load_in_thread
+from tests.freed import when_freed
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_collection_by_itself")]
 
 
 class Model:
@@ -20,13 +18,6 @@ class Model:
 
     def __init__(self) -> None:
         self.layers = [self]
-
-
-@pytest.fixture(autouse=True)
-def no_collection_by_itself() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def test_it_gives_what_was_loaded_or_raises_what_was_raised() -> None:
@@ -40,12 +31,11 @@ async def test_it_gives_what_was_loaded_or_raises_what_was_raised() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_what_a_load_that_was_given_up_has_made_is_freed_when_it_ends(fails: bool) -> None:
-    may_end, freed, made = threading.Event(), threading.Event(), []
+    may_end, freed = threading.Event(), []
 
     def load() -> Model:
         model = Model()
-        # To look at the reference itself would hold the model for a moment, in which it might not be collected.
-        made.append(weakref.ref(model, lambda _: freed.set()))
+        freed.append(when_freed(model))
         assert may_end.wait(10)
         if fails:
             raise ValueError("too late")
@@ -53,6 +43,6 @@ async def test_what_a_load_that_was_given_up_has_made_is_freed_when_it_ends(fail
 
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(load_in_thread(load), 0.05)
-    assert not freed.is_set()
+    assert not freed[0].is_set()
     may_end.set()
-    assert await asyncio.to_thread(freed.wait, 10)
+    assert await asyncio.to_thread(freed[0].wait, 10)

@@ -36,8 +36,7 @@ class Application:
                 await asyncio.sleep(0.01)
         self.paused = reply._resume is not None
         reply.end(b"end")
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_left(receive)
 
 
 @contextlib.asynccontextmanager
@@ -148,8 +147,7 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
         for _ in range(1000):
             reply.write(PIECE)
             await asyncio.sleep(0)
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_left(receive)
         left.set()
 
     async with connected(flooding) as (_, writer):
@@ -209,11 +207,8 @@ async def test_a_client_that_leaves_ends_its_running_call_though_it_has_sent_ano
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
         begun.append(scope["path"])
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"first", "more_body": True})
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _send_first(receive, send)
+        await _until_left(receive)
         ended.set()
 
     async with connected(endless) as (reader, writer):
@@ -231,8 +226,7 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
     async def waiting(scope: Any, receive: Any, send: Any) -> None:
         nonlocal begun
         begun += 1
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_left(receive)
 
     async with connected(waiting) as (reader, writer):
         writer.write((HttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -316,8 +310,7 @@ async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
 
 async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
     async def reading(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_left(receive)
 
     async with served(reading) as (server, address):
         reader, writer = await asyncio.open_connection(*address)
@@ -358,11 +351,8 @@ async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() ->
     left = asyncio.Event()
 
     async def streaming(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"first", "more_body": True})
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _send_first(receive, send)
+        await _until_left(receive)
         left.set()
 
     async with connected(streaming) as (reader, writer):
@@ -382,8 +372,7 @@ async def push_much(scope: Any, receive: Any, send: Any) -> None:
         reply.write(PIECE)
         await asyncio.sleep(0)
     reply.end(b"end")
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await _until_left(receive)
 
 
 @contextlib.contextmanager
@@ -451,6 +440,18 @@ async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(mo
             received = await asyncio.to_thread(read_slowly, client)
     assert received.count(b"x") == 100 * len(PIECE)
     assert received.endswith(b"end\r\n0\r\n\r\n")
+
+
+async def _send_first(receive: Any, send: Any) -> None:
+    """Begin a reply, with a piece that is not the last."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"first", "more_body": True})
+
+
+async def _until_left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -41,6 +39,7 @@ from handlers.engines.transformers_model import TransformersModel, load_model
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from tests.freed import when_freed
 from tests.recorder import Recorder
 
 CONTEXT = 96
@@ -839,21 +838,17 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
 async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
     directory: Path, tiny: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end, freed = threading.Event(), threading.Event()
+    may_end = threading.Event()
     monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny if may_end.wait(10) else None)
     engine = BatchEngine(settings(directory, model_loading_timeout=0.05))
-    left = weakref.ref(engine, lambda _: freed.set())  # to look at it would hold it while it is to be collected
-    gc.disable()
-    try:
-        with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
-            await engine.start()
-        del engine
-        assert not freed.is_set()
-        may_end.set()
-        await until(freed.is_set)
-        assert left() is None
-    finally:
-        gc.enable()
+    freed = when_freed(engine)
+    with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
+        await engine.start()
+    del engine
+    assert not freed.is_set()
+    may_end.set()
+    await until(freed.is_set)
