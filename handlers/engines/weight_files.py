@@ -1,0 +1,50 @@
+"""The weight files that an engine loads from a model directory.
+
+A directory may hold the same weights in several formats (`.safetensors`, `.bin`, a consolidated file, folders such as
+`original/`). vLLM and transformers load one of them; so only that one counts where memory is estimated.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
+"""What trainers leave beside the weights; vLLM skips the same names."""
+
+
+def weight_files(model: Path | str) -> tuple[Path, ...]:
+    """Return the files in the order of their names; none where `model` is no directory or file, such as a hub id.
+
+    The files of an index come first, then those of one format: safetensors before pickles. Subdirectories do not count.
+    """
+    path = Path(model)
+    if path.is_file():
+        return (path,)
+    if not path.is_dir():
+        return ()
+    for index in _INDEXES:
+        if files := _indexed(path / index):
+            return files
+    for pattern in _PATTERNS:
+        files = tuple(sorted(file for file in path.glob(pattern) if file.name not in _NO_WEIGHTS))
+        sharded_or_whole = tuple(file for file in files if not file.name.startswith("consolidated")) or files
+        if sharded_or_whole:
+            return sharded_or_whole
+    return ()
+
+
+def weight_bytes(model: Path | str) -> int:
+    """Return the total size of `weight_files`; 0 where there are none."""
+    return sum(file.stat().st_size for file in weight_files(model))
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        files = tuple(sorted(index.parent / name for name in names))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return ()  # no index, or not a usable one: the engine says so when it loads the model
+    return files if all(file.is_file() for file in files) else ()
