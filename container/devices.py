@@ -2,40 +2,125 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
+
+logger = logging.getLogger(__name__)
 
 _DEVICE_FILES = Path("/dev")
 _DEVICE_FILE = re.compile(r"nvidia\d+").fullmatch
+_WSL2 = "dxg"
+"""The one device of all GPUs under WSL2."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
+_QUERY_SECONDS = 30.0
+_MEBIBYTE = 1 << 20
+_LISTED = re.compile(r"GPU \d+:")
+_LISTED_SLICE = re.compile(r"\s+MIG .*Device\s+(\d+): \(UUID: ([^)]+)\)")
+
+
+class GpusUnknown(Exception):
+    """The GPUs and their memory cannot be told; the message says why."""
+
+
+class SliceNotChosen(Exception):
+    """Several GPUs are visible, one of them divided into MIG slices, so that CUDA decides which of them are used."""
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     """How many GPUs a process of this one sees."""
-    present = sum(1 for name in os.listdir(_DEVICE_FILES) if _DEVICE_FILE(name))
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    files = os.listdir(_DEVICE_FILES)
+    present = sum(1 for name in files if _DEVICE_FILE(name))
+    if not present and _WSL2 in files:
+        present = _listed_gpus()
+    visible = environ.get(_VISIBLE)
     if visible is None:
         return present
-    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    if any(name.strip().startswith("MIG-") for name in names):
+        return min(present, 1)  # CUDA shows a process one slice
+    return min(present, len(names))
+
+
+def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int], ...]:
+    """Free and total bytes of each GPU that this process sees, in the order in which CUDA counts them.
+
+    A MIG slice counts as a GPU. The driver's own tool is asked: to ask the driver in this process would leave a context
+    on each GPU.
+
+    Raises:
+        GpusUnknown: the tool is not there, fails, or does not tell the memory of a GPU.
+        SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
+    """
+    visible = environ.get(_VISIBLE)
+    slices = _nvidia_smi("-L") if "MIG-" in (visible or "") else ""
+    return visible_memory(_nvidia_smi("-q", "-x"), slices, visible)
+
+
+def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple[int, int], ...]:
+    """Read what `gpu_memory` returns from the tool's output.
+
+    Args:
+        report: the output of `nvidia-smi -q -x`
+        slices: the output of `nvidia-smi -L`, where `visible` names a MIG slice
+        visible: CUDA_VISIBLE_DEVICES, if set
+    """
+    try:
+        gpus = ElementTree.fromstring(report).findall("gpu")
+    except ElementTree.ParseError as error:
+        raise GpusUnknown(f"the output of nvidia-smi -q -x is not XML: {error}") from None
+    names = [str(index) for index in range(len(gpus))] if visible is None else visible.split(",")
+    chosen: list[ElementTree.Element] = []
+    for name in map(str.strip, names):
+        if name.startswith("MIG-"):
+            return (_memory(_slice(gpus, slices, name), name),)
+        if (gpu := _gpu(gpus, name)) is None:
+            break  # as CUDA does: what comes after an unknown name is not visible
+        chosen.append(gpu)
+    divided = [gpu for gpu in chosen if gpu.findtext("mig_mode/current_mig", "").strip() == "Enabled"]
+    if divided and len(chosen) > 1:
+        raise SliceNotChosen(
+            f"{len(chosen)} GPUs are visible, and {len(divided)} of them are divided into MIG slices; "
+            "set CUDA_VISIBLE_DEVICES to one slice (MIG-..., see nvidia-smi -L) or to GPUs that are not divided"
+        )
+    if divided:
+        first = divided[0].find("mig_devices/mig_device")  # CUDA takes the first one
+        if first is None:
+            raise GpusUnknown("MIG is on, but the GPU has no MIG slice")
+        return (_memory(first, "MIG slice 0"),)
+    return tuple(_memory(gpu, f"GPU {index}") for index, gpu in enumerate(chosen))
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
-    """The devices of one worker each, `each` of them; none where workers run on the CPU (contracts/lmi.md 2.10).
-
-    `load_on`: what `load_on_devices` says: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`.
+    """The devices of one worker each, `each` of them; none where workers run on the CPU.
 
     Raises:
-        ValueError: it names a GPU that is not there, or there are fewer than a worker needs.
+        ValueError: `load_on_devices` names a GPU that is not there, or there are fewer than a worker needs.
+    """
+    chosen = allowed_devices(gpus, load_on)
+    if chosen and each > len(chosen):
+        raise ValueError(f"a worker needs {each} GPUs; there are {len(chosen)}")
+    return tuple(",".join(map(str, chosen[start : start + each])) for start in range(0, len(chosen) - each + 1, each))
+
+
+def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
+    """The GPUs that `load_on_devices` allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`. None of them: the CPU.
+
+    Raises:
+        ValueError: it names a GPU that is not there.
     """
     names = [name.strip().lower() for name in load_on.split(";") if name.strip()] or ["*"]
     if not gpus or all(name in _CPU for name in names):
         return ()
-    chosen = list(range(gpus)) if "*" in names else [_index(name, gpus) for name in names if name not in _CPU]
-    if each > len(chosen):
-        raise ValueError(f"a worker needs {each} GPUs; there are {len(chosen)}")
-    return tuple(",".join(map(str, chosen[start : start + each])) for start in range(0, len(chosen) - each + 1, each))
+    if "*" in names:
+        return tuple(range(gpus))
+    return tuple(dict.fromkeys(_index(name, gpus) for name in names if name not in _CPU))
 
 
 def _index(name: str, gpus: int) -> int:
@@ -43,3 +128,61 @@ def _index(name: str, gpus: int) -> int:
     if not number.isdecimal() or int(number) >= gpus:
         raise ValueError(f"there is no device {name}; allowed: *, cpu, or GPUs from 0 to {gpus - 1}")
     return int(number)
+
+
+@cache
+def _listed_gpus() -> int:
+    try:
+        return len(_LISTED.findall(_nvidia_smi("-L")))
+    except GpusUnknown as error:
+        logger.warning("this is WSL2 with /dev/dxg, but no NVIDIA GPU is used: %s", error)
+        return 0
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    command = " ".join(("nvidia-smi", *arguments))
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
+        )
+    except FileNotFoundError:
+        raise GpusUnknown("there is no program nvidia-smi") from None
+    except subprocess.CalledProcessError as error:
+        said = " ".join((error.stdout + error.stderr).split())
+        raise GpusUnknown(f"{command} failed with {error.returncode}: {said}") from None
+    except subprocess.TimeoutExpired:
+        raise GpusUnknown(f"{command} did not end within {_QUERY_SECONDS:g} s") from None
+    except OSError as error:
+        raise GpusUnknown(f"{command} failed: {error}") from None
+    return done.stdout
+
+
+def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | None:
+    """The GPU of an entry of CUDA_VISIBLE_DEVICES: its number, or its UUID or the beginning of it."""
+    if name.isdecimal():
+        return gpus[int(name)] if int(name) < len(gpus) else None
+    if not name.startswith("GPU-"):
+        return None
+    return next((gpu for gpu in gpus if gpu.findtext("uuid", "").strip().startswith(name)), None)
+
+
+def _slice(gpus: list[ElementTree.Element], listing: str, name: str) -> ElementTree.Element:
+    """The MIG slice with this UUID, which the report has by number alone."""
+    gpu = -1
+    for line in listing.splitlines():
+        if _LISTED.match(line):
+            gpu += 1
+        elif (found := _LISTED_SLICE.match(line)) and found[2].startswith(name) and 0 <= gpu < len(gpus):
+            for device in gpus[gpu].iterfind("mig_devices/mig_device"):
+                if device.findtext("index", "").strip() == found[1]:
+                    return device
+    raise GpusUnknown(f"CUDA_VISIBLE_DEVICES is {name}, and nvidia-smi -L lists no such MIG slice")
+
+
+def _memory(device: ElementTree.Element, name: str) -> tuple[int, int]:
+    texts = [device.findtext(f"fb_memory_usage/{kind}", "").strip() for kind in ("free", "total")]
+    try:
+        free, total = (int(text.removesuffix(" MiB")) * _MEBIBYTE for text in texts)
+    except ValueError:
+        raise GpusUnknown(f"nvidia-smi does not tell the memory of {name}: {texts[0] or 'nothing'}") from None
+    return free, total

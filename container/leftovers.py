@@ -72,6 +72,5 @@ LEFTOVERS = (
     ),
     *(_leftover(f"option.{name}", _ONE_PROCESS) for name in ("waiting_steps", "cluster_size", "device_id")),
     _leftover("option.enable_reasoning", "`option.reasoning_parser` alone switches it on"),
-    _leftover("load_on_devices", _ONE_PROCESS),
     *(_leftover(key, "metrics are at /metrics") for key in ("log_request_metric", "metrics_aggregation")),
 )

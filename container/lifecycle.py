@@ -19,6 +19,7 @@ from handlers.engine_choice import running_engine
 from handlers.engines.protocol import Engine, EngineStartError
 from handlers.engines.stream import generate
 from handlers.entry_point import Limits, Service, load_service
+from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,11 @@ class Lifecycle:
         status = custom.status()
         return status.ready < status.min_workers
 
-    async def start(self) -> None:
+    async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
         """Load the model and let an engine generate a first token; ready only after that.
+
+        Args:
+            place: chooses the model's GPUs once its weights are here; may block, and may refuse the model by an error
 
         Raises:
             EngineStartError: the model cannot be loaded, or cannot generate.
@@ -102,6 +106,8 @@ class Lifecycle:
                 adapter_faults=partial(check_adapter, self._secure_mode) if self._secure_mode is not None else None,
             )
             await self.fetch()
+            if place is not None:
+                self.model = await asyncio.to_thread(place, self.model)
             self.service = await load_service(self.model, limits)
             if self.service.engine is not None:
                 await _warm_up(self.service.engine)

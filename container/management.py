@@ -156,7 +156,7 @@ def described(model: Model) -> Described:
     least = most = 0 if model.scaled_to_zero else 1
     workers: list[WorkerShown] = []
     waiting = 0
-    on_gpu = gpu_count() > 0
+    on_gpu = gpu_count() > 0 and settings.devices != ()
     if settings.handler is not None:
         least, most, on_gpu = settings.handler.min_workers, settings.handler.max_workers, bool(settings.handler.devices)
     if service is not None and service.custom is not None:

@@ -1,28 +1,36 @@
-"""Whether there is room for one more model, told before it is loaded.
-
-Source: contracts/lmi.md sections 1.10, 2.5 and 2.9.
-"""
+"""What memory a model needs, what is free, and which GPUs a model is placed on."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import subprocess
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from container.devices import gpu_count
+from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings import Settings
+from handlers.adapters import DIRECTORY as ADAPTERS
+from handlers.engines.parallelism import MEMORY_SHARE, default_tensor_parallel, largest_tensor_parallel, read_config
+from handlers.engines.protocol import EngineStartError
+from handlers.engines.weight_files import weight_bytes
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
 _BEYOND_FILES = 1.2
 """A loaded model to its files, where nothing is declared."""
-_GPU_SHARE = 0.9
-"""What vLLM takes of a GPU unless it is told otherwise."""
+_IN_THIS_PROCESS = ("scheduler", "disable")
+"""Values of `rolling_batch` for which transformers runs the model, on one GPU."""
+_MAX_LORAS = 4
+"""LMI's default of `option.max_loras`."""
+_ALIKE = 1 << 30
+"""GPUs whose free bytes differ by less have equally much room."""
 _CGROUP = Path("/sys/fs/cgroup")
-_QUERY_SECONDS = 10.0
 
 
 class OutOfMemory(Exception):
@@ -31,59 +39,196 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Bytes of the memory that models are loaded into: of the fullest GPU, or main memory where there is none."""
+    """Bytes of one memory that models are loaded into: of a GPU, or main memory."""
 
     free: int
     total: int
     gpu: bool
 
 
-def check_room(settings: Settings, memory: Free) -> None:
-    """Compare what a model needs with what is free.
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a model needs: so many GPUs, and bytes of each of them."""
+
+    gpus: int
+    each: int
+
+
+def free_memory() -> tuple[Free, ...]:
+    """What is free now: of each GPU that this process sees, in the order in which CUDA counts them; then main memory.
+
+    Raises:
+        SliceNotChosen: it is not clear which GPU or MIG slice would be used.
+    """
+    return (*_gpus(), _main_memory())
+
+
+def check_room(settings: Settings, memory: Sequence[Free]) -> None:
+    """Compare what a model needs with what is free where it will be loaded.
 
     Raises:
         OutOfMemory: there is less than it needs and what has to stay free.
+        EngineStartError: it needs more GPUs than `load_on_devices` allows.
     """
-    needed = needed_bytes(settings, memory)
+    gpus = _gpus_of(settings.model, memory)
+    need = needed(settings, [memory[index] for index in gpus])
     reserved = settings.memory.reserved * _MEBIBYTE
-    if needed + reserved > memory.free:
-        where = "GPU memory" if memory.gpu else "memory"
+    used = gpus[: need.gpus]
+    short = [index for index in used if need.each + reserved > memory[index].free]
+    main = memory[-1]
+    if not used and need.each + reserved > main.free:
         raise OutOfMemory(
-            f"model {settings.model.name} needs {needed // _MEBIBYTE} MiB of {where} and {reserved // _MEBIBYTE} MiB "
-            f"have to stay free (reserved_memory_mb); {memory.free // _MEBIBYTE} MiB are free"
+            f"model {settings.model.name} needs {_mebibytes(need.each)} of memory and {_mebibytes(reserved)} "
+            f"have to stay free (reserved_memory_mb); {_mebibytes(main.free)} are free"
+        )
+    if short:
+        where = "GPU memory" if len(used) == 1 else f"memory on each of {len(used)} GPUs"
+        free = ", ".join(f"{_mebibytes(memory[index].free)} of GPU {index}" for index in sorted(gpus))
+        raise OutOfMemory(
+            f"model {settings.model.name} needs {_mebibytes(need.each)} of {where} and {_mebibytes(reserved)} "
+            f"have to stay free (reserved_memory_mb); free are {free}"
         )
 
 
-def needed_bytes(settings: Settings, memory: Free) -> int:
-    """What is declared, or else an estimate by the model's files; on a GPU at least what its engine will ask for."""
-    if settings.memory.required is not None:
-        return settings.memory.required * _MEBIBYTE
+def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
+    """The settings with `devices` in the order in which the engine is to take them: those with the most room first.
+
+    They stay as they are for a custom handler, whose workers have their devices, and where the engine chooses GPUs
+    by itself, as with Ray.
+    """
+    gpus = _gpus_of(model, memory)
+    if model.handler is not None or not gpus or _chooses_itself(model):
+        return model
+    return replace(model, devices=gpus)
+
+
+def needed(settings: Settings, gpus: Sequence[Free]) -> Need:
+    """What is declared, or else an estimate by the model's files; on a GPU at least what its engine will ask for.
+
+    Args:
+        settings: the model's
+        gpus: those that the model may use, in the order in which it takes them; none: main memory
+
+    Raises:
+        EngineStartError: it needs more GPUs than `load_on_devices` allows.
+    """
     model = settings.model
-    files = int(_BEYOND_FILES * sum(size_of(path) for path in {str(model.model_dir), model.model_id}))
+    count, copies = _processes(model, gpus)
+    if settings.memory.required is not None:
+        return Need(count if gpus else 0, settings.memory.required * _MEBIBYTE)
     arguments = model.engine_arguments
+    each = int(_BEYOND_FILES * _loaded_bytes(model) * copies / count)
     if "kv_cache_memory_bytes" in arguments:
-        return files + _integer(arguments["kv_cache_memory_bytes"])
-    if not memory.gpu or model.handler is not None or model.rolling_batch == "disable":
-        return files
-    share = arguments.get("gpu_memory_utilization", "")
-    with contextlib.suppress(ValueError):
-        return max(files, int(float(share or _GPU_SHARE) * memory.total))
-    return files  # a share that is no number: the engine says so
+        each += _integer(arguments["kv_cache_memory_bytes"])
+    if not gpus:
+        return Need(0, each * count)
+    if model.handler is None and model.rolling_batch not in _IN_THIS_PROCESS:
+        # vLLM insists on its share of the GPU, also where the size of the KV cache is given.
+        each = max(each, int(_share(model) * max(gpu.total for gpu in gpus[:count])))
+    return Need(count, each)
 
 
-def size_of(path: str) -> int:
-    """Bytes of all files below a directory; 0 for what is none, such as a hub id."""
-    return sum(
-        os.path.getsize(os.path.join(folder, name))
-        for folder, _, names in os.walk(path)
-        for name in names
-        if os.path.isfile(os.path.join(folder, name))
+def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
+    """The GPUs that a model may use, in the order in which it takes them; none where it runs in main memory."""
+    gpus = [index for index, one in enumerate(memory) if one.gpu]
+    if model.handler is not None:
+        own = {int(index) for group in model.handler.devices for index in group.split(",")}
+        return tuple(index for index in gpus if index in own)
+    allowed = gpus if model.devices is None else [index for index in model.devices if index in gpus]
+    return tuple(sorted(allowed, key=lambda index: (-(memory[index].free // _ALIKE), index)))
+
+
+def _processes(model: ModelSettings, gpus: Sequence[Free]) -> tuple[int, int]:
+    """How many processes share the model, each on a GPU if there are any; and how many copies of it they hold."""
+    if model.handler is not None:
+        return max(len(gpus), 1), max(len(model.handler.devices), 1)
+    if model.rolling_batch in _IN_THIS_PROCESS:
+        return (max(len(gpus), 1) if "device_map" in model.engine_arguments else 1), 1
+    data = _integer(model.engine_arguments.get("data_parallel_size", "")) or 1
+    count = _tensor_parallel(model, gpus, data) * model.pipeline_parallel_degree * data
+    if gpus and count > len(gpus) and model.devices is not None and not _chooses_itself(model):
+        raise EngineStartError(f"model {model.name} needs {count} GPUs, and load_on_devices allows {len(gpus)}")
+    return count, data
+
+
+def _tensor_parallel(model: ModelSettings, gpus: Sequence[Free], data: int) -> int:
+    if model.tensor_parallel_degree is not None:
+        return model.tensor_parallel_degree
+    if not gpus:
+        return 1
+    config, pipeline = read_config(model.model_id), model.pipeline_parallel_degree
+    if model.tensor_parallel_max:
+        return largest_tensor_parallel(config, len(gpus), pipeline=pipeline, data=data)
+    weights = weight_bytes(model.model_id)
+    if not weights:
+        return 1  # they are yet to be fetched; the engine knows more then
+    return default_tensor_parallel(
+        config,
+        weights,
+        len(gpus),
+        min(gpu.total for gpu in gpus),
+        pipeline=pipeline,
+        data=data,
+        memory_share=_share(model),
+        max_model_len=_integer(model.engine_arguments.get("max_model_len", "")) or None,
     )
 
 
-def free_memory() -> Free:
-    """What is free now."""
-    return _gpus() if gpu_count() else _main_memory()
+def _chooses_itself(model: ModelSettings) -> bool:
+    """Whether the settings leave it to vLLM, or to Ray, which GPUs are taken."""
+    arguments = model.engine_arguments
+    return (
+        "device_ids" in arguments
+        or arguments.get("distributed_executor_backend", "mp") not in ("mp", "uni")
+        or arguments.get("data_parallel_backend", "mp") != "mp"
+        or _integer(arguments.get("nnodes", "1")) > 1
+    )
+
+
+def _share(model: ModelSettings) -> float:
+    """The share of a GPU that vLLM asks for."""
+    with contextlib.suppress(ValueError):
+        return float(model.engine_arguments.get("gpu_memory_utilization", "") or MEMORY_SHARE)
+    return 0.0  # no number: the engine says so
+
+
+def _loaded_bytes(model: ModelSettings) -> int:
+    """The files that are loaded. Of a custom handler's model without weights of a known format, that is all of them."""
+    if model.handler is None:
+        return weight_bytes(model.model_id) + _adapter_bytes(model)
+    paths = {str(model.model_dir), model.model_id}
+    return sum(weight_bytes(path) or size_of(path) for path in paths)
+
+
+def _adapter_bytes(model: ModelSettings) -> int:
+    """The adapters that come with the model; the largest, where not all of them are in memory at a time."""
+    if not model.enable_lora:
+        return 0
+    folders = {path / ADAPTERS for path in (model.model_dir, Path(model.model_id)) if path.is_absolute()}
+    sizes = [weight_bytes(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    arguments = model.engine_arguments
+    slots = max(_integer(arguments.get(name, "")) for name in ("max_loras", "max_cpu_loras")) or _MAX_LORAS
+    return sum(sorted(sizes, reverse=True)[:slots])
+
+
+def size_of(path: str) -> int:
+    """Bytes of all files below a directory, hidden directories left out; 0 for what is none, such as a hub id."""
+    size = 0
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = [os.path.join(folder, name) for name in names]
+        size += sum(os.path.getsize(file) for file in files if os.path.isfile(file))
+    return size
+
+
+def _gpus() -> tuple[Free, ...]:
+    if not gpu_count():
+        return ()
+    try:
+        return tuple(Free(free, total, gpu=True) for free, total in gpu_memory())
+    except GpusUnknown as error:
+        logger.warning("the memory of the GPUs is not known, and main memory is counted instead: %s", error)
+        return ()
 
 
 def _main_memory() -> Free:
@@ -112,19 +257,9 @@ def _number(path: Path) -> int | None:
     return None  # no control group of this version, or no limit ("max")
 
 
-def _gpus() -> Free:
-    """Asked of the driver's own tool: to ask the driver in this process would leave a context on each GPU."""
-    command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        command.append(f"--id={visible}")
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True).stdout
-        free, total = min(tuple(int(part) * _MEBIBYTE for part in line.split(",")) for line in text.splitlines())
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return _main_memory()  # the model goes through main memory in any case
-    return Free(free, total, gpu=True)
-
-
 def _integer(text: str) -> int:
     return int(text) if text.strip().isdecimal() else 0
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size // _MEBIBYTE} MiB"

@@ -8,6 +8,7 @@ from typing import Any
 
 from container import custom_code, options
 from container import model_location as location
+from container.devices import allowed_devices, gpu_count
 from container.handler_fields import handler_settings, package_fields
 from container.handler_options import ENTRY_POINT, FUNCTION
 from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
@@ -105,6 +106,7 @@ def _with_engine(sources: Sources, code: custom_code.Code | None, found: Resolut
     _take_others(sources, fields, found)
     set_local_paths(fields, sources.remote_models, found)
     _set_tensor_parallel(fields)
+    _set_devices(fields, found)
     set_model(sources, fields, found, required=True)
     if "HF_TOKEN" in sources.variables:
         found.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
@@ -210,6 +212,14 @@ def _source(option: Option, layer: Mapping[str, Value]) -> str:
 def _add_argument(fields: dict[str, Any], name: str, text: str, source: str) -> None:
     fields["engine_arguments"][name] = text
     fields["engine_argument_sources"][name] = source
+
+
+def _set_devices(fields: dict[str, Any], found: Resolution) -> None:
+    load_on, gpus = str(fields["devices"]), gpu_count()
+    try:
+        fields["devices"] = None if load_on.strip() == "*" or not gpus else allowed_devices(gpus, load_on)
+    except ValueError as error:
+        found.problems.append(f"load_on_devices is {quoted('', load_on)}: {error}")
 
 
 def _set_tensor_parallel(fields: dict[str, Any]) -> None:

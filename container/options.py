@@ -193,6 +193,13 @@ SERVED = (
         "attention heads",
     ),
     Option(
+        key="load_on_devices",
+        parser=TEXT,
+        field="devices",
+        default="*",
+        meaning="GPUs that the model may use, such as `0;2`, or `cpu`; it takes those with the most free memory",
+    ),
+    Option(
         key="option.pipeline_parallel_degree",
         parser=integer(1),
         default="1",

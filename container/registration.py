@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from container.devices import SliceNotChosen
 from container.lifecycle import Lifecycle, State, until_none
-from container.memory import Free, OutOfMemory, check_room, free_memory
+from container.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.model_location import name_of_url
 from container.model_url import model_place
 from container.models import AlreadyRegistered, Model, Models
@@ -24,6 +26,7 @@ from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.errors import NotReady, Overloaded
 from handlers.memory_release import release_memory
+from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class Registrar:
         server: ServerSettings,
         environ: Mapping[str, str],
         command_line: Mapping[str, str] | None = None,
-        free: Callable[[], Free] = free_memory,
+        free: Callable[[], Sequence[Free]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
         """`said`: warnings of settings that are in the log already."""
@@ -93,7 +96,7 @@ class Registrar:
         async with self._one_at_a_time:
             for model in self._models:
                 if model.at_startup:
-                    await model.lifecycle.start()
+                    await model.lifecycle.start(self._place)
 
     async def register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
         """Register a model, and begin to load it; the task ends when it is loaded, whoever waits for it.
@@ -195,8 +198,24 @@ class Registrar:
                 self._said.add(warning)
                 logger.warning("model %s: %s", name, warning)
 
-    def _check_room(self, settings: Settings) -> None:
-        check_room(settings, self._free())
+    def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
+        """Choose the GPUs of a model that is about to be loaded, by the room that they have now.
+
+        Args:
+            model: its settings, which come back with the GPUs
+            check: all its settings, if it is to be refused where there is too little room
+
+        Raises:
+            OutOfMemory: there is too little.
+            EngineStartError: the settings ask for GPUs that it cannot have.
+        """
+        try:
+            memory = self._free()
+        except SliceNotChosen as error:
+            raise EngineStartError(str(error)) from None
+        if check is not None:
+            check_room(check, memory)
+        return placed(model, memory)
 
     async def _load(self, model: Model, settings: Settings) -> None:
         failure = await self._failure_of_load(model, settings)
@@ -214,8 +233,7 @@ class Registrar:
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
             async with self._one_at_a_time:
-                await asyncio.to_thread(self._check_room, settings)
-                await model.lifecycle.start()
+                await model.lifecycle.start(partial(self._place, check=settings))
         except (OutOfMemory, EngineStartError) as error:
             kind = OutOfMemory if _is_memory(error, settings) else LoadFailed
             return kind(f"model {model.name} cannot be loaded: {error}")

@@ -254,6 +254,8 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     os.environ.update(startup.exports)
     # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
     import uvloop
 

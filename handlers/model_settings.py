@@ -93,6 +93,9 @@ class ModelSettings:
     tensor_parallel_max: bool = False
     """"max" was asked for; only the engine can count the GPUs."""
     pipeline_parallel_degree: int = 1
+    devices: tuple[int, ...] | None = None
+    """GPUs that the engine may use, as CUDA counts those that this process sees; it takes those in front, as many as it
+    needs. None: all; an empty tuple: the CPU."""
     batch_size: int = 1
     """Prompts, or calls of a custom handler, that are run together as one dynamic batch."""
     max_batch_delay: float = 0.1

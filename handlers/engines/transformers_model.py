@@ -70,7 +70,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     check_weights(settings, loading)
     _check_quantization(settings, model.config)
     if "device_map" not in arguments and "quantization_config" not in arguments:
-        model = model.to(_device())
+        model = model.to(_device(settings))
     model.eval()
     config = model.config.get_text_config()
     max_model_len = _max_model_len(settings, config)
@@ -133,8 +133,10 @@ def boolean_argument(settings: ModelSettings, name: str) -> bool:
     raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
 
 
-def _device() -> Any:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def _device(settings: ModelSettings) -> Any:
+    if settings.devices == () or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", settings.devices[0] if settings.devices else 0)
 
 
 def _load_tokenizer(settings: ModelSettings) -> Any:
@@ -166,6 +168,8 @@ def _model_arguments(settings: ModelSettings) -> dict[str, Any]:
         from transformers import BitsAndBytesConfig
 
         arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
+        if settings.devices:
+            arguments.setdefault("device_map", {"": _device(settings)})
     _check_parallel_degrees(settings)
     return arguments
 

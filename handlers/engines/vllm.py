@@ -275,7 +275,7 @@ class VllmEngine:
         return self._status
 
     def report(self, running: int, waiting: int, kv_cache_usage: float) -> None:
-        """Take the scheduler's account of its last step."""
+        """Take the account of the last step: of the scheduler, or of those of all data-parallel replicas together."""
         self._status = EngineStatus(running, waiting, kv_cache_usage)
 
     async def stop(self) -> None:
@@ -293,16 +293,25 @@ class VllmEngine:
 
 
 class _SchedulerReports:
-    """Stands where vLLM's stat loggers stand, and keeps only the scheduler's gauges."""
+    """Stands where vLLM's stat loggers stand, and keeps only the schedulers' gauges."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
+        self._latest: dict[int, Any] = {}
+        """What each data-parallel replica reported last, by its number."""
 
-    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         self._engine.reports += 1
-        if scheduler_stats is not None:
-            s = scheduler_stats
-            self._engine.report(s.num_running_reqs, s.num_waiting_reqs, s.kv_cache_usage)
+        if scheduler_stats is None:
+            return
+        self._latest[engine_idx] = scheduler_stats
+        latest = self._latest.values()
+        self._engine.report(
+            sum(stats.num_running_reqs for stats in latest),
+            sum(stats.num_waiting_reqs for stats in latest),
+            # Their caches are equally large, so this is the share of all of them together.
+            sum(stats.kv_cache_usage for stats in latest) / len(latest),
+        )
 
     def log(self) -> None:
         """vLLM asks for its periodic log line here; ours is /metrics."""

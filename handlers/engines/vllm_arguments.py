@@ -94,7 +94,7 @@ def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
         return 1
     import torch
 
-    count: int = torch.cuda.device_count()
+    count: int = torch.cuda.device_count() if settings.devices is None else len(settings.devices)
     return max(1, count // settings.pipeline_parallel_degree)
 
 

@@ -1,10 +1,11 @@
 """vLLM's processes end with this one, however that ends: the kernel sees to it, not a handler of a signal.
 
-Written for vLLM 0.32 and 0.33. The server starts the engine process by handing `EngineCoreProc.run_engine_core` to
-multiprocessing, and the engine process starts its workers with `WorkerProc.worker_main` in the same way, from its main
-thread. Each of them runs a function of ours first. vLLM's own workers notice the end of the engine process only between
-two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a server and finds
-nothing left.
+Written for vLLM 0.32 and 0.33. The server hands `EngineCoreProc.run_engine_core` to multiprocessing to start the engine
+process. With data parallelism it starts one for each replica, and `DPCoordinatorProc.run_coordinator` beside them. The
+engine process starts its workers with `WorkerProc.worker_main` in the same way, from its main thread. Each of them runs
+a function of ours first. vLLM's own workers notice the end of the engine process only between two steps, its
+coordinator never, and a process that is stopped notices nothing. tests/live/test_health_live.py and
+test_data_parallel_live.py kill a server and find nothing left.
 
 They also tell this one why they could not start, which vLLM writes to the log alone: the engine process by what
 `run_engine_core` raises, its workers by what `WorkerProc()` raises, since `worker_main` keeps it to itself.
@@ -24,11 +25,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -46,6 +48,7 @@ def _original(owner: type, name: str) -> Any:
 
 
 _run_engine_core = _original(EngineCoreProc, "run_engine_core")
+_run_coordinator = _original(DPCoordinatorProc, "run_coordinator")
 _worker_main = _original(WorkerProc, "worker_main")
 
 
@@ -74,36 +77,31 @@ class Reports:
         self._writer.close()
 
 
+_local = threading.local()
+"""`reports`: those of the model that the thread is loading. Several threads may be at it at a time, one for each."""
+
+
 class _ForThisThread:
-    """Stands where vLLM has `EngineCoreProc.run_engine_core`: ours for threads that ask for it, and vLLM's for others.
+    """Stands where vLLM has a function that a process is to run: ours for threads that load a model, else vLLM's."""
 
-    Several threads may be at it at a time, one for each model.
-    """
-
-    def __init__(self) -> None:
-        self._local = threading.local()
+    def __init__(self, own: Callable[..., None], original: Callable[..., None]) -> None:
+        self._own, self._original = own, original
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        reports: Reports | None = getattr(self._local, "reports", None)
-        return _run_engine_core if reports is None else partial(run_engine_core, reports.writer)
-
-    def set(self, reports: Reports | None) -> None:
-        self._local.reports = reports
-
-
-_for_this_thread = _ForThisThread()
+        reports: Reports | None = getattr(_local, "reports", None)
+        return self._original if reports is None else partial(self._own, reports.writer)
 
 
 @contextlib.contextmanager
 def tied_to_this_thread() -> Iterator[Reports]:
-    """Engine processes that are started meanwhile end when the calling thread does; it has to outlive them."""
-    EngineCoreProc.run_engine_core = _for_this_thread
-    reports = Reports()
-    _for_this_thread.set(reports)
+    """vLLM's processes that are started meanwhile end when the calling thread does; it has to outlive them."""
+    EngineCoreProc.run_engine_core = _ForThisThread(run_engine_core, _run_engine_core)
+    DPCoordinatorProc.run_coordinator = _ForThisThread(run_coordinator, _run_coordinator)
+    reports = _local.reports = Reports()
     try:
         yield reports
     finally:
-        _for_this_thread.set(None)
+        _local.reports = None
         reports.close()
 
 
@@ -114,6 +112,14 @@ def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None
     WorkerProc.worker_main = staticmethod(partial(worker_main, report))
     with _telling(report):
         _run_engine_core(*arguments, **options)
+
+
+def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None:
+    """The same in the process that coordinates data-parallel replicas."""
+    _end_with_parent()
+    os.setpgid(0, 0)
+    with _telling(report):
+        _run_coordinator(*arguments, **options)
 
 
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:

@@ -87,6 +87,8 @@ class VllmLoader:
         engine_args = AsyncEngineArgs(**arguments)
         if self._settings.tensor_parallel_degree is None and not self._settings.tensor_parallel_max:
             share_out_heads(engine_args)
+        if not on_cpu and self._settings.devices is not None:
+            choose_devices(engine_args, self._settings.devices)
         config = engine_args.create_engine_config()
         choose_backend(config)
         with tied_to_this_thread() as reports:
@@ -125,6 +127,29 @@ def share_out_heads(engine_args: AsyncEngineArgs) -> None:
             gpus,
             heads,
         )
+
+
+def choose_devices(engine_args: AsyncEngineArgs, devices: tuple[int, ...]) -> None:
+    """Have vLLM take its GPUs from the front of `devices`; in ascending order, as neighbours are often connected.
+
+    Raises:
+        EngineStartError: there are fewer than the model needs.
+    """
+    if not devices:
+        raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
+    visible = vllm.platforms.current_platform.device_count()
+    count = (
+        engine_args.tensor_parallel_size
+        * engine_args.pipeline_parallel_size
+        * engine_args.prefill_context_parallel_size
+        * engine_args.data_parallel_size
+    )
+    if count > len(devices) and len(devices) < visible:
+        raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
+    chosen = sorted(devices[:count])
+    if chosen != list(range(visible)):
+        engine_args.device_ids = chosen
+        logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), visible)
 
 
 def own_tokenizer(config: ModelConfig) -> Any:
