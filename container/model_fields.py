@@ -215,9 +215,12 @@ def _add_argument(fields: dict[str, Any], name: str, text: str, source: str) -> 
 
 
 def _set_devices(fields: dict[str, Any], found: Resolution) -> None:
-    load_on, gpus = str(fields["devices"]), gpu_count()
+    load_on, gpus = str(fields["devices"] or "*").strip(), gpu_count()
+    fields["devices"] = None
+    if load_on == "*" or not gpus:
+        return
     try:
-        fields["devices"] = None if load_on.strip() == "*" or not gpus else allowed_devices(gpus, load_on)
+        fields["devices"] = allowed_devices(gpus, load_on)
     except ValueError as error:
         found.problems.append(f"load_on_devices is {quoted('', load_on)}: {error}")
 

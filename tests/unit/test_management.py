@@ -35,11 +35,15 @@ PLENTY = Free(1 << 40, 1 << 40, gpu=False)
 class Api:
     """A server without its process: its applications, and clients of them."""
 
-    def __init__(self, environ: dict[str, str], free: Free, startup: tuple[str, ...], **server: Any) -> None:
+    def __init__(
+        self, environ: dict[str, str], free: Free | tuple[Free, ...], startup: tuple[str, ...], **server: Any
+    ) -> None:
         settings = ServerSettings(**server)
         models = [StartupModel(further_settings(Path(ECHO), name, environ, {}), ECHO) for name in startup]
         self.models = Models(as_model(model, at_startup=True) for model in models)
-        self.registrar = Registrar(self.models, settings, environ, free=lambda: free)
+        self.registrar = Registrar(
+            self.models, settings, environ, free=lambda: free if isinstance(free, tuple) else (free,)
+        )
         self.applications: Applications = create_app(self.models, settings, self.registrar)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60
@@ -54,7 +58,7 @@ class Api:
 
 @asynccontextmanager
 async def serving(
-    *startup: str, environ: dict[str, str] | None = None, free: Free = PLENTY, **server: Any
+    *startup: str, environ: dict[str, str] | None = None, free: Free | tuple[Free, ...] = PLENTY, **server: Any
 ) -> AsyncIterator[Api]:
     api = Api(environ or {}, free, startup, **server)
     try:

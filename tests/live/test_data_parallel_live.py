@@ -1,0 +1,54 @@
+"""Two replicas of a model, on vLLM's data parallelism: their figures together, and their end with the server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.live.server import Server, serving
+from tests.live.test_health_live import lives
+from tests.live.test_process_live import open_stream
+
+BATCH = 4
+"""Sequences that run together on each of the replicas."""
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("replicas")
+    options = {"rolling_batch": "vllm", "max_rolling_batch_size": BATCH, "kv_cache_memory_bytes": 128 << 20}
+    # Two replicas have no cores of their own here.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with serving(directory, environment, **engine_options | options, data_parallel_size=2) as server:
+        yield server
+
+
+def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None:
+    with contextlib.ExitStack() as clients:
+        for _ in range(3 * BATCH):
+            clients.enter_context(open_stream(replicas))
+        replicas.wait_for_metric("slipway_engine_running", 2 * BATCH)
+        replicas.wait_for_metric("slipway_engine_waiting", BATCH)
+    for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
+        replicas.wait_for_metric(gauge, 0)
+
+
+def test_neither_replicas_nor_their_coordinator_outlive_a_server_that_is_killed(replicas: Server) -> None:
+    children = psutil.Process(replicas.process.pid).children(recursive=True)
+    names = [child.name() for child in children]
+    assert sum("EngineCor" in name for name in names) == 2
+    coordinator = next(child for child, name in zip(children, names, strict=True) if "DPCoordin" in name)
+    os.kill(coordinator.pid, signal.SIGSTOP)  # it cannot find out by itself
+    replicas.process.kill()
+    replicas.process.wait(60)
+    killed = time.monotonic()
+    while left := [child for child in children if lives(child)]:
+        assert time.monotonic() - killed < 30, left
+        time.sleep(0.02)
+
