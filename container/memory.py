@@ -14,7 +14,7 @@ import psutil
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings import Settings
 from handlers.adapters import DIRECTORY as ADAPTERS
-from handlers.engines.parallelism import MEMORY_SHARE, default_tensor_parallel, largest_tensor_parallel, read_config
+from handlers.engines.parallelism import MEMORY_SHARE, ModelMemory, read_config, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.weight_files import weight_bytes
 from handlers.model_settings import ModelSettings
@@ -156,22 +156,22 @@ def _tensor_parallel(model: ModelSettings, gpus: Sequence[Free], data: int) -> i
         return model.tensor_parallel_degree
     if not gpus:
         return 1
-    config, pipeline = read_config(model.model_id), model.pipeline_parallel_degree
+    config, stages = read_config(model.model_id), model.pipeline_parallel_degree
+    sizes = tensor_parallel_sizes(config, max(1, len(gpus) // (stages * data)))
     if model.tensor_parallel_max:
-        return largest_tensor_parallel(config, len(gpus), pipeline=pipeline, data=data)
+        return sizes[-1]
     weights = weight_bytes(model.model_id)
     if not weights:
         return 1  # they are yet to be fetched; the engine knows more then
-    return default_tensor_parallel(
+    longest = model.engine_arguments.get("max_model_len", "")
+    need = ModelMemory(
         config,
         weights,
-        len(gpus),
-        min(gpu.total for gpu in gpus),
-        pipeline=pipeline,
-        data=data,
+        stages=stages,
         memory_share=_share(model),
-        max_model_len=_integer(model.engine_arguments.get("max_model_len", "")) or None,
+        max_model_len=0 if longest.strip() == "-1" else _integer(longest) or None,
     )
+    return need.fewest(sizes, min(gpu.total for gpu in gpus))[0]
 
 
 def _chooses_itself(model: ModelSettings) -> bool:

@@ -89,10 +89,9 @@ SERVED = (
     Option(
         key="option.max_rolling_batch_size",
         parser=integer(1, 1_000_000),
-        default="256",
         field="max_rolling_batch_size",
         aliases=("option.max_num_seqs",),
-        meaning="Sequences that run together",
+        meaning="Sequences that run together; without it, vLLM's own default for the device, 256 on other engines",
     ),
     Option(
         key="option.stop_sequence",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Config = Mapping[str, Any]
 
+_GIB = 1 << 30
 MEMORY_SHARE = 0.92
 """Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`)."""
 _CACHE_SHARE = 0.2
@@ -64,21 +66,9 @@ def largest_tensor_parallel(config: Config, gpus: int, *, pipeline: int = 1, dat
 
 
 def default_tensor_parallel(
-    config: Config,
-    weight_bytes: int,
-    gpus: int,
-    gpu_bytes: int,
-    *,
-    pipeline: int = 1,
-    data: int = 1,
-    memory_share: float = MEMORY_SHARE,
-    max_model_len: int | None = None,
-    cache_element_bytes: int = 2,
+    config: Config, weight_bytes: int, gpus: int, gpu_bytes: int, *, pipeline: int = 1, data: int = 1
 ) -> int:
     """Return the fewest GPUs that hold the weights and a useful KV cache, or the most there are if none do.
-
-    A KV cache is useful if it holds one sequence of the context length, without which vLLM does not start, and is at
-    least a fifth of the memory that vLLM takes.
 
     Args:
         config: the model's config.json
@@ -87,35 +77,66 @@ def default_tensor_parallel(
         gpu_bytes: total memory of the smallest of them; 0 if unknown
         pipeline: pipeline stages
         data: data-parallel replicas
-        memory_share: share of a GPU's memory that vLLM may take
-        max_model_len: the longest sequence, where it is not the model's own context length
-        cache_element_bytes: bytes of one number in the KV cache
     """
     sizes = tensor_parallel_sizes(config, max(1, gpus // (pipeline * data)))
-    if weight_bytes and gpu_bytes:
-        taken = int(gpu_bytes * memory_share)
-        overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
-        for size in sizes:
-            sequence = sequence_bytes(config, size, max_model_len, cache_element_bytes) // pipeline
-            left = taken - overhead - weight_bytes // (size * pipeline)
-            if left >= max(sequence, int(taken * _CACHE_SHARE)):
-                return size
-    return sizes[-1]
+    return ModelMemory(config, weight_bytes, stages=pipeline).fewest(sizes, gpu_bytes)[0]
 
 
-def sequence_bytes(config: Config, size: int, max_model_len: int | None = None, element_bytes: int = 2) -> int:
-    """Return the bytes of KV cache of one sequence of the greatest length, on each of `size` GPUs; 0 if unknown.
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Memory that a model needs on each of the GPUs that share its layers.
 
-    Layers with a sliding window hold that much of it, layers with a recurrent state nothing.
+    A KV cache is useful if it holds one sequence of the context length, without which vLLM does not start, and is at
+    least a fifth of the memory that vLLM takes.
     """
-    text = _text(config)
-    length = max_model_len or _first(text, _CONTEXT)
-    layers = _first(text, _LAYERS)
-    if (rank := text.get("kv_lora_rank")) is not None:
-        per_layer = rank + text.get("qk_rope_head_dim", 0)  # latent attention: the same on every GPU
-    else:
-        per_layer = 2 * -(-_kv_heads(text) // size) * _head_size(text)
-    return int(per_layer * element_bytes * sum(_tokens(text, layers, length)))
+
+    config: Config
+    """The model's config.json."""
+    weight_bytes: int
+    """Size of all weights; 0 if unknown."""
+    stages: int = 1
+    """Pipeline stages."""
+    memory_share: float = MEMORY_SHARE
+    """Of a GPU's memory, what vLLM may take."""
+    max_model_len: int | None = None
+    """The longest sequence; None: the model's own context length."""
+    cache_element_bytes: int = 2
+    """Bytes of one number in the KV cache."""
+
+    def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
+        """Return the first of these sizes that holds the model, or else the last, and the reason in words.
+
+        `gpu_bytes`: total memory of the smallest GPU; 0 if unknown.
+        """
+        if not self.weight_bytes or not gpu_bytes:
+            unknown = "the GPUs' memory" if self.weight_bytes else "the size of its weights"
+            return sizes[-1], f"the most that the model allows, since {unknown} is not known"
+        weights = f"the weights ({self.weight_bytes / _GIB:.1f} GiB) and a useful KV cache"
+        for size in sizes:
+            if self.fits(size, gpu_bytes):
+                return size, f"the fewest that hold {weights}"
+        return sizes[-1], f"the most that the model allows, which may be too few for {weights}"
+
+    def fits(self, size: int, gpu_bytes: int) -> bool:
+        """Whether so many GPUs of this memory hold the weights and a useful KV cache."""
+        taken = int(gpu_bytes * self.memory_share)
+        overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
+        left = taken - overhead - self.weight_bytes // (size * self.stages)
+        return left >= max(self.sequence_bytes(size), int(taken * _CACHE_SHARE))
+
+    def sequence_bytes(self, size: int) -> int:
+        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.
+
+        Layers with a sliding window hold that much of it, layers with a recurrent state nothing.
+        """
+        text = _text(self.config)
+        length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
+        if (rank := text.get("kv_lora_rank")) is not None:
+            per_layer = rank + text.get("qk_rope_head_dim", 0)  # latent attention: the same on every GPU
+        else:
+            per_layer = 2 * -(-_kv_heads(text) // size) * _head_size(text)
+        tokens = sum(_tokens(text, _first(text, _LAYERS), length))
+        return int(per_layer * self.cache_element_bytes * tokens) // self.stages
 
 
 def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:

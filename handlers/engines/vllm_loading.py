@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +13,22 @@ import vllm.platforms
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.compiler import go_without_compiler
 from handlers.engines.model_texts import copied
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
-from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_arguments import engine_arguments, serve_defaults
 from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_children import tied_to_this_thread
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
+from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -84,12 +88,11 @@ class VllmLoader:
             arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
         # Read here, so that what is wrong is said before the model is loaded.
         frontend = frontend_arguments(self._settings)
-        engine_args = AsyncEngineArgs(**arguments)
-        if self._settings.tensor_parallel_degree is None and not self._settings.tensor_parallel_max:
-            share_out_heads(engine_args)
-        if not on_cpu and self._settings.devices is not None:
-            choose_devices(engine_args, self._settings.devices)
-        config = engine_args.create_engine_config()
+        engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
+        if not on_cpu:
+            choose_devices(engine_args, self._settings)
+        # Batch sizes depend on it: these are the defaults of `vllm serve`.
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
         with tied_to_this_thread() as reports:
             try:
@@ -112,44 +115,66 @@ async def shut_down(llm: AsyncLLM) -> None:
     forget_tokenizers()
 
 
-def share_out_heads(engine_args: AsyncEngineArgs) -> None:
-    """Take no more GPUs than the model's attention heads can be shared out to evenly, which vLLM insists on."""
-    gpus = engine_args.tensor_parallel_size
-    if gpus == 1:
-        return
-    heads: int = getattr(engine_args.create_model_config().hf_text_config, "num_attention_heads", 0)
-    engine_args.tensor_parallel_size = max(size for size in range(1, gpus + 1) if heads % size == 0)
-    if engine_args.tensor_parallel_size < gpus:
-        logger.warning(
-            "%d of %d GPUs share each layer: more do not divide the model's %d attention heads; "
-            "option.tensor_parallel_degree sets it by hand",
-            engine_args.tensor_parallel_size,
-            gpus,
-            heads,
-        )
-
-
-def choose_devices(engine_args: AsyncEngineArgs, devices: tuple[int, ...]) -> None:
-    """Have vLLM take its GPUs from the front of `devices`; in ascending order, as neighbours are often connected.
+def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
+    """Set how many GPUs share each layer, unless that is given, and have vLLM take its GPUs from the first of `devices`.
 
     Raises:
         EngineStartError: there are fewer than the model needs.
     """
-    if not devices:
+    visible = range(vllm.platforms.current_platform.device_count())
+    devices = visible if settings.devices is None else settings.devices
+    if settings.devices == ():
         raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
-    visible = vllm.platforms.current_platform.device_count()
-    count = (
-        engine_args.tensor_parallel_size
-        * engine_args.pipeline_parallel_size
-        * engine_args.prefill_context_parallel_size
-        * engine_args.data_parallel_size
-    )
-    if count > len(devices) and len(devices) < visible:
+    if settings.tensor_parallel_degree is None:
+        share_layers(engine_args, devices, settings.tensor_parallel_max)
+    if settings.devices is None or engine_args.device_ids:
+        return
+    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
+    stages = engine_args.pipeline_parallel_size * engine_args.prefill_context_parallel_size
+    count = engine_args.tensor_parallel_size * stages * replicas
+    if count > len(devices) and len(devices) < len(visible):
         raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
-    chosen = sorted(devices[:count])
-    if chosen != list(range(visible)):
+    chosen = sorted(devices[:count])  # neighbours are often connected
+    if chosen != list(visible):
         engine_args.device_ids = chosen
-        logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), visible)
+        logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), len(visible))
+
+
+def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
+    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    platform = vllm.platforms.current_platform
+    gpus = len(devices)
+    stages = engine_args.pipeline_parallel_size
+    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
+    if gpus // (stages * replicas) <= 1:
+        return
+    model = engine_args.create_model_config()
+    config = model.hf_config.to_dict()
+    sizes = tensor_parallel_sizes(config, gpus // (stages * replicas))
+    if most:
+        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
+    else:
+        memory = ModelMemory(
+            config,
+            weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision),
+            stages=stages,
+            memory_share=engine_args.gpu_memory_utilization,
+            # With -1 vLLM itself fits the length to the memory.
+            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
+            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
+        )
+        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
+        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
+    logger.info(
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas): %s; the model allows %s; "
+        "option.tensor_parallel_degree sets it by hand",
+        engine_args.tensor_parallel_size,
+        gpus,
+        stages,
+        replicas,
+        why,
+        ", ".join(map(str, sizes)),
+    )
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

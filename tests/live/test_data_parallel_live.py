@@ -51,4 +51,3 @@ def test_neither_replicas_nor_their_coordinator_outlive_a_server_that_is_killed(
     while left := [child for child in children if lives(child)]:
         assert time.monotonic() - killed < 30, left
         time.sleep(0.02)
-
