@@ -195,8 +195,8 @@ SERVED = (
         key="load_on_devices",
         parser=TEXT,
         field="devices",
-        meaning="GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. It takes those with "
-        "the most free memory",
+        meaning="GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. Of those it takes "
+        "the ones with the most free memory",
     ),
     Option(
         key="option.pipeline_parallel_degree",

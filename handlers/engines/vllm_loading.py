@@ -116,7 +116,7 @@ async def shut_down(llm: AsyncLLM) -> None:
 
 
 def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
-    """Set how many GPUs share each layer, unless that is given, and have vLLM take its GPUs from the first of `devices`.
+    """Set how many GPUs share each layer, unless that is given, and which GPUs vLLM takes: the first of `devices`.
 
     Raises:
         EngineStartError: there are fewer than the model needs.

@@ -18,12 +18,14 @@ import pytest
 
 from container import lifecycle, registration
 from container.app import Applications, create_app
+from container.devices import SliceNotChosen
 from container.memory import Free
 from container.models import Models
 from container.registration import Registrar, as_model
 from container.settings import ServerSettings
 from container.startup_models import StartupModel, further_settings
 from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
 
 pytestmark = pytest.mark.asyncio
 
@@ -36,14 +38,12 @@ class Api:
     """A server without its process: its applications, and clients of them."""
 
     def __init__(
-        self, environ: dict[str, str], free: Free | tuple[Free, ...], startup: tuple[str, ...], **server: Any
+        self, environ: dict[str, str], memory: tuple[Free, ...], startup: tuple[str, ...], **server: Any
     ) -> None:
         settings = ServerSettings(**server)
         models = [StartupModel(further_settings(Path(ECHO), name, environ, {}), ECHO) for name in startup]
         self.models = Models(as_model(model, at_startup=True) for model in models)
-        self.registrar = Registrar(
-            self.models, settings, environ, free=lambda: free if isinstance(free, tuple) else (free,)
-        )
+        self.registrar = Registrar(self.models, settings, environ, free=lambda: memory)
         self.applications: Applications = create_app(self.models, settings, self.registrar)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60
@@ -58,9 +58,13 @@ class Api:
 
 @asynccontextmanager
 async def serving(
-    *startup: str, environ: dict[str, str] | None = None, free: Free | tuple[Free, ...] = PLENTY, **server: Any
+    *startup: str,
+    environ: dict[str, str] | None = None,
+    free: Free = PLENTY,
+    gpus: tuple[Free, ...] = (),
+    **server: Any,
 ) -> AsyncIterator[Api]:
-    api = Api(environ or {}, free, startup, **server)
+    api = Api(environ or {}, (*gpus, free), startup, **server)
     try:
         await api.registrar.start()
         async with api.client:
@@ -143,6 +147,55 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
                 assert kind == "WlmOutOfMemoryException"
                 assert "needs 1000 MiB of memory and 24 MiB have to stay free" in message
                 assert await api.names() == []
+
+
+async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
+    (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\n")
+    loaded: list[ModelSettings] = []
+
+    async def load(settings: ModelSettings, _: object) -> None:
+        loaded.append(settings)
+        raise EngineStartError("enough is known")
+
+    monkeypatch.setattr(lifecycle, "load_service", load)
+    empty, full = Free(79 << 30, 80 << 30, gpu=True), Free(8 << 30, 80 << 30, gpu=True)
+    async with serving(gpus=(full, empty, full, empty)) as api:
+        assert error(await api.register("a", str(tmp_path)))[:2] == (500, "EngineException")
+        assert loaded[0].devices == (1, 3, 0, 2)
+    async with serving(gpus=(full, empty)) as api:
+        code, kind, message = error(await api.register("a", str(tmp_path)))
+        assert (code, kind) == (507, "WlmOutOfMemoryException")
+        assert "needs 75366 MiB of memory on each of 2 GPUs and 500 MiB have to stay free" in message
+        assert message.endswith("free are 8192 MiB of GPU 0, 80896 MiB of GPU 1")
+        assert len(loaded) == 1
+        assert await api.names() == []
+
+
+async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot_be_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    loaded: list[ModelSettings] = []
+
+    async def load(settings: ModelSettings, _: object) -> None:
+        loaded.append(settings)
+        raise EngineStartError("enough is known")
+
+    def divided() -> tuple[Free, ...]:
+        raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.setattr(lifecycle, "load_service", load)
+    room = (Free(1 << 30, 80 << 30, gpu=True), Free(2 << 30, 80 << 30, gpu=True), PLENTY)
+    settings = further_settings(tmp_path, "a", {}, {})
+    for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
+        model = as_model(StartupModel(settings, str(tmp_path)), at_startup=True)
+        with pytest.raises(EngineStartError, match=message):
+            await Registrar(Models([model]), settings.server, {}, free=free).start()
+        assert model.lifecycle.reason == message
+    assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
 
 
 async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_507(tmp_path: Path) -> None:
