@@ -188,8 +188,8 @@ SERVED = (
         field="tensor_parallel_degree",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
-        meaning="Devices that share each layer; `max`: all GPUs; without it vLLM takes all that divide the model's "
-        "attention heads",
+        meaning="GPUs that share each layer; `max`: as many as the model allows; without it vLLM takes the fewest that "
+        "hold the model",
     ),
     Option(
         key="load_on_devices",

@@ -39,6 +39,9 @@ _SHARED_WIDTHS = ("shared_expert_intermediate_size", "moe_shared_expert_intermed
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+_WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
+_WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
+"""Kinds of layers that keep a state of fixed size for a sequence, or nothing."""
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """One layer in so many sees the whole context, in families whose config.json does not list its layers."""
 
@@ -142,16 +145,16 @@ class ModelMemory:
 def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
     """The tokens that each layer keeps of a sequence of this length."""
     window = min(length, text.get("sliding_window") or text.get("attention_chunk_size") or length)
-    every = text.get("sliding_window_pattern") or _SLIDING_EVERY.get(text.get("model_type", ""))
     kinds = text.get("layer_types") or text.get("layers_block_type")
-    for layer in range(layers):
-        if kinds and layer < len(kinds):
-            kind = kinds[layer]
-            yield window if kind in ("sliding_attention", "chunked_attention") else length * ("attention" in kind)
-        elif isinstance(every, int) and (layer + 1) % every:
-            yield window
-        else:
-            yield length
+    if kinds:
+        for kind in kinds:
+            yield window if kind in _WINDOWED else 0 if kind in _WITHOUT_CACHE else length
+        return
+    sliding = text.get("sliding_window_pattern") or _SLIDING_EVERY.get(text.get("model_type", ""))
+    recurrent = text.get("full_attention_interval")
+    every, others = (recurrent, 0) if recurrent else (sliding, window)
+    for layer in range(1, layers + 1):
+        yield others if isinstance(every, int) and layer % every else length
 
 
 def _accepted(config: Config, size: int) -> bool:
