@@ -141,7 +141,7 @@ def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
 def _processes(model: ModelSettings, gpus: Sequence[Free]) -> tuple[int, int]:
     """How many processes share the model, each on a GPU if there are any; and how many copies of it they hold."""
     if model.handler is not None:
-        return max(len(gpus), 1), max(len(model.handler.devices), 1)
+        return (len(gpus), len(model.handler.devices)) if gpus else (1, 1)
     if model.rolling_batch in _IN_THIS_PROCESS:
         return (max(len(gpus), 1) if "device_map" in model.engine_arguments else 1), 1
     data = _integer(model.engine_arguments.get("data_parallel_size", "")) or 1

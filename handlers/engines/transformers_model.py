@@ -58,6 +58,9 @@ def load_model(settings: ModelSettings) -> TransformersModel:
         EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
     """
     arguments = _model_arguments(settings)
+    device = _device(settings)
+    if settings.devices and device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
     disable_progress_bar()  # in a log each of its steps is a line
     try:
         tokenizer = _load_tokenizer(settings)
@@ -70,7 +73,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     check_weights(settings, loading)
     _check_quantization(settings, model.config)
     if "device_map" not in arguments and "quantization_config" not in arguments:
-        model = model.to(_device(settings))
+        model = model.to(device)
     model.eval()
     config = model.config.get_text_config()
     max_model_len = _max_model_len(settings, config)
