@@ -48,10 +48,18 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model needs: so many GPUs, and bytes of each of them."""
+    """What a model needs."""
 
     gpus: int
+    """How many; 0: it runs in main memory."""
     each: int
+    """Bytes on each of them."""
+    share: float = 0.0
+    """The least share of a GPU that its engine insists on."""
+
+    def of(self, memory: Free) -> int:
+        """Bytes of this GPU, or of main memory."""
+        return max(self.each, int(self.share * memory.total))
 
 
 def free_memory() -> tuple[Free, ...]:
@@ -74,7 +82,7 @@ def check_room(settings: Settings, memory: Sequence[Free]) -> None:
     need = needed(settings, [memory[index] for index in gpus])
     reserved = settings.memory.reserved * _MEBIBYTE
     used = gpus[: need.gpus]
-    short = [index for index in used if need.each + reserved > memory[index].free]
+    short = [index for index in used if need.of(memory[index]) + reserved > memory[index].free]
     main = memory[-1]
     if not used and need.each + reserved > main.free:
         raise OutOfMemory(
@@ -85,7 +93,7 @@ def check_room(settings: Settings, memory: Sequence[Free]) -> None:
         where = "GPU memory" if len(used) == 1 else f"memory on each of {len(used)} GPUs"
         free = ", ".join(f"{_mebibytes(memory[index].free)} of GPU {index}" for index in sorted(gpus))
         raise OutOfMemory(
-            f"model {settings.model.name} needs {_mebibytes(need.each)} of {where} and {_mebibytes(reserved)} "
+            f"model {settings.model.name} needs {_mebibytes(need.of(memory[short[0]]))} of {where} and {_mebibytes(reserved)} "
             f"have to stay free (reserved_memory_mb); free are {free}"
         )
 
@@ -122,10 +130,9 @@ def needed(settings: Settings, gpus: Sequence[Free]) -> Need:
         each += _integer(arguments["kv_cache_memory_bytes"])
     if not gpus:
         return Need(0, each * count)
-    if model.handler is None and model.rolling_batch not in _IN_THIS_PROCESS:
-        # vLLM insists on its share of the GPU, also where the size of the KV cache is given.
-        each = max(each, int(_share(model) * max(gpu.total for gpu in gpus[:count])))
-    return Need(count, each)
+    if model.handler is not None or model.rolling_batch in _IN_THIS_PROCESS:
+        return Need(count, each)
+    return Need(count, each, _share(model))  # vLLM insists on it also where the size of the KV cache is given
 
 
 def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def load(model_dir: Path, properties: str = "") -> Settings:
 
 
 def each(settings: Settings, *gpus: Free) -> int:
-    return needed(settings, gpus).each
+    return needed(settings, gpus).of(gpus[0] if gpus else MAIN)
 
 
 def test_without_a_declaration_it_is_the_files_and_a_fifth_more(model_dir: Path) -> None:
@@ -126,24 +126,24 @@ def test_on_a_gpu_it_is_at_least_what_vllm_will_ask_for(model_dir: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("properties", "gpus", "need"),
+    ("properties", "gpus", "count", "gibibytes"),
     [
-        ("", 4, Need(2, 73)),
-        ("option.tensor_parallel_degree=4", 4, Need(4, 73)),
-        ("option.tensor_parallel_degree=1", 4, Need(1, 120)),
-        ("option.tensor_parallel_degree=max", 8, Need(8, 73)),
-        ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, Need(4, 73)),
-        ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, Need(4, 73)),
-        ("option.tensor_parallel_degree=2\noption.gpu_memory_utilization=0.2", 4, Need(2, 60)),
-        ("option.rolling_batch=scheduler", 4, Need(1, 120)),
-        ("option.rolling_batch=disable\noption.device_map=auto", 4, Need(4, 30)),
+        ("", 4, 2, 73),
+        ("option.tensor_parallel_degree=4", 4, 4, 73),
+        ("option.tensor_parallel_degree=1", 4, 1, 120),
+        ("option.tensor_parallel_degree=max", 8, 8, 73),
+        ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, 4, 73),
+        ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, 4, 73),
+        ("option.tensor_parallel_degree=2\noption.gpu_memory_utilization=0.2", 4, 2, 60),
+        ("option.rolling_batch=scheduler", 4, 1, 120),
+        ("option.rolling_batch=disable\noption.device_map=auto", 4, 4, 30),
     ],
 )
 def test_a_large_model_is_shared_out_to_the_gpus_that_it_takes(
-    large_model: Path, properties: str, gpus: int, need: Need
+    large_model: Path, properties: str, gpus: int, count: int, gibibytes: int
 ) -> None:
     found = needed(load(large_model, properties), [EMPTY] * gpus)
-    assert Need(found.gpus, found.each // GIBIBYTE) == need
+    assert (found.gpus, found.of(EMPTY) // GIBIBYTE) == (count, gibibytes)
 
 
 def test_what_has_to_stay_free_is_added(model_dir: Path) -> None:
@@ -164,6 +164,15 @@ def test_a_model_larger_than_one_gpu_fits_on_two_with_room(large_model: Path) ->
         "75366 MiB of memory on each of 2 GPUs and 500 MiB have to stay free (reserved_memory_mb); "
         "free are 1024 MiB of GPU 0, 80896 MiB of GPU 1, 1024 MiB of GPU 2"
     )
+
+
+def test_of_each_gpu_the_share_of_its_own_memory_counts(model_dir: Path) -> None:
+    smaller = Free(23 * GIBIBYTE, 24 * GIBIBYTE, gpu=True)
+    check_room(load(model_dir, "option.tensor_parallel_degree=2"), (EMPTY, smaller, MAIN))
+    with pytest.raises(OutOfMemory, match=r"needs 22609 MiB of memory on each of 2 GPUs"):
+        check_room(
+            load(model_dir, "option.tensor_parallel_degree=2"), (EMPTY, replace(smaller, free=22 * GIBIBYTE), MAIN)
+        )
 
 
 def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
