@@ -20,6 +20,7 @@ from handlers.engines.protocol import Engine, EngineStartError
 from handlers.engines.stream import generate
 from handlers.entry_point import Limits, Service, load_service
 from handlers.request import GenerationRequest, SamplingParameters
+from handlers.startup_times import StartupTimes
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Lifecycle:
         """None until the model is loaded."""
         self._stall: StallWatch | None = None
         self._fetched = False
+        self.startup_times = StartupTimes()
         self._state, self._failure = State.STARTING, ""
         self._started_at = time.time()
         self.open_calls = 0
@@ -102,9 +104,10 @@ class Lifecycle:
                 adapter_faults=partial(check_adapter, self._secure_mode) if self._secure_mode is not None else None,
             )
             await self.fetch()
-            self.service = await load_service(self.model, limits)
+            self.service = await load_service(self.model, limits, self.startup_times)
             if self.service.engine is not None:
-                await _warm_up(self.service.engine)
+                with self.startup_times.phase("first token"):
+                    await _warm_up(self.service.engine)
             self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
         except BaseException as error:
             try:
@@ -122,7 +125,8 @@ class Lifecycle:
         gc.set_threshold(_GC_THRESHOLD, 50, 50)
         if self._state is State.STARTING:
             self._state = State.READY
-            logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
     async def fetch(self) -> None:
         """Have the weights here that are on S3. `start` does so as well, unless it is done.
@@ -132,7 +136,9 @@ class Lifecycle:
         """
         if self._fetched:
             return
-        await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+        if self.remote_models:
+            with self.startup_times.phase("download"):
+                await fetch_weights(self.remote_models, self.model.model_loading_timeout)
         await self._check_fetched()
         self._fetched = True
 

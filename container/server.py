@@ -29,6 +29,7 @@ from container.properties import Value
 from container.registration import Registrar, as_model
 from container.socket_directory import socket_directory
 from container.startup_models import Startup
+from handlers.engine_choice import begin_import
 from handlers.engines.protocol import EngineStartError
 
 logger = logging.getLogger(__name__)
@@ -252,9 +253,9 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """
     ensure_home()
     os.environ.update(startup.exports)
-    # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     allow_open_files()
+    for model in startup.models:
+        begin_import(model.settings.model)
     import uvloop
 
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:

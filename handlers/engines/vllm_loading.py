@@ -21,7 +21,7 @@ from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm_arguments import engine_arguments
 from handlers.engines.vllm_caches import forget_tokenizers
-from handlers.engines.vllm_children import tied_to_this_thread
+from handlers.engines.vllm_children import tied_to_this_thread, use_fork_server
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
@@ -74,6 +74,7 @@ class VllmLoader:
             raise failure_of(error).error(self._cannot) from error
 
     def _load(self) -> LoadedModel:
+        use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
             go_without_compiler(os.environ)
