@@ -7,7 +7,7 @@ them runs a function of ours first.
 
 Start: they are forked from a process that has imported vLLM (`vllm_fork_server`), where that is possible. A forked
 process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
-they are loaded is done again (`_apply`).
+they are loaded is done again (`vllm_fork_server.apply_environment`).
 
 End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
 server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
@@ -34,7 +34,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -112,8 +112,8 @@ class _InEnvironment:
         self._function, self._report, self._environment = function, report, environment
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        if _is_forked():
-            _apply(self._environment)
+        if vllm_fork_server.is_forked():
+            vllm_fork_server.apply_environment(self._environment)
         self._function(self._report, *arguments, **options)
 
 
@@ -201,7 +201,7 @@ def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) 
 
     from vllm.plugins import load_general_plugins
 
-    _apply(environment)
+    vllm_fork_server.apply_environment(environment)
     try:
         load_general_plugins()
         answer = True, pickle.loads(pickled)()
@@ -215,7 +215,7 @@ def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None
     _end_with_parent()
     os.setpgid(0, 0)
     WorkerProc.worker_main = _Target(worker_main, report)
-    if _is_forked():
+    if vllm_fork_server.is_forked():
         multiproc_executor.get_mp_context = _engine_context
     with _telling(report):
         _run_engine_core(*arguments, **options)
@@ -232,7 +232,7 @@ def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
     """The same in a worker of the engine process."""
     _end_with_parent()
-    if _is_forked():
+    if vllm_fork_server.is_forked():
         _end_with_engine()
     start = WorkerProc.__init__
 
@@ -254,14 +254,9 @@ def _telling(report: Connection) -> Iterator[None]:
         raise
 
 
-def _is_forked() -> bool:
-    """Whether this process is from the fork server; multiprocessing gives only those a list."""
-    return forkserver.get_inherited_fds() is not None
-
-
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if _is_forked():
+    if vllm_fork_server.is_forked():
         from handlers.engines import vllm_preload
 
         expected: int | None = vllm_preload.PROCESS
@@ -282,30 +277,3 @@ def _end_with_engine() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="engine-watch", daemon=True).start()
-
-
-def _apply(environment: Mapping[str, str]) -> None:
-    """Make a forked process one of that environment: PyTorch and OpenMP have read theirs in the fork server."""
-    import torch
-
-    os.environ.clear()
-    os.environ.update(environment)
-    if (threads := environment.get("OMP_NUM_THREADS", "")).isdecimal():
-        torch.set_num_threads(int(threads))
-    if affinity := environment.get("GOMP_CPU_AFFINITY"):
-        _bind_threads([int(cpu) for cpu in affinity.split()])
-
-
-def _bind_threads(cpus: Sequence[int]) -> None:
-    """Bind each OpenMP thread to a processor of its own, and this one to the first.
-
-    As libgomp does for GOMP_CPU_AFFINITY, which vLLM sets for its workers on a CPU. Its threads stay, so that it holds
-    for all that they run later.
-    """
-    openmp = ctypes.CDLL(None)
-    run, thread_number = openmp.GOMP_parallel, openmp.omp_get_thread_num
-
-    def bind(_: Any) -> None:
-        os.sched_setaffinity(0, {cpus[thread_number()]})
-
-    run(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(bind), None, len(cpus), 0)

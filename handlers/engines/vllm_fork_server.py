@@ -9,15 +9,17 @@ process, so that both import vLLM at the same time, and ends with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,38 @@ class _ForkServer:
 
 _server = _ForkServer()
 start, context = _server.start, _server.context
+
+
+def is_forked() -> bool:
+    """Whether this process is from the fork server; multiprocessing gives only those a list."""
+    return forkserver.get_inherited_fds() is not None
+
+
+def apply_environment(environment: Mapping[str, str]) -> None:
+    """Make a forked process one of that environment: PyTorch and OpenMP have read theirs in the fork server."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    if (threads := environment.get("OMP_NUM_THREADS", "")).isdecimal():
+        torch.set_num_threads(int(threads))
+    if affinity := environment.get("GOMP_CPU_AFFINITY"):
+        _bind_threads([int(cpu) for cpu in affinity.split()])
+
+
+def _bind_threads(cpus: Sequence[int]) -> None:
+    """Bind each OpenMP thread to a processor of its own, and this one to the first.
+
+    As libgomp does for GOMP_CPU_AFFINITY, which vLLM sets for its workers on a CPU. Its threads stay, so that it holds
+    for all that they run later.
+    """
+    openmp = ctypes.CDLL(None)
+    run, thread_number = openmp.GOMP_parallel, openmp.omp_get_thread_num
+
+    def bind(_: Any) -> None:
+        os.sched_setaffinity(0, {cpus[thread_number()]})
+
+    run(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(bind), None, len(cpus), 0)
 
 
 def _problem(context: ForkServerContext) -> str:
