@@ -41,6 +41,9 @@ def import_engine(settings: ModelSettings) -> None:
     """Import what takes seconds: vLLM, if it may run the model. Blocks."""
     if is_vllm(settings) and importlib.util.find_spec("vllm") is not None:
         import handlers.engines.vllm  # noqa: F401
+        from handlers.engines.vllm_children import use_fork_server
+
+        use_fork_server()  # before the choice of the engine: vLLM looks at the model's class in another process
 
 
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
