@@ -123,27 +123,31 @@ class _ForThisThread:
     Several threads may start engines at a time, one for each model.
     """
 
-    reports = threading.local()
-
     def __init__(self, ours: Callable[..., None], vllms: Callable[..., None]) -> None:
         self._ours, self._vllms = ours, vllms
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        reports: Reports | None = getattr(self.reports, "current", None)
+        reports: Reports | None = getattr(_this_thread, "reports", None)
         return self._vllms if reports is None else _Target(self._ours, reports.writer)
 
 
+_this_thread = threading.local()
+
+
 @contextlib.contextmanager
-def tied_to_this_thread() -> Iterator[Reports]:
-    """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned."""
+def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
+    """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
+
+    `spawned`: they are, whether there is a fork server or not. vLLM binds a process to a NUMA node as it is spawned.
+    """
     EngineCoreProc.run_engine_core = _ForThisThread(run_engine_core, _run_engine_core)
     DPCoordinatorProc.run_coordinator = _ForThisThread(run_coordinator, _run_coordinator)
     reports = Reports()
-    _ForThisThread.reports.current = reports
+    _this_thread.reports, _this_thread.spawned = reports, spawned
     try:
         yield reports
     finally:
-        _ForThisThread.reports.current = None
+        _this_thread.reports, _this_thread.spawned = None, False
         reports.close()
 
 
@@ -157,6 +161,8 @@ def use_fork_server() -> None:
 def _server_context() -> BaseContext:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
     vllms: BaseContext = _contexts[engine_utils]()
+    if getattr(_this_thread, "spawned", False):
+        return vllms
     return vllm_fork_server.context() or vllms
 
 

@@ -90,7 +90,7 @@ class VllmLoader:
             share_out_heads(engine_args)
         config = engine_args.create_engine_config()
         choose_backend(config)
-        with tied_to_this_thread() as reports:
+        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
                 llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
             except Exception as error:  # vLLM's own says that a process has failed, and not why
