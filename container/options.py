@@ -89,10 +89,9 @@ SERVED = (
     Option(
         key="option.max_rolling_batch_size",
         parser=integer(1, 1_000_000),
-        default="256",
         field="max_rolling_batch_size",
         aliases=("option.max_num_seqs",),
-        meaning="Sequences that run together",
+        meaning="Sequences that run together; without it, vLLM's own default for the device, 256 on other engines",
     ),
     Option(
         key="option.stop_sequence",
@@ -189,8 +188,8 @@ SERVED = (
         field="tensor_parallel_degree",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
-        meaning="Devices that share each layer; `max`: all GPUs; without it vLLM takes all that divide the model's "
-        "attention heads",
+        meaning="GPUs that share each layer; `max`: as many as the model allows; without it vLLM takes the fewest that "
+        "hold the model",
     ),
     Option(
         key="option.pipeline_parallel_degree",

@@ -159,7 +159,7 @@ class CustomHandler:
             concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
             batch_size=_batch_size(settings, handler),
             max_batch_delay=settings.max_batch_delay,
-            max_rolling_batch_size=settings.max_rolling_batch_size,
+            max_rolling_batch_size=settings.rolling_batch_size,
         )
         if handler.async_mode:
             return lambda worker, on_free: SingleLane(worker, lane_settings, on_free)

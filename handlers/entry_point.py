@@ -172,7 +172,7 @@ async def _load_engine(
 async def _serving(
     settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None, sessions: Sessions
 ) -> Service:
-    handler = EngineHandler(engine, _running(settings) + limits.queue_size)
+    handler = EngineHandler(engine, engine.max_sequences + limits.queue_size)
     openai = await openai_handler(engine, handler, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
     invocations, adapters = _invocations(settings, limits, handler, thread, formatters, openai, sessions), None
@@ -286,7 +286,3 @@ def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contra
     if settings.async_mode:
         return LmiAsyncContract(settings, limits.overload_status, getattr(engine, "default_sampling", None))
     return LmiContract(settings, limits.overload_status)
-
-
-def _running(settings: ModelSettings) -> int:
-    return settings.batch_size if settings.rolling_batch == "disable" else settings.max_rolling_batch_size

@@ -15,6 +15,9 @@ OutputFormatter = Literal["json", "jsonlines", "sse"]
 Streaming = Literal["false", "true", "huggingface"]
 ChatFormat = Literal["lmi", "openai"]
 
+LMI_ROLLING_BATCH_SIZE = 256
+"""LMI's default of `option.max_rolling_batch_size`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerSettings:
@@ -64,7 +67,8 @@ class ModelSettings:
     revision: str | None = None
     trust_remote_code: bool = False
     rolling_batch: RollingBatch = "auto"
-    max_rolling_batch_size: int = 256
+    max_rolling_batch_size: int | None = None
+    """Sequences that run together; None: as the engine has it by default."""
     output_formatter: OutputFormatter | None = None
     tgi_compat: bool = False
     async_mode: bool = False
@@ -89,9 +93,9 @@ class ModelSettings:
     """LoRA adapters can be registered; requests name the one they want."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
-    """None: as many GPUs as there are, and unless `tensor_parallel_max` no more than the model can be shared out to."""
+    """GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most."""
     tensor_parallel_max: bool = False
-    """"max" was asked for; only the engine can count the GPUs."""
+    """"max" was asked for: as many GPUs as the model allows."""
     pipeline_parallel_degree: int = 1
     batch_size: int = 1
     """Prompts, or calls of a custom handler, that are run together as one dynamic batch."""
@@ -128,6 +132,11 @@ class ModelSettings:
     """Further `option.<name>` values, for the engine to interpret."""
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
     """Where each engine argument came from, for error messages."""
+
+    @property
+    def rolling_batch_size(self) -> int:
+        """Sequences that run together, by default LMI's number; vLLM has a default of its own."""
+        return self.max_rolling_batch_size or LMI_ROLLING_BATCH_SIZE
 
     @property
     def public_names(self) -> tuple[str, ...]:

@@ -111,6 +111,8 @@ class Engine(Protocol):
     meter: Meter
     max_model_len: int
     """Tokens of prompt and answer together."""
+    max_sequences: int
+    """Sequences that run together; known once it has started."""
     max_top_tokens: int
     """How many alternatives a token may carry."""
     eos_token_ids: frozenset[int]

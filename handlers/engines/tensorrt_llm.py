@@ -84,7 +84,7 @@ class TensorRtLlmEngine:
         self._facts = TokenizerFacts(tokenizer, self.texts.special_ids, self.eos_token_ids)
         self.max_model_len = arguments.max_model_len
         self._max_input_len = arguments.max_input_len
-        self._max_batch_size = arguments.max_batch_size
+        self.max_sequences = arguments.max_batch_size
         can = abilities(version, arguments.sampler, arguments.max_logprobs)
         self.max_top_tokens = can.max_top_tokens
         self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
@@ -260,7 +260,7 @@ class TensorRtLlmEngine:
 
     def status(self) -> EngineStatus:
         """See `Engine.status`; what the KV cache holds is known to TensorRT-LLM's own processes alone."""
-        running = min(len(self._running), self._max_batch_size)
+        running = min(len(self._running), self.max_sequences)
         return EngineStatus(running, len(self._running) - running, 0.0)
 
     async def stop(self) -> None:

@@ -75,7 +75,7 @@ def engine_arguments(settings: ModelSettings, api: Any, gpus: int, context: int 
     max_model_len = sizes["max_seq_len"] or context
     if max_model_len is None:
         raise EngineStartError(f"{settings.model_id} does not say how long its context is; set option.max_model_len")
-    max_batch_size = sizes["max_batch_size"] or settings.max_rolling_batch_size
+    max_batch_size = sizes["max_batch_size"] or settings.rolling_batch_size
     arguments = {
         **given,
         "model": settings.model_id,

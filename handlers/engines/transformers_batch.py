@@ -70,6 +70,7 @@ class BatchEngine:
         self._stopped = False
         self._tasks: list[asyncio.Task[None]] = []
         self.meter = Meter()
+        self.max_sequences = settings.batch_size
         self.max_top_tokens = _MAX_TOP_TOKENS
 
     async def start(self) -> None:

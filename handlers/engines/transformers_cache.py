@@ -45,12 +45,12 @@ def batching_config(settings: ModelSettings, model: TransformersModel) -> Contin
     step = integer_argument(settings, "max_num_batched_tokens", 1)
     if step is None:
         step = _STEP_TOKENS_ON_CPU if on_cpu else _STEP_TOKENS_ON_GPU
-    step = max(step, settings.max_rolling_batch_size)
+    step = max(step, settings.rolling_batch_size)
     sharing = "enable_prefix_caching" not in settings.engine_arguments
     config = ContinuousBatchingConfig(
         page_size=page,
         max_batch_tokens=step,
-        max_requests_per_batch=settings.max_rolling_batch_size,
+        max_requests_per_batch=settings.rolling_batch_size,
         max_memory_percent=_memory_share(settings, on_cpu),
         allow_block_sharing=sharing or boolean_argument(settings, "enable_prefix_caching"),
         # Tokens are chosen in Python, between the model's pass and the next; a recorded graph would leave that out.
@@ -97,7 +97,7 @@ def _cached_tokens(settings: ModelSettings, model: TransformersModel, step: int,
     heads = model.model.config.get_text_config().num_attention_heads
     overhead = step * item + (2 * heads + 1) * _head_size(model) * item
     affordable = max(budget - step * step * item, 0) // (per_token + overhead)
-    useful = settings.max_rolling_batch_size * model.max_model_len
+    useful = settings.rolling_batch_size * model.max_model_len
     tokens = min(affordable, useful)
     logger.info(
         "KV cache: %d tokens, %.1f GiB of the %.1f GiB that are free in main memory; option.kv_cache_memory_bytes "

@@ -109,6 +109,7 @@ class SchedulerEngine:
         self.texts = ModelTexts(model.tokenizer)
         self._prompts = PromptTokenizer(self.texts, self._model.max_model_len, self._settings.max_prompt_tokens)
         self.max_model_len = self._model.max_model_len
+        self.max_sequences = self._settings.rolling_batch_size
         self.max_top_tokens = max_top_tokens(self._settings, model.vocabulary_size)
         self.eos_token_ids = model.eos_token_ids
         self.tokenizer = copied(model.tokenizer)

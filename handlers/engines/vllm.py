@@ -94,6 +94,8 @@ class VllmEngine:
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self.max_model_len: int = llm.model_config.max_model_len
+        replicas = llm.vllm_config.parallel_config.data_parallel_size
+        self.max_sequences = llm.vllm_config.scheduler_config.max_num_seqs * replicas
         vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import json
 import logging
@@ -50,7 +51,7 @@ FRONT_END = frozenset(
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`.
+    """Keyword arguments of vLLM's `AsyncEngineArgs`; what is left out is to have `serve_defaults`.
 
     Raises:
         EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
@@ -61,11 +62,12 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
-        "max_num_seqs": settings.max_rolling_batch_size,
-        "tensor_parallel_size": _tensor_parallel_size(settings, on_cpu),
+        "tensor_parallel_size": settings.tensor_parallel_degree or 1,
         "pipeline_parallel_size": settings.pipeline_parallel_degree,
         "enable_log_requests": False,
     }
+    if settings.max_rolling_batch_size is not None:
+        arguments["max_num_seqs"] = settings.max_rolling_batch_size
     if on_cpu:
         # Compiling takes minutes on a CPU and gains little there.
         arguments["enforce_eager"] = True
@@ -77,6 +79,16 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
+def serve_defaults() -> dict[str, Any]:
+    """All engine arguments with the defaults of `vllm serve`, from which those of `AsyncEngineArgs` itself differ."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    return {name: value for name, value in vars(parser.parse_args([])).items() if name in known}
+
+
 def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
     """On a CPU all adapters in memory have a slot, and there is one slot more than may be filled."""
     arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", _MAX_LORAS)}
@@ -84,18 +96,6 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
         slots = max(arguments["max_loras"], passed.get("max_cpu_loras") or 0) + EMPTY_SLOTS_ON_CPU
         arguments |= {"max_loras": slots, "max_cpu_loras": slots}
     return arguments
-
-
-def _tensor_parallel_size(settings: ModelSettings, on_cpu: bool) -> int:
-    """All GPUs unless a number is asked for, as LMI and TGI have it (contracts/lmi.md section 2.8)."""
-    if settings.tensor_parallel_degree is not None:
-        return settings.tensor_parallel_degree
-    if on_cpu:
-        return 1
-    import torch
-
-    count: int = torch.cuda.device_count()
-    return max(1, count // settings.pipeline_parallel_degree)
 
 
 def _parse(settings: ModelSettings) -> dict[str, Any]:

@@ -12,19 +12,22 @@ import vllm.platforms
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.compiler import go_without_compiler
 from handlers.engines.model_texts import copied
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
-from handlers.engines.vllm_arguments import engine_arguments
+from handlers.engines.vllm_arguments import engine_arguments, serve_defaults
 from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_children import tied_to_this_thread, use_fork_server
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
+from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -85,10 +88,11 @@ class VllmLoader:
             arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
         # Read here, so that what is wrong is said before the model is loaded.
         frontend = frontend_arguments(self._settings)
-        engine_args = AsyncEngineArgs(**arguments)
-        if self._settings.tensor_parallel_degree is None and not self._settings.tensor_parallel_max:
-            share_out_heads(engine_args)
-        config = engine_args.create_engine_config()
+        engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
+        if self._settings.tensor_parallel_degree is None and not on_cpu:
+            share_layers(engine_args, self._settings.tensor_parallel_max)
+        # Batch sizes depend on it: these are the defaults of `vllm serve`.
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
@@ -111,21 +115,41 @@ async def shut_down(llm: AsyncLLM) -> None:
     forget_tokenizers()
 
 
-def share_out_heads(engine_args: AsyncEngineArgs) -> None:
-    """Take no more GPUs than the model's attention heads can be shared out to evenly, which vLLM insists on."""
-    gpus = engine_args.tensor_parallel_size
-    if gpus == 1:
+def share_layers(engine_args: AsyncEngineArgs, most: bool) -> None:
+    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    platform = vllm.platforms.current_platform
+    gpus = platform.device_count()
+    stages = engine_args.pipeline_parallel_size
+    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
+    if gpus // (stages * replicas) <= 1:
         return
-    heads: int = getattr(engine_args.create_model_config().hf_text_config, "num_attention_heads", 0)
-    engine_args.tensor_parallel_size = max(size for size in range(1, gpus + 1) if heads % size == 0)
-    if engine_args.tensor_parallel_size < gpus:
-        logger.warning(
-            "%d of %d GPUs share each layer: more do not divide the model's %d attention heads; "
-            "option.tensor_parallel_degree sets it by hand",
-            engine_args.tensor_parallel_size,
-            gpus,
-            heads,
+    model = engine_args.create_model_config()
+    config = model.hf_config.to_dict()
+    sizes = tensor_parallel_sizes(config, gpus // (stages * replicas))
+    if most:
+        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
+    else:
+        memory = ModelMemory(
+            config,
+            weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision),
+            stages=stages,
+            memory_share=engine_args.gpu_memory_utilization,
+            # With -1 vLLM itself fits the length to the memory.
+            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
+            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
         )
+        smallest = min(platform.get_device_total_memory(gpu) for gpu in range(gpus))
+        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
+    logger.info(
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas): %s; the model allows %s; "
+        "option.tensor_parallel_degree sets it by hand",
+        engine_args.tensor_parallel_size,
+        gpus,
+        stages,
+        replicas,
+        why,
+        ", ".join(map(str, sizes)),
+    )
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

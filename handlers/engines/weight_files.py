@@ -7,7 +7,10 @@ A directory may hold the same weights in several formats (`.safetensors`, `.bin`
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -39,6 +42,19 @@ def weight_files(model: Path | str) -> tuple[Path, ...]:
 def weight_bytes(model: Path | str) -> int:
     """Return the total size of `weight_files`; 0 where there are none."""
     return sum(file.stat().st_size for file in weight_files(model))
+
+
+def hub_weight_bytes(repository: str, revision: str | None) -> int:
+    """Return the total size of a repository's safetensors on the Hugging Face hub; 0 where they cannot be looked up."""
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        files = get_safetensors_metadata(repository, revision=revision).files_metadata.values()
+    except Exception as error:  # the hub's, of its HTTP client, of the network: loading reports what matters of it
+        logger.info("the size of the weights of %s is not known before they are downloaded: %s", repository, error)
+        return 0
+    spans = (tensor.data_offsets for file in files for tensor in file.tensors.values())
+    return sum(end - start for start, end in spans)
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:

@@ -128,43 +128,6 @@ def test_a_text_that_should_be_json_is_refused_as_such() -> None:
         engine_arguments(replace(SETTINGS, engine_arguments={"speculative_config": "ngram"}), on_cpu=True)
 
 
-@pytest.mark.parametrize(
-    ("fields", "degree"),
-    [
-        ({}, 8),
-        ({"tensor_parallel_max": True}, 8),
-        ({"pipeline_parallel_degree": 2}, 4),
-        ({"pipeline_parallel_degree": 16}, 1),
-        ({"tensor_parallel_degree": 1}, 1),
-    ],
-)
-def test_all_gpus_are_used_unless_fewer_are_asked_for(
-    fields: dict[str, Any], degree: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    from handlers.engines.vllm_arguments import engine_arguments
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert engine_arguments(replace(SETTINGS, **fields), on_cpu=False)["tensor_parallel_size"] == degree
-    assert engine_arguments(replace(SETTINGS, tensor_parallel_max=True), on_cpu=True)["tensor_parallel_size"] == 1
-
-
-@pytest.mark.parametrize(("gpus", "used"), [(1, 1), (2, 1), (3, 3), (8, 3)])
-def test_gpus_among_which_attention_heads_cannot_be_shared_out_stay_idle(
-    sample_model: Path, gpus: int, used: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from handlers.engines.vllm_loading import share_out_heads
-
-    arguments = AsyncEngineArgs(model=str(sample_model), tensor_parallel_size=gpus)
-    with caplog.at_level(logging.WARNING):
-        share_out_heads(arguments)
-    assert arguments.tensor_parallel_size == used
-    assert ("do not divide the model's 9 attention heads" in caplog.text) is (used < gpus)
-
-
 def params(**fields: Any) -> Any:
     from vllm import SamplingParams
 

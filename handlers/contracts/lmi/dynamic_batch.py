@@ -44,7 +44,7 @@ class LmiDynamicContract:
         self._rules = ParameterRules(
             do_sample_inferred=settings.do_sample_inferred,
             typical_p=True,
-            max_sequences=settings.max_rolling_batch_size,
+            max_sequences=settings.rolling_batch_size,
             strict=settings.strict_parameters,
             token_logprobs=False,
         )

@@ -39,7 +39,7 @@ class LmiContract:
             details_by_default=settings.tgi_compat,
             typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
             trtllm=settings.rolling_batch == "trtllm",
-            max_sequences=settings.max_rolling_batch_size,
+            max_sequences=settings.rolling_batch_size,
             strict=settings.strict_parameters,
             token_logprobs=settings.token_logprobs,
         )

@@ -1,0 +1,172 @@
+"""Engine arguments, with vLLM but without an engine: the defaults of `vllm serve`, and GPUs that share each layer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from handlers.daemon_thread import LastingThread
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+
+ROOT = Path(__file__).parents[2]
+MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
+ON_CPU = {"enforce_eager", "kv_cache_memory_bytes"}
+"""What is set on a CPU where `vllm serve` has another default."""
+GIB = 1 << 30
+
+
+@pytest.fixture
+def settings(sample_model: Path) -> ModelSettings:
+    return ModelSettings(name="model", model_dir=sample_model, model_id=str(sample_model))
+
+
+class _StoppedHere(Exception):
+    """The arguments were seen; no engine is needed."""
+
+
+def arguments_seen(settings: ModelSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Start loading a model; return vLLM's arguments and usage context as vLLM gets them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm_loading import VllmLoader
+
+    seen = []
+
+    def create(self: Any, usage_context: Any = None, headless: bool = False) -> NoReturn:
+        seen.append((self, usage_context))
+        raise _StoppedHere
+
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", create)
+    thread = LastingThread("engine")
+    try:
+        with pytest.raises(EngineStartError):
+            asyncio.run(VllmLoader(settings, thread).load())
+    finally:
+        thread.end()
+    (found,) = seen
+    return found
+
+
+def serve_arguments(model: Path) -> Any:
+    """The arguments of `vllm serve MODEL`, made by vLLM itself."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(model)])
+    return AsyncEngineArgs.from_cli_args(parsed)
+
+
+def test_arguments_are_those_of_vllm_serve(
+    settings: ModelSettings, sample_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, context = arguments_seen(settings, monkeypatch)
+    served = serve_arguments(sample_model)
+    names = [field.name for field in dataclasses.fields(served)]
+    assert {name for name in names if getattr(ours, name) != getattr(served, name)} == ON_CPU
+    assert context.value == "OPENAI_API_SERVER"
+
+
+def test_sequences_that_run_together_are_set_only_where_they_are_given(
+    settings: ModelSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = arguments_seen(settings, monkeypatch)
+    assert ours.max_num_seqs is None
+    ours, _ = arguments_seen(replace(settings, max_rolling_batch_size=7), monkeypatch)
+    assert ours.max_num_seqs == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "tokens", "sequences"),
+    [
+        ("NVIDIA L4", 22, 2048, 256),
+        ("NVIDIA A100-SXM4-80GB", 80, 2048, 256),
+        ("NVIDIA H100 80GB HBM3", 79, 8192, 1024),
+        ("NVIDIA H200", 139, 8192, 1024),
+        ("NVIDIA B200", 178, 16384, 1024),
+    ],
+)
+def test_batches_on_a_gpu_are_as_large_as_those_of_vllm_serve(
+    settings: ModelSettings, monkeypatch: pytest.MonkeyPatch, name: str, memory: int, tokens: int, sequences: int
+) -> None:
+    import vllm.platforms
+
+    ours, context = arguments_seen(settings, monkeypatch)
+    platform = vllm.platforms.current_platform
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(platform, "get_device_name", lambda: name)
+    monkeypatch.setattr(platform, "get_device_total_memory", lambda: memory * GIB)
+    by_tokens, by_sequences = ours.get_batch_defaults(1)
+    assert (by_tokens[context], by_sequences[context]) == (tokens, sequences)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most", "memory", "size", "reason"),
+    [
+        ({}, False, 22.0, 1, "the fewest that hold the weights (0.3 GiB) and a useful KV cache"),
+        ({}, True, 22.0, 3, "the most that the model allows; the model allows 1, 3"),
+        ({}, False, 2.0, 3, "which may be too few for the weights"),
+        ({"pipeline_parallel_size": 4}, True, 22.0, 1, "(4 pipeline stages, 1 replicas)"),
+        ({"data_parallel_size": 2}, True, 22.0, 3, "(1 pipeline stages, 2 replicas)"),
+        ({"data_parallel_size": 8}, True, 22.0, 1, None),
+        ({"max_model_len": -1}, False, 22.0, 1, "the fewest that hold"),
+    ],
+)
+def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_it_allows(
+    sample_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arguments: dict[str, Any],
+    most: bool,
+    memory: float,
+    size: int,
+    reason: str | None,
+) -> None:
+    import vllm.platforms
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm_arguments import serve_defaults
+    from handlers.engines.vllm_loading import share_layers
+
+    platform = vllm.platforms.current_platform
+    monkeypatch.setattr(platform, "device_count", lambda: 8)
+    monkeypatch.setattr(platform, "get_device_total_memory", lambda gpu: int(memory * GIB))
+    engine_args = AsyncEngineArgs(**serve_defaults() | {"model": str(sample_model)} | arguments)
+    with caplog.at_level(logging.INFO):
+        share_layers(engine_args, most)
+    assert engine_args.tensor_parallel_size == size
+    if reason is None:
+        assert not caplog.messages  # each replica has one GPU
+    else:
+        assert reason in caplog.text
+
+
+def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
+    """vLLM's own checks, and its own layers, decide on every size from 1 to 8 of every model of the table."""
+    configs = tmp_path / "configs.json"
+    configs.write_text(json.dumps({name: model["config"] for name, model in MODELS.items()}))
+    command = [sys.executable, "-m", "tests.live.accepted_sizes", str(configs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: answer["sizes"] for name, answer in found.items()} == {
+        name: model["sizes"] for name, model in MODELS.items()
+    }
+    for name, answer in found.items():
+        # vLLM's config of the model has more than the file, and may call things otherwise.
+        assert list(tensor_parallel_sizes(answer["config"], 8)) == answer["sizes"], name
+        model = MODELS[name]
+        need = ModelMemory(answer["config"], model["weight_bytes"])
+        size, _ = need.fewest(answer["sizes"], int(79.1 * GIB))
+        assert size <= model["default"]["80"][-1], name
