@@ -21,6 +21,7 @@ from handlers.engines.stream import generate
 from handlers.entry_point import Limits, Service, load_service
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
+from handlers.startup_times import StartupTimes
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Lifecycle:
         """None until the model is loaded."""
         self._stall: StallWatch | None = None
         self._fetched = False
+        self.startup_times = StartupTimes()
         self._state, self._failure = State.STARTING, ""
         self._started_at = time.time()
         self.open_calls = 0
@@ -108,9 +110,10 @@ class Lifecycle:
             await self.fetch()
             if place is not None:
                 self.model = await asyncio.to_thread(place, self.model)
-            self.service = await load_service(self.model, limits)
+            self.service = await load_service(self.model, limits, self.startup_times)
             if self.service.engine is not None:
-                await _warm_up(self.service.engine)
+                with self.startup_times.phase("first token"):
+                    await _warm_up(self.service.engine)
             self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
         except BaseException as error:
             try:
@@ -128,7 +131,8 @@ class Lifecycle:
         gc.set_threshold(_GC_THRESHOLD, 50, 50)
         if self._state is State.STARTING:
             self._state = State.READY
-            logger.info("model %s is ready after %.1f s", self.model.name, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
     async def fetch(self) -> None:
         """Have the weights here that are on S3. `start` does so as well, unless it is done.
@@ -138,7 +142,9 @@ class Lifecycle:
         """
         if self._fetched:
             return
-        await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+        if self.remote_models:
+            with self.startup_times.phase("download"):
+                await fetch_weights(self.remote_models, self.model.model_loading_timeout)
         await self._check_fetched()
         self._fetched = True
 

@@ -91,9 +91,10 @@ def check_room(settings: Settings, memory: Sequence[Free]) -> None:
         )
     if short:
         where = "GPU memory" if len(used) == 1 else f"memory on each of {len(used)} GPUs"
+        size = need.of(memory[short[0]])
         free = ", ".join(f"{_mebibytes(memory[index].free)} of GPU {index}" for index in sorted(gpus))
         raise OutOfMemory(
-            f"model {settings.model.name} needs {_mebibytes(need.of(memory[short[0]]))} of {where} and {_mebibytes(reserved)} "
+            f"model {settings.model.name} needs {_mebibytes(size)} of {where} and {_mebibytes(reserved)} "
             f"have to stay free (reserved_memory_mb); free are {free}"
         )
 

@@ -64,6 +64,13 @@ class Metrics(Collector):
 
     def _model(self, model: Model) -> Iterable[Metric]:
         service = model.lifecycle.service
+        if phases := model.lifecycle.startup_times.seconds:
+            startup = GaugeMetricFamily(
+                "slipway_startup_seconds", "What each phase of the model's start took.", labels=["phase"]
+            )
+            for phase, seconds in phases.items():
+                startup.add_metric([phase], seconds)
+            yield startup
         if service is not None and service.engine is not None:
             yield from self._generation(service.engine.meter)
             yield _gauge(

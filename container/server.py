@@ -29,6 +29,7 @@ from container.properties import Value
 from container.registration import Registrar, as_model
 from container.socket_directory import socket_directory
 from container.startup_models import Startup
+from handlers.engine_choice import begin_import
 from handlers.engines.protocol import EngineStartError
 
 logger = logging.getLogger(__name__)
@@ -252,11 +253,11 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """
     ensure_home()
     os.environ.update(startup.exports)
-    # The engine's processes must not inherit our sockets and threads, as a fork would have them do.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
+    for model in startup.models:
+        begin_import(model.settings.model)
     import uvloop
 
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:

@@ -37,6 +37,15 @@ def chosen(settings: ModelSettings) -> ModelSettings:
     return replace(settings, rolling_batch="vllm" if _vllm_runs(settings) else "scheduler")
 
 
+def import_engine(settings: ModelSettings) -> None:
+    """Import what takes seconds: vLLM, if it may run the model. Blocks."""
+    if is_vllm(settings) and importlib.util.find_spec("vllm") is not None:
+        import handlers.engines.vllm  # noqa: F401
+        from handlers.engines.vllm_children import use_fork_server
+
+        use_fork_server()  # before the choice of the engine: vLLM looks at the model's class in another process
+
+
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
     """What makes the engine that the settings ask for; blocks while it is imported."""
     match settings.rolling_batch:
@@ -56,6 +65,14 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
             from handlers.engines.vllm import VllmEngine
 
             return VllmEngine
+
+
+def begin_import(settings: ModelSettings) -> None:
+    """Begin to import vLLM in its fork server, if it may run the model. To be called from the main thread."""
+    if is_vllm(settings) and importlib.util.find_spec("vllm") is not None:
+        from handlers.engines import vllm_fork_server
+
+        vllm_fork_server.start()
 
 
 def is_vllm(settings: ModelSettings) -> bool:

@@ -20,7 +20,7 @@ from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
 from handlers.custom_handler import CustomHandler
 from handlers.engine_adapters import EngineAdapterHost
-from handlers.engine_choice import chosen, engine_factory, is_vllm
+from handlers.engine_choice import chosen, engine_factory, import_engine, is_vllm
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
@@ -33,6 +33,7 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
 from handlers.sessions import Sessions, load_sessions
+from handlers.startup_times import StartupTimes
 
 logger = logging.getLogger(__name__)
 
@@ -108,48 +109,61 @@ class Service:
             self.openai.abort(request_id)
 
 
-async def load_service(settings: ModelSettings, limits: Limits) -> Service:
-    """Choose the handler and the engine that the settings ask for, and load the model.
+async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
+    """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase.
 
     Raises:
         EngineStartError: the model cannot be loaded.
     """
+    times = times or StartupTimes()
     if settings.handler is not None:
-        return await _load_custom(settings, limits)
+        with times.phase("workers"):
+            return await _load_custom(settings, limits)
     imports = ModelImports()
     try:
         await add_packages(settings, imports)
         formatters = await asyncio.to_thread(load_formatters, settings, imports)
-        service = await _load_with_sessions(settings, limits, formatters)
+        service = await _load_with_sessions(settings, limits, formatters, times)
     except BaseException:
         imports.remove()
         raise
     return replace(service, imports=imports)
 
 
-async def _load_with_sessions(settings: ModelSettings, limits: Limits, formatters: Formatters | None) -> Service:
+async def _load_with_sessions(
+    settings: ModelSettings, limits: Limits, formatters: Formatters | None, times: StartupTimes
+) -> Service:
     sessions = await load_sessions(settings, limits.overload_status)
     try:
-        return await _load_engine(settings, limits, formatters, sessions)
+        return await _load_engine(settings, limits, formatters, sessions, times)
     except BaseException:
         await sessions.stop()
         raise
 
 
 async def _load_engine(
-    settings: ModelSettings, limits: Limits, formatters: Formatters | None, sessions: Sessions
+    settings: ModelSettings,
+    limits: Limits,
+    formatters: Formatters | None,
+    sessions: Sessions,
+    times: StartupTimes,
 ) -> Service:
-    settings = await asyncio.to_thread(chosen, settings)
+    with times.phase("import"):
+        await asyncio.to_thread(import_engine, settings)
+    with times.phase("choice of the engine"):
+        settings = await asyncio.to_thread(chosen, settings)
     if settings.enable_lora and not is_vllm(settings):
         raise EngineStartError(
             "option.enable_lora is true: adapters need the vLLM engine (option.rolling_batch=vllm), but this model "
             f"runs with option.rolling_batch={settings.rolling_batch}"
         )
-    make_engine = await asyncio.to_thread(engine_factory, settings)
-    engine = make_engine(settings)
-    await engine.start()
+    with times.phase("engine"):
+        make_engine = await asyncio.to_thread(engine_factory, settings)
+        engine = make_engine(settings)
+        await engine.start()
     try:
-        return await _serving(settings, limits, engine, formatters, sessions)
+        with times.phase("front end"):
+            return await _serving(settings, limits, engine, formatters, sessions)
     except BaseException:
         await engine.stop()
         raise

@@ -63,28 +63,6 @@ def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, gpus + 1) if size == 1 or _accepted(config, size))
 
 
-def largest_tensor_parallel(config: Config, gpus: int, *, pipeline: int = 1, data: int = 1) -> int:
-    """Return the most GPUs that can share each layer, for each of `pipeline` stages and `data` replicas."""
-    return tensor_parallel_sizes(config, max(1, gpus // (pipeline * data)))[-1]
-
-
-def default_tensor_parallel(
-    config: Config, weight_bytes: int, gpus: int, gpu_bytes: int, *, pipeline: int = 1, data: int = 1
-) -> int:
-    """Return the fewest GPUs that hold the weights and a useful KV cache, or the most there are if none do.
-
-    Args:
-        config: the model's config.json
-        weight_bytes: size of all weights; 0 if unknown, which gives the most GPUs that the model allows
-        gpus: number of GPUs, for all pipeline stages and data-parallel replicas together
-        gpu_bytes: total memory of the smallest of them; 0 if unknown
-        pipeline: pipeline stages
-        data: data-parallel replicas
-    """
-    sizes = tensor_parallel_sizes(config, max(1, gpus // (pipeline * data)))
-    return ModelMemory(config, weight_bytes, stages=pipeline).fewest(sizes, gpu_bytes)[0]
-
-
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """Memory that a model needs on each of the GPUs that share its layers.
@@ -135,7 +113,7 @@ class ModelMemory:
         text = _text(self.config)
         length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
         if (rank := text.get("kv_lora_rank")) is not None:
-            per_layer = rank + text.get("qk_rope_head_dim", 0)  # latent attention: the same on every GPU
+            per_layer = rank + (text.get("qk_rope_head_dim") or 0)  # latent attention: the same on every GPU
         else:
             per_layer = 2 * -(-_kv_heads(text) // size) * _head_size(text)
         tokens = sum(_tokens(text, _first(text, _LAYERS), length))

@@ -56,7 +56,7 @@ class TensorRtLlmEngine:
 
     async def start(self) -> None:
         """See `Engine.start`. Takes minutes for a large model; other tasks go on meanwhile."""
-        started, limit = time.monotonic(), self._settings.model_loading_timeout
+        limit = self._settings.model_loading_timeout
         try:
             await asyncio.wait_for(in_daemon_thread(self._load), limit)
         except TimeoutError:
@@ -66,7 +66,6 @@ class TensorRtLlmEngine:
         except Exception as error:
             raise failure_of(error).error(f"TensorRT-LLM cannot load {self._settings.model_id}") from error
         self._watchdog = asyncio.create_task(self._watch())
-        logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     def _load(self) -> None:
         self._api, version = import_tensorrt_llm()

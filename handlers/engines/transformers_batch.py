@@ -75,7 +75,6 @@ class BatchEngine:
 
     async def start(self) -> None:
         """See `Engine.start`. Loads in a thread; other tasks go on meanwhile."""
-        started = time.monotonic()
         self._loop = asyncio.get_running_loop()
         limit = self._settings.model_loading_timeout
         try:
@@ -87,7 +86,6 @@ class BatchEngine:
         self._thread.start()
         self._dispatcher = asyncio.create_task(self._dispatch())
         self._tasks = [self._dispatcher, asyncio.create_task(self._watch())]
-        logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     def _load(self) -> None:
         warn_of_arguments_without_effect(self._settings, ())

@@ -74,7 +74,6 @@ class SchedulerEngine:
 
     async def start(self) -> None:
         """See `Engine.start`. Ends with first tokens, so that a model that cannot be run is found here."""
-        started = time.monotonic()
         self._loop = asyncio.get_running_loop()
         limit = self._settings.model_loading_timeout
         try:
@@ -88,7 +87,6 @@ class SchedulerEngine:
                 raise
             raise failure_of(error).error(f"transformers cannot serve {self._settings.model_id}") from error
         self._watchdog = asyncio.create_task(self._watch())
-        logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     async def _load_and_try_out(self) -> None:
         self._batching = batching = await load_in_thread(self._load)

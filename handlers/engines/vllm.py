@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
+from handlers.engines import vllm_fork_server
 from handlers.engines.beam_search import BeamSearchTask, submit_beam_search
 from handlers.engines.model_texts import ModelTexts
 from handlers.engines.progress import Progress
@@ -65,7 +66,7 @@ class VllmEngine:
     async def start(self) -> None:
         """See `Engine.start`. Takes half a minute and more; other tasks go on meanwhile."""
         check_seam()
-        started = time.monotonic()
+        vllm_fork_server.start()
         try:
             loaded = await VllmLoader(self._settings, self._thread).load()
         except BaseException:
@@ -77,7 +78,6 @@ class VllmEngine:
             await shut_down(loaded.llm)
             self._thread.end()
             raise
-        logger.info("engine ready after %.1f s", time.monotonic() - started)
 
     async def _attach(self, loaded: LoadedModel) -> None:
         llm = self._llm = loaded.llm

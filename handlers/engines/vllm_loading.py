@@ -24,7 +24,7 @@ from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm_arguments import engine_arguments, serve_defaults
 from handlers.engines.vllm_caches import forget_tokenizers
-from handlers.engines.vllm_children import tied_to_this_thread
+from handlers.engines.vllm_children import tied_to_this_thread, use_fork_server
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
@@ -78,6 +78,7 @@ class VllmLoader:
             raise failure_of(error).error(self._cannot) from error
 
     def _load(self) -> LoadedModel:
+        use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
             go_without_compiler(os.environ)
@@ -94,7 +95,7 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
-        with tied_to_this_thread() as reports:
+        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
                 llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
             except Exception as error:  # vLLM's own says that a process has failed, and not why

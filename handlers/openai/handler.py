@@ -52,7 +52,6 @@ async def openai_handler(
     from handlers.openai.vllm_app import build
 
     running: Any = engine
-    started = time.monotonic()
     adapters = running.adapters
     client = EngineClient(
         running.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens, adapters
@@ -66,7 +65,6 @@ async def openai_handler(
         accepts=lambda name: name in accepted or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
     )
-    logger.info("OpenAI front end ready after %.1f s", time.monotonic() - started)
     names = Names(settings.public_names[0], adapters.public if adapters is not None else {})
     return OpenAIHandler(app, handler, running.async_llm, names)
 

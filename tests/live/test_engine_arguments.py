@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.parallelism import default_tensor_parallel, tensor_parallel_sizes
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 
@@ -166,5 +166,6 @@ def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
         # vLLM's config of the model has more than the file, and may call things otherwise.
         assert list(tensor_parallel_sizes(answer["config"], 8)) == answer["sizes"], name
         model = MODELS[name]
-        size = default_tensor_parallel(answer["config"], model["weight_bytes"], 8, int(79.1 * GIB))
+        need = ModelMemory(answer["config"], model["weight_bytes"])
+        size, _ = need.fewest(answer["sizes"], int(79.1 * GIB))
         assert size <= model["default"]["80"][-1], name

@@ -90,5 +90,5 @@ def test_threads_that_do_not_ask_for_it_start_vllms_own_processes() -> None:
         thread.start()
         thread.join()
         mine = EngineCoreProc.run_engine_core
-    assert (mine.func, mine.args) == (vllm_children.run_engine_core, (reports.writer,))
+    assert (mine.function, mine.report) == (vllm_children.run_engine_core, reports.writer)
     assert [*seen, EngineCoreProc.run_engine_core] == [vllm_children._run_engine_core] * 2

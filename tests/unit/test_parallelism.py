@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.parallelism import (
-    ModelMemory,
-    default_tensor_parallel,
-    largest_tensor_parallel,
-    read_config,
-    tensor_parallel_sizes,
-)
+from handlers.engines.parallelism import ModelMemory, read_config, tensor_parallel_sizes
 from handlers.engines.weight_files import hub_weight_bytes
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "model_configs.json").read_bytes())
@@ -31,9 +25,10 @@ def config(name: str) -> dict[str, Any]:
     return found
 
 
-def default(name: str, gpus: int, memory: str, **parallel: int) -> int:
+def default(name: str, gpus: int, memory: str) -> int:
     model = MODELS[name]
-    return default_tensor_parallel(model["config"], model["weight_bytes"], gpus, MEMORY[memory], **parallel)
+    sizes = tensor_parallel_sizes(model["config"], gpus)
+    return ModelMemory(model["config"], model["weight_bytes"]).fewest(sizes, MEMORY[memory])[0]
 
 
 def test_the_table_has_models_enough() -> None:
@@ -86,39 +81,34 @@ def test_the_default_is_the_first_size_that_holds_the_weights_and_no_size_is_was
     ],
 )
 def test_the_most_that_a_model_allows(name: str, gpus: int, size: int) -> None:
-    assert largest_tensor_parallel(config(name), gpus) == size
+    assert tensor_parallel_sizes(config(name), gpus)[-1] == size
 
 
-def test_pipeline_stages_and_replicas_have_their_own_gpus() -> None:
-    assert largest_tensor_parallel(LLAMA_8B["config"], 8, data=8) == 1
-    assert largest_tensor_parallel(LLAMA_8B["config"], 8, pipeline=2, data=2) == 2
-    assert largest_tensor_parallel(LLAMA_8B["config"], 8, pipeline=16) == 1
-    assert default("Llama-3.3-70B", 8, "80", data=4) == 2
-    assert default("Llama-3.3-70B", 8, "80", pipeline=2) == 2
-    assert default("Llama-3.3-70B", 8, "80") == 4
+def test_pipeline_stages_share_the_weights_and_the_cache() -> None:
+    llama = MODELS["Llama-3.3-70B"]
+    whole, halves = (ModelMemory(llama["config"], llama["weight_bytes"], stages=stages) for stages in (1, 2))
+    assert whole.fewest((1, 2, 4), MEMORY["80"])[0] == 4
+    assert halves.fewest((1, 2, 4), MEMORY["80"])[0] == 2
+    assert halves.sequence_bytes(1) == whole.sequence_bytes(1) // 2
 
 
 def test_without_the_size_of_weights_or_memory_the_model_gets_all_gpus_that_it_allows() -> None:
-    assert default_tensor_parallel(config("Qwen2.5-7B"), 0, 8, MEMORY["80"]) == 4
-    assert default_tensor_parallel(config("Qwen2.5-7B"), 15 * GIB, 8, 0) == 4
-    size, why = ModelMemory(config("Qwen2.5-7B"), 0).fewest((1, 2, 4), MEMORY["80"])
-    assert (size, why) == (4, "the most that the model allows, since the size of its weights is not known")
+    nothing, weights = ModelMemory(config("Qwen2.5-7B"), 0), ModelMemory(config("Qwen2.5-7B"), 15 * GIB)
+    most = "the most that the model allows, since "
+    assert nothing.fewest((1, 2, 4), MEMORY["80"]) == (4, most + "the size of its weights is not known")
+    assert weights.fewest((1, 2, 4), 0) == (4, most + "the GPUs' memory is not known")
 
 
 def test_a_model_that_nothing_is_known_of_may_have_any_number() -> None:
     assert tensor_parallel_sizes({}, 8) == (1, 2, 3, 4, 5, 6, 7, 8)
-    assert default_tensor_parallel({}, GIB, 8, MEMORY["24"]) == 1
+    assert ModelMemory({}, GIB).fewest((1, 2), MEMORY["24"])[0] == 1
 
 
 def test_a_shorter_context_needs_fewer_gpus() -> None:
-    memory = {
-        length: ModelMemory(LLAMA_8B["config"], LLAMA_8B["weight_bytes"], max_model_len=length)
-        for length in (1024, 131072)
-    }
-    assert memory[1024].sequence_bytes(1) == 1024 * 32 * 2 * 8 * 128 * 2
-    assert not memory[131072].fits(1, MEMORY["24"])
-    small = ModelMemory(config("Llama-3.2-3B"), MODELS["Llama-3.2-3B"]["weight_bytes"], max_model_len=8192)
-    assert small.fewest((1, 2), MEMORY["24"])[0] == 1
+    model = MODELS["Llama-3.2-3B"]
+    short = ModelMemory(model["config"], model["weight_bytes"], max_model_len=8192)
+    assert short.sequence_bytes(1) == 8192 * 28 * 2 * 8 * 128 * 2
+    assert short.fewest((1, 2), MEMORY["24"])[0] == 1
     assert default("Llama-3.2-3B", 2, "24") == 2
 
 

@@ -1,0 +1,54 @@
+"""How vLLM's processes are started, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+
+from tests.live.server import Server, serving
+
+
+def titled(server: Server, title: str) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return next(child for child in children if title in " ".join(child.cmdline()))
+
+
+def test_vllms_processes_are_forked_from_one_that_imported_it_and_a_worker_ends_with_its_engine(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    options = engine_options | {"rolling_batch": "vllm"}
+    with serving(tmp_path, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, **options) as server:
+        fork_server, engine, worker = (titled(server, name) for name in ("ForkServer", "EngineCore", "Worker"))
+        assert fork_server.ppid() == server.process.pid
+        assert (engine.ppid(), worker.ppid()) == (fork_server.pid, fork_server.pid)
+        assert os.getpgid(engine.pid) not in (os.getpgid(server.process.pid), os.getpgid(fork_server.pid))
+
+        bound = re.search(r"local_rank=0, core ids=\[(\d+)", server.log_text())
+        assert bound is not None
+        assert worker.cpu_affinity() == [int(bound[1])]  # as vLLM says
+        assert engine.cpu_affinity() == psutil.Process(server.process.pid).cpu_affinity()
+
+        metrics = server.client.get("/metrics").text
+        phases = dict(re.findall(r'slipway_startup_seconds\{phase="([\w ]+)"\} ([\d.]+)', metrics))
+        assert list(phases) == ["import", "choice of the engine", "engine", "front end", "first token"]
+        ready = re.search(r"is ready after ([\d.]+) s: import [\d.]+ s, .*first token [\d.]+ s", server.log_text())
+        assert ready is not None
+        assert sum(map(float, phases.values())) <= float(ready[1]) + 0.1
+
+        os.kill(engine.pid, signal.SIGKILL)
+        worker.wait(60)
+        assert fork_server.is_running()
+
+
+def test_processes_are_spawned_where_the_environment_asks_for_it(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    options = engine_options | {"rolling_batch": "vllm"}
+    with serving(tmp_path, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, **options) as server:
+        engine, worker = titled(server, "EngineCore"), titled(server, "Worker")
+        assert (engine.ppid(), worker.ppid()) == (server.process.pid, engine.pid)
+        assert server.invoke("Once", max_new_tokens=4).status_code == 200
