@@ -156,7 +156,7 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
     (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\n")
     loaded: list[ModelSettings] = []
 
-    async def load(settings: ModelSettings, _: object) -> None:
+    async def load(settings: ModelSettings, *_: object) -> None:
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
@@ -180,7 +180,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     (tmp_path / "config.json").write_text("{}")
     loaded: list[ModelSettings] = []
 
-    async def load(settings: ModelSettings, _: object) -> None:
+    async def load(settings: ModelSettings, *_: object) -> None:
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
