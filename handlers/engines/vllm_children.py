@@ -27,18 +27,21 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from vllm.utils import cpu_resource_utils
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from handlers.engines.cpu_memory import page_cache
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import StartFailure, failure_of
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _original(owner: type, name: str) -> Any:
+def _original(owner: Any, name: str) -> Any:
     function = getattr(owner, name, None)
     if not callable(function):
         raise EngineStartError(f"this vLLM is not one that Slipway knows: {owner.__name__} has no {name}")
@@ -47,6 +50,7 @@ def _original(owner: type, name: str) -> Any:
 
 _run_engine_core = _original(EngineCoreProc, "run_engine_core")
 _worker_main = _original(WorkerProc, "worker_main")
+_cgroup_usage = _original(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
 class Reports:
@@ -119,6 +123,7 @@ def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
     """The same in a worker of the engine process."""
     _end_with_parent()
+    cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
     start = WorkerProc.__init__
 
     def telling_start(*own: Any, **named: Any) -> None:
@@ -127,6 +132,17 @@ def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
 
     WorkerProc.__init__ = telling_start
     _worker_main(*arguments, **options)
+
+
+def usage_without_page_cache() -> int | None:
+    """What a container uses of its memory, where vLLM's worker looks whether its KV cache fits.
+
+    vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
+    """
+    used: int | None = _cgroup_usage()
+    if used is None:
+        return None
+    return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)
 
 
 @contextlib.contextmanager
