@@ -32,6 +32,9 @@ _PROCESS_BYTES = 500 << 20
 """What a process takes that has imported vLLM, without a model."""
 _SHARE = 0.5
 """Of what is left, for the KV cache; files that are read again, further models and other programs need memory too."""
+_TIMES_WEIGHTS = 4
+"""A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
+fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it."""
 _LEAST_BYTES = 64 << 20
 """The smallest KV cache where it is not known what one sequence needs."""
 _BLOCK_TOKENS = 128
@@ -81,7 +84,9 @@ class Demand:
     @property
     def least(self) -> int:
         """The smallest KV cache that vLLM accepts."""
-        return _LEAST_BYTES if self.one_sequence is None else self.one_sequence
+        if self.one_sequence is not None:
+            return self.one_sequence
+        return _LEAST_BYTES if self.all_sequences is None else min(_LEAST_BYTES, self.all_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class CacheSize:
 
     bytes: int
     limit: str
-    """What decided: the name of a `Limit`, or `max_num_seqs`."""
+    """What decided: the name of a `Limit`, `max_num_seqs` or `weights`."""
     reason: str
 
     def __str__(self) -> str:
@@ -120,13 +125,16 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> CacheSize:
     room, limit = min(((_room(demand, limit), limit) for limit in limits), key=lambda pair: pair[0])
     if room < demand.least:
         raise EngineOutOfMemory(_too_small(demand, limit))
-    size = max(demand.least, int((room - demand.working) * _SHARE))
-    if demand.all_sequences is not None and size >= demand.all_sequences:
-        reason = f"all that {demand.sequences} sequences of {demand.context} tokens can fill (max_num_seqs); {limit}"
-        return CacheSize(demand.all_sequences, "max_num_seqs", reason)
-    if size == demand.least:
-        return CacheSize(size, limit.name, f"as much as {_least_of(demand)} {_needs(demand)}; {limit}")
-    return CacheSize(size, limit.name, f"half of what is left beside weights and processes; {limit}")
+    sizes = [(int((room - demand.working) * _SHARE), limit.name, "half of what is left beside weights and processes")]
+    if demand.all_sequences is not None:
+        every = f"all that {demand.sequences} sequences of {demand.context} tokens can fill (max_num_seqs)"
+        sizes.append((demand.all_sequences, "max_num_seqs", every))
+    if demand.weights:
+        sizes.append((_TIMES_WEIGHTS * demand.weights, "weights", f"{_TIMES_WEIGHTS} times the weights"))
+    size, name, reason = min(sizes)
+    if size < demand.least:
+        size, reason = demand.least, f"as much as {_least_of(demand)} {_needs(demand)}"
+    return CacheSize(size, name, f"{reason}; {limit}")
 
 
 def smaller_size(demand: Demand, message: str) -> int | None:
