@@ -69,7 +69,7 @@ def render_json(settings: Report) -> str:
 
 def _model_text(settings: Settings) -> str:
     chosen = _kv_cache(settings)
-    return render_text(settings) if chosen is None else f"{render_text(settings)}\n{_one_line(str(chosen))}"
+    return render_text(settings) if chosen is None else f"{render_text(settings)}\nKV cache: {_one_line(str(chosen))}"
 
 
 def _model_report(settings: Settings) -> dict[str, Any]:

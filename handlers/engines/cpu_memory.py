@@ -28,8 +28,8 @@ from handlers.model_settings import ModelSettings
 
 _ROOT = Path("/")
 _GIB = 1 << 30
-_PROCESS_BYTES = 500 << 20
-"""What a process takes that has imported vLLM, without a model."""
+_PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
+"""What a process takes that has imported vLLM, and a worker beside its model and KV cache."""
 _SHARE = 0.5
 """Of what is left, for the KV cache; files that are read again, further models and other programs need memory too."""
 _TIMES_WEIGHTS = 4
@@ -99,7 +99,7 @@ class CacheSize:
     reason: str
 
     def __str__(self) -> str:
-        return f"KV cache: {_gib(self.bytes)}, {self.reason}; option.kv_cache_memory_bytes sets it by hand"
+        return f"{_gib(self.bytes)}, {self.reason}; option.kv_cache_memory_bytes sets it by hand"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +157,12 @@ def smaller_size(demand: Demand, message: str) -> int | None:
 
 def _room(demand: Demand, limit: Limit) -> int:
     """Return what is left for one worker's KV cache."""
-    return (limit.available - demand.processes * _PROCESS_BYTES) // limit.workers - _PROCESS_BYTES - demand.weights
+    return (limit.available - demand.processes * _PROCESS_BYTES) // limit.workers - _WORKER_BYTES - demand.weights
 
 
 def _too_small(demand: Demand, limit: Limit) -> str:
     workers = "" if limit.workers == 1 else f" for each of {limit.workers} workers"
-    processes = demand.processes * _PROCESS_BYTES + limit.workers * _PROCESS_BYTES
+    processes = demand.processes * _PROCESS_BYTES + limit.workers * _WORKER_BYTES
     needed = processes + limit.workers * (demand.weights + demand.least)
     return (
         f"too little memory for {demand.model}: it needs {_gib(needed)} ({_gib(processes)} for vLLM's processes, "

@@ -116,7 +116,7 @@ class VllmLoader:
         parallel = config.parallel_config
         engines = max(parallel.data_parallel_size_local, 1)
         chosen = kv_cache_size(demand, memory_limits(parallel.local_world_size, engines, os.environ))
-        logger.info("%s", chosen)
+        logger.info("KV cache: %s", chosen)
         config.cache_config.kv_cache_memory_bytes = chosen.bytes
         try:
             return self._start(config)
