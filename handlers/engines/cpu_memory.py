@@ -295,7 +295,8 @@ def engine_weights(settings: ModelSettings, config: Mapping[str, Any], item: int
     directory = model_directory(settings)
     files = weight_bytes(directory) if directory is not None else 0
     quantized = "quantization_config" in config or "quantization" in settings.engine_arguments
-    stored = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), 2)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    stored = _DTYPE_BYTES.get(dtype, 2)
     return files if quantized else files * item // min(stored, item)
 
 

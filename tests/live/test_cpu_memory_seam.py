@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.cpu_memory import Demand, node_limits, planned_size, smaller_size, worker_nodes
+from handlers.daemon_thread import LastingThread
+from handlers.engines.cpu_memory import Demand, Limit, node_limits, planned_size, smaller_size, worker_nodes
+from handlers.engines.protocol import EngineOutOfMemory
 from handlers.engines.vllm_arguments import cache_demand, engine_arguments
 from handlers.model_settings import ModelSettings
 
@@ -83,3 +86,23 @@ def test_slipway_config_and_the_engine_find_the_same_figures(sample_model: Path,
     assert (planned.bytes, planned.limit) == (demand.all_sequences, "max_num_seqs")
     assert demand.one_sequence == 8 * 128 * 30 * 3 * 64 * 2 * 2
     assert demand.weights == (sample_model / "model.safetensors").stat().st_size
+
+
+def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
+    from handlers.engines import vllm_loading
+    from handlers.engines.vllm_constraints import CheckingLLM
+
+    def nothing_starts(*_: Any) -> None:
+        raise AssertionError("vLLM was started")
+
+    settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model))
+    monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node 0", 1 << 30, 2 << 30)])
+    monkeypatch.setattr(CheckingLLM, "from_vllm_config", nothing_starts)
+    thread = LastingThread("loading")
+    try:
+        with pytest.raises(
+            EngineOutOfMemory, match=r"too little memory for .* and NUMA node 0 has 1\.00 GiB of 2\.00 GiB"
+        ):
+            asyncio.run(vllm_loading.VllmLoader(settings, thread).load())
+    finally:
+        thread.end()
