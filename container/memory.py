@@ -9,19 +9,16 @@ import contextlib
 import os
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from container.devices import gpu_count
 from container.settings import Settings
+from handlers.engines.cpu_memory import machine_limits
 
 _MEBIBYTE = 1 << 20
 _BEYOND_FILES = 1.2
 """A loaded model to its files, where nothing is declared."""
 _GPU_SHARE = 0.9
 """What vLLM takes of a GPU unless it is told otherwise."""
-_CGROUP = Path("/sys/fs/cgroup")
 _QUERY_SECONDS = 10.0
 
 
@@ -87,29 +84,8 @@ def free_memory() -> Free:
 
 
 def _main_memory() -> Free:
-    memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
-    limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
-    if limit is not None and used is not None and limit < total:
-        free, total = min(free, max(limit - used + _reclaimable(), 0)), limit
-    return Free(free, total, gpu=False)
-
-
-def _reclaimable() -> int:
-    """Bytes of the control group that are pages of files, such as weights that were read or downloaded: the kernel
-    drops them where memory is needed, so that they are in the way of nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "inactive_file":
-                return int(number)
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None  # no control group of this version, or no limit ("max")
+    least = min(machine_limits(), key=lambda limit: limit.available)
+    return Free(least.available, least.total, gpu=False)
 
 
 def _gpus() -> Free:

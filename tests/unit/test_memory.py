@@ -12,6 +12,7 @@ from container import memory
 from container.devices import gpu_count
 from container.memory import Free, OutOfMemory, check_room, free_memory, needed_bytes
 from container.settings import Settings, load_settings
+from handlers.engines.cpu_memory import Limit
 
 MEBIBYTE = 1 << 20
 MAIN = Free(100 * MEBIBYTE, 1000 * MEBIBYTE, gpu=False)
@@ -79,17 +80,12 @@ def test_a_size_counts_every_file_once_and_a_hub_id_for_nothing(tmp_path: Path) 
     assert memory.size_of("org/name") == 0
 
 
-def test_what_is_free_is_within_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_main_memory_counts_within_its_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "gpu_count", lambda: 0)
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     assert 0 < free_memory().free <= psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text(f"{64 * MEBIBYTE}\n")
-    (tmp_path / "memory.current").write_text(f"{63 * MEBIBYTE}\n")
-    assert free_memory() == Free(MEBIBYTE, 64 * MEBIBYTE, gpu=False)
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {40 * MEBIBYTE}\nactive_file 1\n")
-    assert free_memory().free == 41 * MEBIBYTE
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory().total == psutil.virtual_memory().total
+    found = [Limit("the machine", 9 * MEBIBYTE, 10 * MEBIBYTE), Limit("the control group /", MEBIBYTE, 4 * MEBIBYTE)]
+    monkeypatch.setattr(memory, "machine_limits", lambda: found)
+    assert free_memory() == Free(MEBIBYTE, 4 * MEBIBYTE, gpu=False)
 
 
 def test_the_fullest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
