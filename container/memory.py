@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings import Settings
 from handlers.adapters import DIRECTORY as ADAPTERS
+from handlers.engines.cpu_memory import machine_limits
 from handlers.engines.parallelism import MEMORY_SHARE, ModelMemory, read_config, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.weight_files import weight_bytes
@@ -30,7 +29,6 @@ _MAX_LORAS = 4
 """LMI's default of `option.max_loras`."""
 _ALIKE = 1 << 30
 """GPUs whose free bytes differ by less have equally much room."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class OutOfMemory(Exception):
@@ -240,29 +238,8 @@ def _gpus() -> tuple[Free, ...]:
 
 
 def _main_memory() -> Free:
-    memory = psutil.virtual_memory()
-    free, total = int(memory.available), int(memory.total)
-    limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
-    if limit is not None and used is not None and limit < total:
-        free, total = min(free, max(limit - used + _reclaimable(), 0)), limit
-    return Free(free, total, gpu=False)
-
-
-def _reclaimable() -> int:
-    """Bytes of the control group that are pages of files, such as weights that were read or downloaded: the kernel
-    drops them where memory is needed, so that they are in the way of nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "inactive_file":
-                return int(number)
-    return 0
-
-
-def _number(path: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None  # no control group of this version, or no limit ("max")
+    least = min(machine_limits(), key=lambda limit: limit.available)
+    return Free(least.available, least.total, gpu=False)
 
 
 def _integer(text: str) -> int:

@@ -6,6 +6,7 @@ quick start and the tests serve it; nothing is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import shutil
@@ -50,6 +51,7 @@ def prepare(directory: Path | None = None) -> Path:
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:
     """Return the directory `target`, having `write` fill it first if it is not there; see `prepare`."""
     if target.is_dir():
+        _make_readable(target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
 
@@ -78,11 +80,20 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         write(partial)
-        partial.chmod(0o755)
+        _make_readable(partial)
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _make_readable(directory: Path) -> None:
+    """Let every user read the files, such as that of a container; safetensors writes them for their owner alone."""
+    for path in (directory, *directory.iterdir()):
+        wanted = 0o755 if path.is_dir() else 0o644
+        if path.stat().st_mode & wanted != wanted:
+            with contextlib.suppress(OSError):  # another user's, or read-only: it stays as it is
+                path.chmod(wanted)
 
 
 def _convert(source: Path, directory: Path) -> None:

@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from typing import Any
 
-import psutil
 from transformers import ContinuousBatchingConfig
 
+from handlers.engines.cpu_memory import machine_limits
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.transformers_model import TransformersModel, boolean_argument, integer_argument, source
 from handlers.model_settings import ModelSettings
@@ -90,7 +90,7 @@ def _cached_tokens(settings: ModelSettings, model: TransformersModel, step: int,
         return given // per_token
     if not on_cpu:
         return None
-    free = psutil.virtual_memory().available
+    free = min(limit.available for limit in machine_limits())
     budget = int(free * _SHARE_OF_FREE_MEMORY)
     # Beside the cache itself each token in it costs a column of the attention mask and its copy while it is read.
     item = model.model.dtype.itemsize

@@ -7,22 +7,18 @@ import dataclasses
 import difflib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
-
+from handlers.engines.cpu_memory import Demand, Shape, demand_of, engine_weights
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
-_GIB = 1 << 30
-_SHARE_OF_FREE_MEMORY = 0.3
-"""Of the free memory, for the KV cache on a CPU; weights, their copy while loading and activations take the rest."""
+logger = logging.getLogger(__name__)
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 """Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
@@ -74,8 +70,6 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     arguments.update(passed)
     if settings.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)
-    if on_cpu and "kv_cache_memory_bytes" not in passed and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings)
     return arguments
 
 
@@ -185,22 +179,34 @@ def _warn_unknown(name: str, settings: ModelSettings, known: list[str]) -> None:
     logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
 
 
-def _cpu_kv_cache_bytes(settings: ModelSettings) -> int:
-    """Size the KV cache from free memory; vLLM's own default wants nearly all of the machine's."""
-    free = psutil.virtual_memory().available
-    weights = _weights_bytes(Path(settings.model_id))
-    size = max(int((free - 2 * weights) * _SHARE_OF_FREE_MEMORY), 256 << 20)
-    logger.info(
-        "KV cache: %.1f GiB in main memory, %.0f %% of what is free (%.1f GiB) beside the weights; "
-        "option.kv_cache_memory_bytes sets it by hand",
-        size / _GIB,
-        100 * _SHARE_OF_FREE_MEMORY,
-        free / _GIB,
+def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
+    """Tell what one of vLLM's CPU workers will need, by vLLM's own reading of the model."""
+    model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+    text = model.hf_text_config
+    item = model.dtype.itemsize
+    layers = model.get_num_layers(parallel)
+    kv_elements = layers * model.get_head_size() * (1 if model.use_mla else 2 * model.get_num_kv_heads(parallel))
+    kinds = getattr(text, "layer_types", None) or ()
+    uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
+    weights = engine_weights(settings, model.hf_config.to_dict(), item)
+    return demand_of(
+        Shape(
+            # A draft model has layers of its own, which are not known yet.
+            kv_elements=kv_elements if config.speculative_config is None else 0,
+            uniform=not uneven and all(kind == "full_attention" for kind in kinds),
+            layers=layers,
+            hidden=model.get_hidden_size(),
+            intermediate=getattr(text, "intermediate_size", None) or 4 * model.get_hidden_size(),
+            vocabulary=model.get_vocab_size(),
+        ),
+        model=settings.model_id,
+        weights=weights // parallel.world_size,
+        item=item,
+        kv_item=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
+        context=model.max_model_len,
+        sequences=config.scheduler_config.max_num_seqs,
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
+        block=config.cache_config.block_size,
+        lora=(lora.max_loras, lora.max_lora_rank) if lora is not None else None,
+        processes=max(parallel.data_parallel_size_local, 1),
     )
-    return size
-
-
-def _weights_bytes(directory: Path) -> int:
-    if not directory.is_dir():
-        return 0
-    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in directory.glob(pattern))

@@ -38,9 +38,11 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 from vllm.model_executor.models import registry
+from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.coordinator import DPCoordinatorProc
@@ -49,6 +51,7 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from handlers.engines import vllm_fork_server
+from handlers.engines.cpu_memory import page_cache
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import StartFailure, failure_of
 
@@ -67,6 +70,7 @@ _run_coordinator = _original(DPCoordinatorProc, "run_coordinator")
 _worker_main = _original(WorkerProc, "worker_main")
 _run_in_subprocess = _original(registry, "_run_in_subprocess")
 _contexts = {module: _original(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)}
+_cgroup_usage = _original(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
 class Reports:
@@ -240,6 +244,7 @@ def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
     _end_with_parent()
     if vllm_fork_server.is_forked():
         _end_with_engine()
+    cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
     start = WorkerProc.__init__
 
     def telling_start(*own: Any, **named: Any) -> None:
@@ -248,6 +253,17 @@ def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
 
     WorkerProc.__init__ = telling_start
     _worker_main(*arguments, **options)
+
+
+def usage_without_page_cache() -> int | None:
+    """What a container uses of its memory, where vLLM's worker looks whether its KV cache fits.
+
+    vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
+    """
+    used: int | None = _cgroup_usage()
+    if used is None:
+        return None
+    return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)
 
 
 @contextlib.contextmanager

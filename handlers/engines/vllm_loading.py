@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm.platforms
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
@@ -18,11 +18,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.compiler import go_without_compiler
+from handlers.engines.cpu_memory import kv_cache_size, memory_limits, smaller_size
 from handlers.engines.model_texts import copied
 from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
-from handlers.engines.vllm_arguments import engine_arguments, serve_defaults
+from handlers.engines.vllm_arguments import cache_demand, engine_arguments, serve_defaults
 from handlers.engines.vllm_caches import forget_tokenizers
 from handlers.engines.vllm_children import tied_to_this_thread, use_fork_server
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
@@ -95,6 +96,17 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
+        if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+            llm = self._start_on_cpu(config)
+        else:
+            llm = self._start(config)
+        if self._abandoned:
+            # Nobody waits for it any more, and the server may go on with others.
+            llm.shutdown(SHUTDOWN_SECONDS)
+            forget_tokenizers()
+        return LoadedModel(llm, frontend, typical)
+
+    def _start(self, config: VllmConfig) -> CheckingLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
                 llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
@@ -102,11 +114,25 @@ class VllmLoader:
                 if (failure := reports.first()) is None:
                     raise
                 raise failure.error(self._cannot) from error
-        if self._abandoned:
-            # Nobody waits for it any more, and the server may go on with others.
-            llm.shutdown(SHUTDOWN_SECONDS)
-            forget_tokenizers()
-        return LoadedModel(llm, frontend, typical)
+        return llm
+
+    def _start_on_cpu(self, config: VllmConfig) -> CheckingLLM:
+        """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
+        demand = cache_demand(config, self._settings)
+        parallel = config.parallel_config
+        engines = max(parallel.data_parallel_size_local, 1)
+        chosen = kv_cache_size(demand, memory_limits(parallel.local_world_size, engines, os.environ))
+        logger.info("KV cache: %s", chosen)
+        config.cache_config.kv_cache_memory_bytes = chosen.bytes
+        try:
+            return self._start(config)
+        except EngineOutOfMemory as error:
+            smaller = smaller_size(demand, str(error))
+            if smaller is None or self._abandoned:
+                raise
+            logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
+        config.cache_config.kv_cache_memory_bytes = smaller
+        return self._start(config)
 
 
 async def shut_down(llm: AsyncLLM) -> None:

@@ -21,7 +21,7 @@ from handlers.model_settings import ModelSettings
 
 ROOT = Path(__file__).parents[2]
 MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
-ON_CPU = {"enforce_eager", "kv_cache_memory_bytes"}
+ON_CPU = {"enforce_eager"}
 """What is set on a CPU where `vllm serve` has another default."""
 GIB = 1 << 30
 

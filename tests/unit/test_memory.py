@@ -15,6 +15,7 @@ from container import memory, model_fields
 from container.devices import GpusUnknown, gpu_count
 from container.memory import Free, Need, OutOfMemory, check_room, free_memory, needed, placed
 from container.settings import Settings, load_settings
+from handlers.engines.cpu_memory import Limit
 from handlers.engines.parallelism import MEMORY_SHARE
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
@@ -271,17 +272,12 @@ def test_a_size_counts_every_file_once_and_a_hub_id_for_nothing(tmp_path: Path) 
     assert memory.size_of("org/name") == 0
 
 
-def test_what_is_free_is_within_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_main_memory_counts_within_its_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "gpu_count", lambda: 0)
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     assert 0 < free_memory()[0].free <= psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text(f"{64 * MEBIBYTE}\n")
-    (tmp_path / "memory.current").write_text(f"{63 * MEBIBYTE}\n")
-    assert free_memory() == (Free(MEBIBYTE, 64 * MEBIBYTE, gpu=False),)
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {40 * MEBIBYTE}\nactive_file 1\n")
-    assert free_memory()[0].free == 41 * MEBIBYTE
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory()[0].total == psutil.virtual_memory().total
+    found = [Limit("the machine", 9 * MEBIBYTE, 10 * MEBIBYTE), Limit("the control group /", MEBIBYTE, 4 * MEBIBYTE)]
+    monkeypatch.setattr(memory, "machine_limits", lambda: found)
+    assert free_memory() == (Free(MEBIBYTE, 4 * MEBIBYTE, gpu=False),)
 
 
 def test_the_memory_of_each_gpu_comes_before_main_memory(

@@ -1,0 +1,108 @@
+"""What Slipway reads of a CPU's memory is what vLLM's worker reads, and what vLLM refuses is understood."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from handlers.daemon_thread import LastingThread
+from handlers.engines.cpu_memory import Demand, Limit, node_limits, planned_size, smaller_size, worker_nodes
+from handlers.engines.protocol import EngineOutOfMemory
+from handlers.engines.vllm_arguments import cache_demand, engine_arguments
+from handlers.model_settings import ModelSettings
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def resources() -> Any:
+    """vLLM's own module, which warns of other things when it is imported."""
+    from vllm.utils import cpu_resource_utils
+
+    return cpu_resource_utils
+
+
+def test_a_node_has_what_vllm_says_it_has(resources: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: None)
+    cpus = resources.get_allowed_cpu_list()
+    (node,) = set(worker_nodes(1, 1, {}, sorted(os.sched_getaffinity(0))))
+    assert node == resources.get_visible_memory_node()[0]
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert worker_nodes(1, 1, bound, sorted(os.sched_getaffinity(0))) == [min(cpus, key=lambda cpu: cpu.id).numa_node]
+    for limit in node_limits([node]):
+        theirs = resources.get_memory_node_info(node)
+        # The machine is at work meanwhile, and a virtual one may be given more memory.
+        assert abs(theirs.total_memory - limit.total) <= limit.total / 4
+        assert abs(theirs.available_memory - limit.available) <= limit.total / 4
+
+
+def test_what_vllm_refuses_names_a_figure_that_a_second_try_is_below(resources: Any) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    worker: Any = SimpleNamespace(
+        _should_warm_up_model=lambda: False, cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 60)
+    )
+    with pytest.raises(ValueError) as refused:
+        CPUWorker.determine_available_memory(worker)
+    size = smaller_size(Demand(model="m", weights=0, one_sequence=MIB), str(refused.value))
+    assert size is not None
+    assert MIB <= size < resources.get_memory_node_info(0).total_memory
+
+
+def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
+    resources: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container whose memory is full of files, such as weights that were just read."""
+    from handlers.engines import vllm_children
+
+    memory = resources.get_memory_node_info(0).total_memory
+    monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: memory // 4)
+    monkeypatch.setattr(vllm_children, "_cgroup_usage", lambda: memory // 4)
+    monkeypatch.setattr(vllm_children, "page_cache", lambda _: memory // 8)
+    monkeypatch.setattr(resources, "get_cgroup_memory_usage", lambda: memory // 4)
+    assert resources.get_memory_node_info(0).available_memory == 0
+    monkeypatch.setattr(resources, "get_cgroup_memory_usage", vllm_children.usage_without_page_cache)
+    assert resources.get_memory_node_info(0).available_memory > 0
+
+
+def test_slipway_config_and_the_engine_find_the_same_figures(sample_model: Path, monkeypatch: Any) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings = ModelSettings(
+        name="m",
+        model_dir=sample_model,
+        model_id=str(sample_model),
+        max_rolling_batch_size=4,
+        engine_arguments={"max_model_len": "1000"},
+    )
+    demand = cache_demand(AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config(), settings)
+    planned = planned_size(settings, {})
+    assert planned is not None
+    assert (planned.bytes, planned.limit) == (demand.all_sequences, "max_num_seqs")
+    assert demand.one_sequence == 8 * 128 * 30 * 3 * 64 * 2 * 2
+    assert demand.weights == (sample_model / "model.safetensors").stat().st_size
+
+
+def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
+    from handlers.engines import vllm_loading
+    from handlers.engines.vllm_constraints import CheckingLLM
+
+    def nothing_starts(*_: Any) -> None:
+        raise AssertionError("vLLM was started")
+
+    settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model))
+    monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node 0", 1 << 30, 2 << 30)])
+    monkeypatch.setattr(CheckingLLM, "from_vllm_config", nothing_starts)
+    thread = LastingThread("loading")
+    try:
+        with pytest.raises(
+            EngineOutOfMemory, match=r"too little memory for .* and NUMA node 0 has 1\.00 GiB of 2\.00 GiB"
+        ):
+            asyncio.run(vllm_loading.VllmLoader(settings, thread).load())
+    finally:
+        thread.end()

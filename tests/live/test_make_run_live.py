@@ -1,0 +1,184 @@
+"""`make run` as a user types it: no setting of the test's own, on this machine and with less memory than it has.
+
+The other live tests set the size of the KV cache by hand; here it has to be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from container.devices import gpu_count
+from tests.live.server import START_SECONDS, free_port
+
+REPOSITORY = Path(__file__).parents[2]
+MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+GIB = 1 << 30
+OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "HF_HUB_OFFLINE", "HF_MODEL_ID")
+
+
+def command(port: int) -> str:
+    """What `make run` gives the shell, with the interpreter and the code of the tests."""
+    variables = f"BIN={Path(sys.executable).parent}", f"PORT={port}"
+    make = ["make", "--dry-run", "--no-print-directory", "run", *variables]
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
+    recipe = subprocess.run(make, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
+    return recipe[recipe.index("HF_MODEL_ID=") :]
+
+
+@dataclass
+class MakeRun:
+    """A server that `make run` started."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, what: str) -> str:
+        """The line of the log that has `what`, once there is one."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            for line in self.text().splitlines():
+                if what in line:
+                    return line
+            assert not ended, self.text()[-4000:]
+            time.sleep(0.1)
+        raise AssertionError(f"the log has no {what!r} after {START_SECONDS:g} s:\n{self.text()[-4000:]}")
+
+    def answer(self) -> str:
+        """What it generates, once it is ready."""
+        self.wait_for("is ready after")
+        body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 8}}
+        reply = httpx.post(f"http://127.0.0.1:{self.port}/invocations", json=body, timeout=120)
+        assert reply.status_code == 200, reply.text
+        text: str = reply.json()["generated_text"]
+        return text
+
+
+@contextlib.contextmanager
+def make_run(directory: Path, *before: str) -> Iterator[MakeRun]:
+    """`before`: what the shell does first; the server inherits it."""
+    port = free_port()
+    environment = {name: value for name, value in os.environ.items() if name not in OF_THE_TESTS}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    script = "\n".join(["set -e", *before, command(port)])
+    log = directory / "server.log"
+    with log.open("wb") as file:
+        shell = ["unshare", "--mount", "sh", "-c", script] if before else ["sh", "-c", script]
+        process = subprocess.Popen(shell, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield MakeRun(port, process, log)
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        shell = psutil.Process(process.pid)
+        started = [shell, *shell.children(recursive=True)]
+        for server in (one for one in started if "serve" in one.cmdline()):
+            server.terminate()
+        _, left = psutil.wait_procs(started, timeout=60)
+        for one in left:
+            one.kill()
+    process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def mount_namespace() -> None:
+    """Skips where a process cannot get mounts of its own, and where main memory limits nothing."""
+    if gpu_count():
+        pytest.skip("the KV cache is on the GPU")
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, of util-linux")
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"needs a mount namespace of its own: {tried.stderr.strip()}")
+
+
+@pytest.fixture
+def control_group(mount_namespace: None) -> Iterator[Path]:
+    """A memory control group of 3 GiB; skips where none can be made."""
+    first = CONTROL_GROUPS / "memory" if (CONTROL_GROUPS / "memory").is_dir() else CONTROL_GROUPS
+    group = first / f"slipway-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs to make a memory control group: {error}")
+    try:
+        name = "memory.limit_in_bytes" if first.name == "memory" else "memory.max"
+        try:
+            (group / name).write_text(str(3 * GIB))
+        except OSError as error:
+            pytest.skip(f"needs the memory controller in {first}: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_make_run_answers(tmp_path: Path) -> None:
+    with make_run(tmp_path) as server:
+        assert server.answer()
+        if not gpu_count():
+            assert "option.kv_cache_memory_bytes sets it by hand" in server.wait_for("KV cache: ")
+
+
+def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path: Path) -> None:
+    """As in a container, the group's directory is all that can be seen of control groups."""
+    enter = f"echo $$ > {shlex.quote(str(control_group / 'cgroup.procs'))}"
+    hide = f"mount --bind {shlex.quote(str(control_group))} {shlex.quote(str(control_group.parent))}"
+    with make_run(tmp_path, enter, hide) as server:
+        assert server.answer()
+        assert "the control group / has " in server.wait_for("KV cache: ")
+
+
+def meminfo(free: int) -> str:
+    """That of this machine's node, with so many bytes free and nothing to be gained from files."""
+    lines = []
+    for line in MEMINFO.read_text().splitlines():
+        _, _, name, *_ = line.split()
+        replaced = {
+            "MemTotal:": 4 * GIB,
+            "MemFree:": free,
+            "Active(file):": 0,
+            "Inactive(file):": 0,
+            "SReclaimable:": 0,
+        }
+        lines.append(f"Node 0 {name} {replaced[name] // 1024} kB" if name in replaced else line)
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.usefixtures("mount_namespace")
+def test_make_run_answers_where_the_node_has_little_and_less_still_when_vllm_looks(tmp_path: Path) -> None:
+    if not MEMINFO.is_file() or "0" not in nodes_of_this_process():
+        pytest.skip("needs a NUMA node 0 to run on")
+    node = tmp_path / "meminfo"
+    node.write_text(meminfo(int(2.2 * GIB)))
+    with make_run(tmp_path, f"mount --bind {shlex.quote(str(node))} {MEMINFO}") as server:
+        assert "NUMA node 0 has 2.20 GiB of 4.00 GiB available" in server.wait_for("KV cache: ")
+        node.write_text(meminfo(GIB // 4))
+        refused = server.wait_for("trying once more with a KV cache of 0.1")
+        assert "Available memory on node 0 (0.25/4.0 GiB) on kv cache allocation is less than" in refused
+        assert server.answer()
+
+
+def nodes_of_this_process() -> str:
+    status = Path("/proc/self/status").read_text()
+    return status.partition("Mems_allowed_list:")[2].split()[0]
