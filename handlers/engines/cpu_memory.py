@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ _SEQUENCES = 128
 """Sequences that run together on each worker, unless it is set."""
 _LORA_SLOTS, _LORA_RANK = 5, 16
 """Slots for adapters, the one that stays empty among them, and their rank, unless they are set."""
+_DTYPE_BYTES = {"float32": 4, "fp32": 4, "float": 4}
+"""Bytes of a number; the other types have two, and `auto` makes two of four."""
+_UNEVEN = ("sliding_window", "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern", "block_configs")
+"""Keys of a config.json where some layers keep fewer tokens than others, or none."""
+_VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+"""Files of a control group: its limit and its use."""
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
 """What `CPUWorker.determine_available_memory` raises."""
 
@@ -207,30 +213,24 @@ def demand_of(
 
     `item`, `kv_item`: bytes of a number in weights and in the KV cache; `lora`: slots for adapters, and their rank.
     """
-    known = Demand(model=model, weights=weights, processes=processes, context=context, sequences=sequences)
+    demand = Demand(model=model, weights=weights, processes=processes, context=context, sequences=sequences)
     if shape is None:
-        return known
+        return demand
     working = step_tokens * (4 * shape.hidden + 3 * shape.intermediate) * item
     working += 4 * sequences * shape.vocabulary * 4  # float32 logits, and what sampling makes of them
     if lora is not None:
         slots, rank = lora
         # Each slot is kept twice. Four projections of attention and three of the MLP have two matrices each.
         working += 2 * slots * rank * shape.layers * (11 * shape.hidden + 3 * shape.intermediate) * item
-    one = every = None
-    if context is not None and shape.kv_elements:
-        block_bytes = block * shape.kv_elements * kv_item
-        blocks = -(-context // block)
-        one = blocks * block_bytes if shape.uniform else None
-        every = (sequences * blocks + 1) * block_bytes  # vLLM keeps one block empty
-    return Demand(
-        model=model,
-        weights=weights,
-        working=working,
-        processes=processes,
-        context=context,
-        sequences=sequences,
-        one_sequence=one,
-        all_sequences=every,
+    demand = replace(demand, working=working)
+    if context is None or not shape.kv_elements:
+        return demand
+    block_bytes = block * shape.kv_elements * kv_item
+    blocks = -(-context // block)
+    return replace(
+        demand,
+        one_sequence=blocks * block_bytes if shape.uniform else None,
+        all_sequences=(sequences * blocks + 1) * block_bytes,  # vLLM keeps one block empty
     )
 
 
@@ -262,12 +262,6 @@ def planned_size(settings: ModelSettings, environ: Mapping[str, str]) -> CacheSi
         processes=engines + 1,  # the server itself has not imported vLLM yet
     )
     return kv_cache_size(demand, memory_limits(tensor * pipeline, engines, environ))
-
-
-_DTYPE_BYTES = {"float32": 4, "fp32": 4, "float": 4}
-"""The others have two bytes; `auto` makes two of four."""
-_UNEVEN = ("sliding_window", "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern", "block_configs")
-"""Keys of a config.json where some layers keep fewer tokens than others, or none."""
 
 
 def _integer(arguments: Mapping[str, str], name: str, default: Any) -> Any:
@@ -344,15 +338,12 @@ def machine_limits(workers: int = 1, root: Path = _ROOT) -> list[Limit]:
     memory = psutil.virtual_memory()
     limits = [Limit("the machine", int(memory.available), int(memory.total), workers)]
     for name, group in _control_groups(root):
-        for limit_file, use_file in (("memory.max", "memory.current"), _VERSION_1):
+        for limit_file, use_file in (_VERSION_2, _VERSION_1):
             limit, use = _number(group / limit_file), _number(group / use_file)
             if limit is not None and use is not None and limit < memory.total:
                 available = min(max(limit - use + page_cache(group), 0), limit)
                 limits.append(Limit(f"the control group {name}", available, limit, workers))
     return limits
-
-
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def page_cache(group: Path) -> int:
@@ -382,7 +373,7 @@ def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
     for line in _lines(root / "proc/self/mountinfo"):
         fields, _, tail = line.partition(" - ")
         _, _, _, top, place, *_ = fields.split(" ")
-        kind, _, options = tail.split(" ", 2)
+        kind, _, options = (*tail.split(" ", 2), "", "")[:3]
         usable = kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(","))
         mounts[place] = (kind if usable else "", top)  # a later mount hides an earlier one
     for place, (kind, top) in mounts.items():
@@ -391,8 +382,8 @@ def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
         mount = root / place.lstrip("/")
         path = own[kind] if top == "/" else own[kind].removeprefix(top)
         directory = mount / path.strip("/")
-        if not directory.is_dir():
-            directory = mount  # the path is one outside this container
+        if ".." in directory.parts or not directory.is_dir():
+            directory = mount  # the group is one outside this container
         while True:
             yield "/" + str(directory.relative_to(mount)).lstrip("."), directory
             if directory == mount:

@@ -87,6 +87,7 @@ def test_in_a_container_the_root_of_what_is_mounted_is_its_group(tmp_path: Path)
     groups = {".": version_2(str(64 * MIB), 63 * MIB)}
     own_namespace = tree(tmp_path / "a", "0::/", [V2_MOUNT.format(top="/")], groups)
     hosts_namespace = tree(tmp_path / "b", "0::/docker/12", [V2_MOUNT.format(top="/docker/12")], groups)
+    (tmp_path / "c/sys/elsewhere").mkdir(parents=True)
     unseen = tree(tmp_path / "c", "0::/../../elsewhere", [V2_MOUNT.format(top="/")], groups)
     assert own_namespace == hosts_namespace == unseen == [Limit("the control group /", MIB, 64 * MIB)]
 
