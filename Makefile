@@ -24,15 +24,24 @@ install: $(VENV)/.installed-$(DEVICE) ## Install what serving needs
 install-dev: $(VENV)/.installed-dev ## Install what the checks need as well
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@for python in $(PYTHON); do \
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue; \
+		echo $$python -m venv $(VENV); $$python -m venv $(VENV) && exit; rm -f $(VENV)/bin/python; exit 1; \
+	done; echo "Slipway needs Python 3.11, 3.12 or 3.13, and found none as: $(PYTHON) (name one with make PYTHON=...)" >&2; exit 1
 
-# --no-deps: the lock leaves out packages that are wrong or useless here; see requirements/*overrides.in.
-$(VENV)/.installed-%: requirements/%.txt pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/$*.txt
+$(VENV)/.installed-%: requirements/%.txt requirements/install.sh pyproject.toml | $(VENV)/bin/python
+	@TORCH_INDEX=$(TORCH_INDEX) sh requirements/install.sh $(BIN)/python $*
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
+
+# Where FlashInfer compiles its kernels, it needs a CUDA toolkit, ninja and a C++ compiler; vLLM does without it if one is
+# missing. A toolkit that CUDA_HOME names already is left as it is.
+ifeq ($(DEVICE)-$(if $(shell command -v c++),c++),gpu-c++)
+run live bench: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live bench: export PATH := $(abspath $(BIN)):$(PATH)
+endif
 
 run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
 	HF_MODEL_ID="$$($(BIN)/slipway sample-model)" $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT) \
@@ -63,16 +72,16 @@ image-test: install-dev ## Build the CPU image, run it and ask it (or IMAGE=...,
 	$(BIN)/python -m pytest tests/image -m image
 
 lock: ## Renew requirements/*.txt (needs uv)
-	$(MAKE) --no-print-directory lock-cpu EXTRA="--override requirements/cpu-overrides.in --find-links $(TORCH_INDEX)/torch/"
-	$(MAKE) --no-print-directory lock-gpu
+	$(MAKE) --no-print-directory lock-cpu EXTRA="--extra cpu --override requirements/cpu-overrides.in --find-links $(TORCH_INDEX)/torch/"
+	$(MAKE) --no-print-directory lock-gpu EXTRA="--extra gpu"
 	$(MAKE) --no-print-directory lock-dev EXTRA="--override requirements/dev-overrides.in"
 
 # The packages for Python 3.11, which have to be those for the others as well: else this fails, and shows which are not.
 lock-%:
-	$(LOCK) $(EXTRA) --python-version 3.11 requirements/$*.in -o requirements/$*.txt
+	$(LOCK) $(EXTRA) --python-version 3.11 pyproject.toml requirements/$*.in -o requirements/$*.txt
 	@for python in 3.12 3.13; do \
-		$(LOCK) $(EXTRA) --python-version $$python --constraint requirements/$*.txt --no-annotate --no-header requirements/$*.in \
-			>build.lock && grep -v "^ *#" requirements/$*.txt | diff - build.lock || exit 1; \
+		$(LOCK) $(EXTRA) --python-version $$python --constraint requirements/$*.txt --no-annotate --no-header \
+			pyproject.toml requirements/$*.in >build.lock && grep -v "^ *#" requirements/$*.txt | diff - build.lock || exit 1; \
 	done; rm build.lock
 
 clean: ## Remove what the checks leave behind
