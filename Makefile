@@ -36,9 +36,8 @@ $(VENV)/.installed-%: requirements/%.txt requirements/install.sh pyproject.toml 
 
 $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
-# Where FlashInfer compiles its kernels, it needs a CUDA toolkit, ninja and a C++ compiler; vLLM does without it if one is
-# missing. A toolkit that CUDA_HOME names already is left as it is.
-ifeq ($(DEVICE)-$(if $(shell command -v c++),c++),gpu-c++)
+# vLLM's sampler is FlashInfer's, which compiles itself at the first start, with ninja and the toolkit that CUDA_HOME names.
+ifeq ($(DEVICE),gpu)
 run live bench: export CUDA_HOME ?= $(abspath $(VENV))/cuda
 run live bench: export PATH := $(abspath $(BIN)):$(PATH)
 endif

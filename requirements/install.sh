@@ -33,6 +33,15 @@ torch() {
     locked --index-url "$TORCH_INDEX" "$wanted"
 }
 
+# Triton and FlashInfer compile kernels at run time, and vLLM's engine dies where they cannot.
+compiler() {
+    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    if ! command -v c++ >/dev/null || [ ! -e "$headers/Python.h" ]; then
+        echo "A GPU host needs a C++ compiler, c++, and Python's headers, $headers/Python.h (Debian: g++ and python3-dev)" >&2
+        exit 1
+    fi
+}
+
 # The lock's CUDA packages as a toolkit, the environment's directory `cuda`: FlashInfer compiles kernels with it (CUDA_HOME).
 # The packages, and many drivers, have libraries under their full names alone; `-lcudart` and `-lcuda` need the plain ones.
 toolkit() {
@@ -48,5 +57,6 @@ toolkit() {
 }
 
 [ "$lock" != cpu ] || torch
+[ "$lock" != gpu ] || compiler
 locked -r "$locks/$lock.txt"
 [ "$lock" != gpu ] || toolkit

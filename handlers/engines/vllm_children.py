@@ -1,6 +1,6 @@
 """vLLM's processes end with this one, however that ends: the kernel sees to it, not a handler of a signal.
 
-Written for vLLM 0.32 and 0.33. The server starts the engine process by handing `EngineCoreProc.run_engine_core` to
+Written for vLLM 0.32. The server starts the engine process by handing `EngineCoreProc.run_engine_core` to
 multiprocessing, and the engine process starts its workers with `WorkerProc.worker_main` in the same way, from its main
 thread. Each of them runs a function of ours first. vLLM's own workers notice the end of the engine process only between
 two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a server and finds

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from sysconfig import get_path
 from threading import Thread
 
 import pip
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SHELL = shutil.which("sh")
 TORCH = re.findall(r"^torch==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)[0]
 
 
@@ -42,16 +44,17 @@ class Machine:
         (site / "pip").symlink_to(Path(pip.__file__).parent)
         self.site = site
 
-    def install(self, torch_index: str) -> subprocess.CompletedProcess[str]:
+    def install(self, torch_index: str, device: str = "cpu", **others: str) -> subprocess.CompletedProcess[str]:
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         variables |= {
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": self.own.as_uri(),
             "PIP_NO_CACHE_DIR": "1",
             "TORCH_INDEX": torch_index,
+            **others,
         }
         script = self.lock / "install.sh"
-        command = ["sh", script, self.environment / "bin" / "python", "cpu"]
+        command = [SHELL, script, self.environment / "bin" / "python", device]
         return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
 
     @property
@@ -186,3 +189,29 @@ def test_a_python_that_is_not_supported_is_refused_in_one_sentence(version: str,
         f"Slipway needs Python 3.11, 3.12 or 3.13, and found none as: {python} (name one with make PYTHON=...)"
     )
     assert not (tmp_path / "made").exists()
+
+
+def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
+    machine: Machine, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sh", "dirname"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    done = machine.install("", device="gpu", PATH=str(tools))
+    assert done.returncode == 1
+    assert done.stderr.startswith("A GPU host needs a C++ compiler, c++, and Python's headers, ")
+
+
+@pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
+def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machine: Machine, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "c++").symlink_to("/bin/true")
+    libraries = machine.site / "nvidia" / "cu13" / "lib"
+    libraries.mkdir(parents=True)
+    (libraries / "libcudart.so.13").write_text("CUDA's run time")
+    (machine.lock / "gpu.txt").write_text("torch==0.0.1\n")
+    done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert (machine.environment / "cuda" / "lib64" / "libcudart.so").read_text() == "CUDA's run time"
