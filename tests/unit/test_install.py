@@ -77,7 +77,17 @@ def make_index(directory: Path, *versions: str) -> Path:
     return directory
 
 
+class Server(ThreadingHTTPServer):
+    """An index over HTTP, and the paths that it was asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=directory))
+        self.asked: list[str] = []
+
+
 class Handler(SimpleHTTPRequestHandler):
+    server: Server
+
     def log_message(self, format: str, *args: object) -> None:
         self.server.asked.append(self.path)
 
@@ -85,8 +95,7 @@ class Handler(SimpleHTTPRequestHandler):
 @contextmanager
 def served(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """The address of an index that is served over HTTP, and the paths that are asked for."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=directory)) as server:
-        server.asked = []
+    with Server(directory) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
