@@ -1,6 +1,7 @@
 # Slipway. `make run` serves the sample model on port 8080; `make test` runs every check that CI runs.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first of these that is Python 3.11, 3.12 or 3.13 makes the environment.
+PYTHON ?= python3.11 python3.12 python3.13 python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
@@ -8,7 +9,10 @@ DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
 # Processes that run tests side by side; 0: none but make's own.
 WORKERS ?= 2
-LOCK := uv pip compile --python-version 3.11 --no-emit-index-url --no-emit-find-links --quiet --override requirements/overrides.in
+# PyTorch's public index of CPU wheels, asked where pip does not find torch's CPU build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
+	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
 .PHONY: help install install-dev run test lint unit live bench image image-test lock clean
 
@@ -20,15 +24,23 @@ install: $(VENV)/.installed-$(DEVICE) ## Install what serving needs
 install-dev: $(VENV)/.installed-dev ## Install what the checks need as well
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@for python in $(PYTHON); do \
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue; \
+		echo $$python -m venv $(VENV); $$python -m venv $(VENV) && exit; rm -f $(VENV)/bin/python; exit 1; \
+	done; echo "Slipway needs Python 3.11, 3.12 or 3.13, and found none as: $(PYTHON) (name one with make PYTHON=...)" >&2; exit 1
 
-# --no-deps: the lock leaves out packages that are wrong or useless here; see requirements/*overrides.in.
-$(VENV)/.installed-%: requirements/%.txt pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/$*.txt
+$(VENV)/.installed-%: requirements/%.txt requirements/install.sh pyproject.toml | $(VENV)/bin/python
+	@TORCH_INDEX=$(TORCH_INDEX) sh requirements/install.sh $(BIN)/python $*
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
+
+# vLLM's sampler is FlashInfer's, which compiles itself at the first start, with ninja and the toolkit that CUDA_HOME names.
+ifeq ($(DEVICE),gpu)
+run live bench: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live bench: export PATH := $(abspath $(BIN)):$(PATH)
+endif
 
 run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
 	HF_MODEL_ID="$$($(BIN)/slipway sample-model)" $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT) \
@@ -59,9 +71,17 @@ image-test: install-dev ## Build the CPU image, run it and ask it (or IMAGE=...,
 	$(BIN)/python -m pytest tests/image -m image
 
 lock: ## Renew requirements/*.txt (needs uv)
-	$(LOCK) --python-platform x86_64-manylinux_2_28 --override requirements/cpu-overrides.in requirements/cpu.in -o requirements/cpu.txt
-	$(LOCK) --python-platform x86_64-manylinux_2_28 requirements/gpu.in -o requirements/gpu.txt
-	$(LOCK) --python-platform x86_64-manylinux_2_28 --override requirements/dev-overrides.in requirements/dev.in -o requirements/dev.txt
+	$(MAKE) --no-print-directory lock-cpu EXTRA="--extra cpu --override requirements/cpu-overrides.in --find-links $(TORCH_INDEX)/torch/"
+	$(MAKE) --no-print-directory lock-gpu EXTRA="--extra gpu"
+	$(MAKE) --no-print-directory lock-dev EXTRA="--override requirements/dev-overrides.in"
+
+# The packages for Python 3.11, which have to be those for the others as well: else this fails, and shows which are not.
+lock-%:
+	$(LOCK) $(EXTRA) --python-version 3.11 pyproject.toml requirements/$*.in -o requirements/$*.txt
+	@for python in 3.12 3.13; do \
+		$(LOCK) $(EXTRA) --python-version $$python --constraint requirements/$*.txt --no-annotate --no-header \
+			pyproject.toml requirements/$*.in >build.lock && grep -v "^ *#" requirements/$*.txt | diff - build.lock || exit 1; \
+	done; rm build.lock
 
 clean: ## Remove what the checks leave behind
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build

@@ -1,7 +1,7 @@
 """Why an engine could not start, and whether it was for want of memory.
 
 Memory is the reason by the type of the error or by a text that the version of vLLM or PyTorch raises it with, never by
-a word in passing: SageMaker unloads other models where it hears of it. Texts of vLLM 0.32 and 0.33, in
+a word in passing: SageMaker unloads other models where it hears of it. Texts of vLLM 0.32, in
 `v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`; its executor and its
 engine manager know no more than a text of what has failed in another process.
 """

@@ -11,7 +11,7 @@ that fails; it also takes adapters of one name for one and the same. So
 vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
 filling batches with as many adapters as there are slots.
 
-Written for vLLM 0.32 and 0.33. What it relies on is checked by `check_seam` when an engine starts, and by
+Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
 tests/live/test_adapters_live.py: `AsyncLLM.add_lora`, which raises what loading raises, and `remove_lora`;
 `OutputProcessor.request_states`, whose states have `lora_request`; and `VllmConfig.lora_config`.
 """

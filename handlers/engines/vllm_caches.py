@@ -1,6 +1,6 @@
 """Caches of vLLM's that outlive a model and hold its tokenizers, tens of megabytes for each time one is loaded.
 
-Written for vLLM 0.32 and 0.33. They find again what is loaded from the same place, and whether a chat template takes an
+Written for vLLM 0.32. They find again what is loaded from the same place, and whether a chat template takes an
 argument; a model that goes on fills them anew. tests/live/test_vllm_seam.py looks for what a model leaves behind.
 """
 

@@ -5,7 +5,7 @@ of our own that hands the step's tokens straight to the request's sink: no queue
 `RequestOutput` for each token, and log probabilities read from the raw arrays. Everything else stays vLLM's: stop
 strings, detokenizing, aborts.
 
-Written for vLLM 0.32 and 0.33. What it relies on is checked by `check_seam` when an engine starts, and by
+Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
 tests/live/test_vllm_seam.py:
 - `RequestState.from_new_request(...)`, whose result has `detokenizer`, `logprobs_processor`, `queue`;
 - `OutputProcessor.process_outputs` calls `detokenizer.update`, `logprobs_processor.update_from_output`,

@@ -5,7 +5,7 @@ places in the same queue, count in the same meter and fail after the same wait f
 vLLM's output processor calls `logprobs_processor.update_from_output`; that is where its tokens are counted, at the
 price of one call.
 
-Written for vLLM 0.32 and 0.33. What it relies on is checked by `check_seam` when an engine starts, for each request
+Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, for each request
 where it can be seen only there, and by tests/live/test_openai_seam.py:
 - `AsyncLLM.add_request(request_id, prompt, params)` gives a `RequestOutputCollector` with the `output` that waits;
 - `output_processor.request_states` has a state for each sequence by then, unless it has ended, and `external_req_ids`

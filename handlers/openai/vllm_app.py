@@ -4,7 +4,7 @@ vLLM's `build_app` would bring its own listener, health, metrics and management 
 the parts that answer OpenAI's clients, and leave the rest to `container`: the routers, the exception handlers, and
 the state that `init_app_state` makes around an engine client.
 
-Written for vLLM 0.32 and 0.33. What it relies on is checked as the model is loaded, and by
+Written for vLLM 0.32. What it relies on is checked as the model is loaded, and by
 tests/live/test_openai_live.py:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;

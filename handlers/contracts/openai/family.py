@@ -36,6 +36,9 @@ JSON = "application/json"
 ALIASED = "/openai"
 """What stands before /v1 in the paths on which any `model` will do."""
 
+# From Python 3.13 on, `HTTPStatus` has another phrase for 413; a reply's bytes are the same on every Python.
+_TOO_LARGE = "Request Entity Too Large"
+
 _encode = msgspec.json.encode
 
 
@@ -55,7 +58,7 @@ def refuse(error: RequestError) -> Reply:
         case NotReady() | Overloaded():
             return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
         case BodyTooLarge():
-            return error_reply(error.message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE.phrase, 413)
+            return error_reply(error.message, _TOO_LARGE, 413)
         case BodyTimeout():
             return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
         case InvalidParameter():

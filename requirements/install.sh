@@ -1,0 +1,62 @@
+#!/bin/sh
+# `install.sh PYTHON cpu|gpu|dev`: installs a lock file beside this script into the environment of PYTHON.
+# Called by make. TORCH_INDEX: where torch's CPU build is looked for when pip does not find it.
+set -eu
+
+python=$1
+lock=$2
+locks=$(dirname "$0")
+
+# --no-deps: the locks leave out packages that are wrong or useless here; see *overrides.in.
+locked() {
+    "$python" -m pip install --quiet --no-deps "$@"
+}
+
+# PyPI does not have torch's CPU build. It is installed first, so that a machine that has to look elsewhere knows at once.
+torch() {
+    wanted=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$locks/cpu.txt")
+    if errors=$(locked "$wanted" 2>&1); then
+        return
+    fi
+    if ! echo "$errors" | grep -q "No matching distribution found for torch"; then
+        echo "$errors" >&2
+        exit 1
+    fi
+    echo "pip does not find $wanted where it is set to look; asking PyTorch's index of CPU wheels, $TORCH_INDEX" >&2
+    # One short question first: an index that does not answer must not cost minutes.
+    if ! PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=10 timeout 30 "$python" -m pip index versions --index-url "$TORCH_INDEX" torch 2>&1 \
+        | grep -qF "${wanted#torch==}"; then
+        echo "$errors" >&2
+        echo "$wanted is not to be had from $TORCH_INDEX either: name an index that has it with make TORCH_INDEX=..." >&2
+        exit 1
+    fi
+    locked --index-url "$TORCH_INDEX" "$wanted"
+}
+
+# Triton and FlashInfer compile kernels at run time, and vLLM's engine dies where they cannot.
+compiler() {
+    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    if ! command -v c++ >/dev/null || [ ! -e "$headers/Python.h" ]; then
+        echo "A GPU host needs a C++ compiler, c++, and Python's headers, $headers/Python.h (Debian: g++ and python3-dev)" >&2
+        exit 1
+    fi
+}
+
+# The lock's CUDA packages as a toolkit, the environment's directory `cuda`: FlashInfer compiles kernels with it (CUDA_HOME).
+# The packages, and many drivers, have libraries under their full names alone; `-lcudart` and `-lcuda` need the plain ones.
+toolkit() {
+    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cuda=$site/nvidia/cu13
+    ln -sfn lib "$cuda/lib64"
+    for library in "$cuda"/lib/*.so.*; do
+        ln -sf "${library##*/}" "${library%%.so.*}.so"
+    done
+    driver=$(PATH=$PATH:/sbin ldconfig -p | sed -n 's/.*libcuda\.so\.1 .*=> //p' | head -n 1)
+    [ -z "$driver" ] || ln -sf "$driver" "$cuda/lib/libcuda.so"
+    ln -sfn "$cuda" "$("$python" -c 'import sys; print(sys.prefix)')/cuda"
+}
+
+[ "$lock" != cpu ] || torch
+[ "$lock" != gpu ] || compiler
+locked -r "$locks/$lock.txt"
+[ "$lock" != gpu ] || toolkit
