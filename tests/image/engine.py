@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -191,6 +192,7 @@ class EngineContainer(Container):
         super().__init__()
         self._engine = engine
         arguments = ["run", "--detach", "--network", "host", "--shm-size", "1g", *self.environment]
+        arguments += shlex.split(os.environ.get("CONTAINER_FLAGS", ""))
         if unprivileged:
             arguments += ["--user", UNPRIVILEGED, "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
         arguments += ["--volume", f"{model_dir}:/opt/ml/model:ro", image, *command]
