@@ -157,7 +157,7 @@ class Container(ABC):
                 if self.client.get("/ping").status_code == 200:
                     return time.monotonic() - self.started
             assert self.running(), f"the container ended:\n{self.log()[-4000:]}"
-            time.sleep(0.5)
+            time.sleep(1)
         raise AssertionError(f"not ready in {START_SECONDS:g} s:\n{self.log()[-4000:]}")
 
     @abstractmethod
