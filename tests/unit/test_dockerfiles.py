@@ -87,8 +87,8 @@ def test_both_images_have_the_same_settings_and_labels_but_for_their_device() ->
     for capability in ("accept-bind-to-port", "multi-models"):
         assert cpu[f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
     variables = [set(re.findall(r"(\w+)=", " ".join(arguments(file, "ENV")))) for file in DOCKERFILES]
-    # What the GPU image's base has set: a search path that AWS's ends with the working directory.
-    assert variables[1] - variables[0] == {"PYTHONPATH"}
+    # The GPU image compiles kernels, and undoes a search path that AWS's base has.
+    assert variables[1] - variables[0] == {"USER", "PYTHONPATH"}
     # The GPU image has a compiler.
     assert variables[0] - variables[1] == {"TORCH_COMPILE_DISABLE"}
 
