@@ -67,7 +67,8 @@ bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 image: ## Build the container image slipway:cpu or slipway:gpu (needs docker or podman)
 	sh container/image/build.sh $(DEVICE) slipway:$(DEVICE)
 
-image-test: install-dev ## Build the CPU image, run it and ask it (or IMAGE=..., one that is built)
+image-test: install-dev ## Build both images, run them and ask them (or IMAGE=..., one that is built)
+	sh tests/image/packages.sh
 	$(BIN)/python -m pytest tests/image -m image
 
 lock: ## Renew requirements/*.txt (needs uv)

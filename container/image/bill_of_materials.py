@@ -1,13 +1,15 @@
 """Writes the image's software bill of materials: what is installed, as CycloneDX 1.5.
 
-Source of the format: the CycloneDX 1.5 specification; package URLs: purl-spec, types `pypi` and `deb`. It has no time
-and no serial number, so that the same packages give the same bytes.
+Source of the format: the CycloneDX 1.5 specification; package URLs: purl-spec, types `pypi`, `deb` and `rpm`. It has no
+time and no serial number, so that the same packages give the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,6 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 _DPKG_FORMAT = "${db:Status-Status}\t${Package}\t${Version}\t${Architecture}\n"
+_RPM_FORMAT = "%{NAME}\t%{VERSION}-%{RELEASE}\t%{ARCH}\n"
 
 
 def python_component(name: str, version: str, license_expression: str, summary: str) -> dict[str, Any]:
@@ -31,10 +34,18 @@ def python_component(name: str, version: str, license_expression: str, summary: 
     return component | {"purl": purl}
 
 
-def debian_component(name: str, version: str, architecture: str) -> dict[str, Any]:
-    """A Debian package."""
-    purl = f"pkg:deb/debian/{quote(name, safe='')}@{quote(version, safe='')}?arch={architecture}"
+def system_component(kind: str, distribution: str, name: str, version: str, architecture: str) -> dict[str, Any]:
+    """A package of the system; `kind` is `deb` or `rpm`, `distribution` such as `debian`, `ubuntu` or `amzn`."""
+    purl = f"pkg:{kind}/{distribution}/{quote(name, safe='')}@{quote(version, safe='')}?arch={architecture}"
     return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+
+
+def debian_components(listing: str, distribution: str) -> Iterable[dict[str, Any]]:
+    """The installed packages of dpkg-query's output: status, name, version and architecture, with tabs between."""
+    for line in listing.splitlines():
+        status, name, version, architecture = line.split("\t")
+        if status == "installed":
+            yield system_component("deb", distribution, name, version, architecture)
 
 
 def document(components: Iterable[dict[str, Any]], version: str) -> dict[str, Any]:
@@ -61,21 +72,31 @@ def _field(package: metadata.Distribution, name: str) -> str:
     return values[0] if values else ""
 
 
-def _debian_components() -> Iterable[dict[str, Any]]:
-    listing = subprocess.run(
-        ["dpkg-query", "--show", "--showformat", _DPKG_FORMAT], capture_output=True, text=True, check=True
-    )
-    for line in listing.stdout.splitlines():
-        status, name, version, architecture = line.split("\t")
-        if status == "installed":
-            yield debian_component(name, version, architecture)
+def _system_components() -> Iterable[dict[str, Any]]:
+    distribution = platform.freedesktop_os_release()["ID"]
+    if shutil.which("dpkg-query"):
+        yield from debian_components(_output("dpkg-query", "--show", "--showformat", _DPKG_FORMAT), distribution)
+        return
+    for line in _output("rpm", "--query", "--all", "--queryformat", _RPM_FORMAT).splitlines():
+        name, version, architecture = line.split("\t")
+        yield system_component("rpm", distribution, name, version, architecture)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
-    """Write the bill of what this interpreter and this system have to the file that is named."""
-    components = [*_python_components(), *_debian_components()]
+    """Write the bill of what this interpreter and this system have to the file that is named.
+
+    Further arguments are lists of Debian packages of which files were copied into the image, as dpkg-query writes them.
+    """
+    target, *copied = map(Path, sys.argv[1:])
+    components = [*_python_components(), *_system_components()]
+    for listing in copied:
+        components += debian_components(listing.read_text(), "debian")
     bill = document(components, metadata.version("slipway"))
-    Path(sys.argv[1]).write_text(json.dumps(bill, indent=1, ensure_ascii=False) + "\n")
+    target.write_text(json.dumps(bill, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # Builds an image: `build.sh cpu slipway:cpu [flags of "docker build"...]`. From anywhere; see docs/image.md.
 #
 # CONTAINER_ENGINE     docker or podman; without it, the first of them that answers
-# BASE_IMAGE, CUDA_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, SAMPLE_MODEL, RUN_AS,
+# BASE_IMAGE, TINI_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, SAMPLE_MODEL, RUN_AS,
 # VERSION, SOURCE, LICENSES
 #                      build arguments, given where they are set
 # PIP_CONFIG_FILE      a pip.conf for the build; it does not get into the image
@@ -32,7 +32,7 @@ REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 # The commit's time, not the clock's: the same sources give the same labels.
 CREATED=$(git log -1 --format=%cI 2>/dev/null || date --utc --iso-8601=seconds)
 
-for name in BASE_IMAGE CUDA_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX SAMPLE_MODEL RUN_AS \
+for name in BASE_IMAGE TINI_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX SAMPLE_MODEL RUN_AS \
     VERSION REVISION CREATED SOURCE LICENSES; do
     eval "value=\${$name:-}"
     [ -z "$value" ] || set -- --build-arg "$name=$value" "$@"

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Runs its arguments with CUDA's compatibility libraries, where the host's driver is of an older branch than they are.
 #
-# NVIDIA's container toolkit does so itself on most hosts; SageMaker's leave it to the image. A driver of the same branch
-# needs them not, and on other than data centre GPUs they do not work.
+# NVIDIA's container toolkit does this by itself on most hosts; SageMaker leaves it to the image. The libraries are not
+# needed with a driver of the same branch or a newer one. They work on data centre GPUs only.
 set -eu
 
 libraries=${CUDA_COMPAT:-/usr/local/cuda/compat}

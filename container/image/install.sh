@@ -17,35 +17,32 @@ locked() {
     "$prefix/bin/python" -m pip install --no-cache-dir --no-deps -r wanted.txt
 }
 
-# `prune test...`: what torch's wheel brings for its own tests, and directories of it that this image has no use for.
+# `prune`: what torch's wheel brings for its own tests, and its headers, which nothing can use without a compiler.
 prune() {
     torch=$(echo "$prefix"/lib/python3*/site-packages/torch)
     rm -rf "$torch"/bin/*test* "$torch"/bin/*Test* "$torch"/bin/*.ptl "$torch"/bin/protoc* "$torch"/bin/upgrader_models
-    for name in "$@"; do
-        rm -rf "${torch:?}/$name"
-    done
+    rm -rf "${torch:?}/test" "${torch:?}/include"
 }
 
-# `toolkit`: the CUDA packages as the directory that nvcc's callers expect: CUDA_HOME, with lib64 and names to link with.
-toolkit() {
-    cuda=$(echo "$prefix"/lib/python3*/site-packages/nvidia/cu13)
-    ln -s "$cuda" "$prefix/cuda"
-    ln -s lib "$cuda/lib64"
-    for library in "$cuda"/lib/*.so.*; do
-        plain=${library%%.so.*}.so
-        [ -e "$plain" ] || ln -s "${library##*/}" "$plain"
-    done
+# `beside FILE`: Slipway's dependencies that the base image lacks, in the lock file's versions; all others are the base's.
+beside() {
+    python3 -I container/image/base_image.py environment "$prefix" "$1" pyproject.toml >constraints.txt
+    "$prefix/bin/python" -m pip install --no-cache-dir --no-build-isolation --constraint constraints.txt .
 }
 
-# `project`: Slipway itself, and what the image runs beside it.
+# `project`: Slipway itself.
 project() {
     "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation .
-    mkdir "$prefix/libexec"
-    cp container/image/*.py container/image/cuda-compat.sh "$prefix/libexec/"
     if [ "${SAMPLE_MODEL:-}" = 1 ]; then
         SLIPWAY_CACHE_DIR=$prefix/models "$prefix/bin/slipway" sample-model
         "$prefix/bin/python" -m pip uninstall --yes "$sample_model_package"
     fi
+}
+
+# `programs`: what the image runs beside Slipway.
+programs() {
+    mkdir "$prefix/libexec"
+    cp container/image/*.py container/image/cuda-compat.sh "$prefix/libexec/"
 }
 
 "$@"

