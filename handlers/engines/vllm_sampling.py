@@ -18,6 +18,7 @@ from handlers.request import GenerationRequest, SamplingParameters
 MAX_LISTED_TOKENS = 1024
 MAX_STOP_TOKENS = 100
 MAX_BAD_WORD_TOKENS = 1024
+NO_TYPICAL = "needs option.rolling_batch=lmi-dist or scheduler"
 NO_PROMPT_LOGPROBS = (
     "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs) are not served on a "
     "CPU with option.enable_lora=true"
@@ -31,8 +32,8 @@ class SamplingTranslator:
     max_model_len: int
     max_top_tokens: int
     vocabulary_size: int
-    typical: bool
-    """Locally typical sampling is loaded."""
+    typical_refusal: str = ""
+    """Why `typical_p` is refused, after its name; "" if it is not."""
     prompt_logprobs: bool = True
     """The engine survives them; see `has_prompt_logprobs`."""
 
@@ -101,8 +102,8 @@ class SamplingTranslator:
     def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
         if sampling.typical_p >= 1.0:
             return None
-        if not self.typical:
-            raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist or scheduler")
+        if self.typical_refusal:
+            raise InvalidParameter("typical_p", self.typical_refusal)
         return {"typical_p": sampling.typical_p}
 
 
