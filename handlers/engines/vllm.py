@@ -106,6 +106,7 @@ class VllmEngine:
             vocabulary_size=vocabulary_size,
             typical_refusal=loaded.typical_refusal,
             prompt_logprobs=has_prompt_logprobs(llm),
+            prefix_cache=bool(llm.vllm_config.cache_config.enable_prefix_caching),
         )
         backend = llm.vllm_config.structured_outputs_config.backend
         self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)

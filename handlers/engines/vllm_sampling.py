@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from handlers.engines.beam_search import NEEDS_PREFIX_CACHE
 from handlers.engines.token_ids import check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
@@ -36,6 +37,8 @@ class SamplingTranslator:
     """Why `typical_p` is refused, after its name; "" if it is not."""
     prompt_logprobs: bool = True
     """The engine survives them; see `has_prompt_logprobs`."""
+    prefix_cache: bool = True
+    """Without it there is no beam search."""
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
@@ -84,11 +87,14 @@ class SamplingTranslator:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidParameter for a token id that the vocabulary does not have, or too many of them.
 
-        Raises InvalidRequest where log probabilities of the prompt are asked for and the engine would die of them.
+        Raises InvalidRequest where log probabilities of the prompt are asked for and the engine would die of them, and
+        for a beam search without a prefix cache.
         """
         s = request.sampling
         if request.want_prompt_tokens and not self.prompt_logprobs:
             raise InvalidRequest(NO_PROMPT_LOGPROBS)
+        if request.beam_search is not None and not self.prefix_cache:
+            raise InvalidParameter("num_beams", NEEDS_PREFIX_CACHE)
         check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
         check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)

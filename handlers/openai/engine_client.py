@@ -123,7 +123,11 @@ class EngineClient:
         """
         try:
             check_parameters(
-                sampling_params, self._vocabulary_size, self._tokenizer, self._prompt_logprobs, self._llm.typical_refusal
+                sampling_params,
+                self._vocabulary_size,
+                self._tokenizer,
+                self._prompt_logprobs,
+                self._llm.typical_refusal,
             )
         except InvalidParameter as error:
             raise VLLMValidationError(error.message, parameter=error.parameter) from None

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.live.server import METRIC_SECONDS, Server, serving
-from tests.live.test_process_live import open_stream
+from tests.live.server import METRIC_SECONDS, Server, records, serving
+from tests.live.test_process_live import ENDLESS, open_stream
 
 PROMPTS = ("Once upon a time", "The capital of France is")
 TOKENS = 16
@@ -52,8 +51,9 @@ def two_heads(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def two_workers(directory: Path, model: Path, engine_options: dict[str, object]) -> Iterator[Server]:
     cores = sorted(os.sched_getaffinity(0))
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    options = engine_options | {"model_id": model, "rolling_batch": "vllm", "tensor_parallel_degree": 2}
-    with serving(directory, environment, distributed_executor_backend="mp", **options) as server:
+    options = engine_options | {"model_id": model, "rolling_batch": "vllm", "enable_prefix_caching": "false"}
+    workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
+    with serving(directory, environment, **options, **workers) as server:
         yield server
 
 
@@ -81,11 +81,6 @@ def wait_until_ended(processes: list[psutil.Process]) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def rest_of(client: Any) -> bytes:
-    client.settimeout(METRIC_SECONDS)
-    return b"".join(iter(lambda: client.recv(65536), b""))
-
-
 def test_two_workers_generate_what_transformers_does(server: Server, two_heads: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,19 +89,24 @@ def test_two_workers_generate_what_transformers_does(server: Server, two_heads: 
     for prompt in PROMPTS:
         given = tokenizer(prompt, return_tensors="pt")
         expected = model.generate(**given, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0]
-        answer = server.invoke(
-            prompt, max_new_tokens=TOKENS, ignore_eos_token=True, do_sample=False, details=True, stream=None
-        )
+        answer = server.invoke(prompt, max_new_tokens=TOKENS, ignore_eos_token=True, do_sample=False, details=True)
         tokens = [token["id"] for token in answer.json()["details"]["tokens"]]
         assert tokens == expected[given["input_ids"].shape[1] :].tolist()
 
 
+def test_without_a_prefix_cache_a_beam_search_is_refused(server: Server) -> None:
+    refused = server.invoke("Once", num_beams=2, max_new_tokens=4)
+    assert refused.status_code == 424
+    assert "`num_beams` needs the prefix cache, which is off for this model" in refused.text
+
+
 def test_a_worker_that_is_killed_ends_requests_with_an_error_and_the_server_is_unhealthy(server: Server) -> None:
     processes = vllm_processes(server)
-    with open_stream(server) as client:
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
         server.wait_for_metric("slipway_engine_running", 1)
         os.kill(processes["Worker_TP1"].pid, signal.SIGKILL)
-        last = json.loads(rest_of(client).split(b"\r\n")[-4])
+        last = records(stream.result().text)[-1]
     assert last["details"]["finish_reason"] == "error"
     deadline = time.monotonic() + METRIC_SECONDS
     while server.ping() != 500:

@@ -18,7 +18,7 @@ import pytest
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import EngineDead, InvalidParameter, InvalidRequest
 from handlers.meter import Meter
-from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.recorder import Recorder
 
 
@@ -350,6 +350,15 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
         refusal = contextlib.nullcontext() if allowed else pytest.raises(InvalidRequest, match="not served on a CPU")
         with refusal:
             assert translator.sampling_params(request, 1).prompt_logprobs == 0
+
+
+def test_a_beam_search_is_refused_where_each_of_its_steps_would_begin_anew() -> None:
+    from handlers.engines.vllm_sampling import SamplingTranslator
+
+    request = GenerationRequest(request_id="r", prompt="x", beam_search=BeamSearch(width=2))
+    SamplingTranslator(16, 4, 9).check(request)
+    with pytest.raises(InvalidParameter, match=r"^`num_beams` needs the prefix cache, which is off for this model"):
+        SamplingTranslator(16, 4, 9, prefix_cache=False).check(request)
 
 
 @pytest.mark.parametrize("stream", [False, True])
