@@ -39,13 +39,13 @@ FREED_MIB = 1024
 @pytest.fixture(scope="module")
 def adapters(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("red", "blue")):
-        make_adapter(directory / name, gpu_model, seed)
+    for seed, name in enumerate(("red", "blue"), start=1):
+        make_adapter(directory / name, gpu_model, seed, scale=0.9)
     return directory
 
 
 @pytest.fixture(scope="module")
-def bare(vllm_arguments: dict[str, Any], adapters: Path) -> dict[str, dict[str, Any]]:
+def bare(vllm_arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What AsyncLLM alone generates; it has ended before the server takes the GPU."""
     return texts_of_bare_engine(**vllm_arguments)
 
@@ -141,12 +141,12 @@ def test_constraints_hold(server: Server) -> None:
 
 def test_typical_sampling_narrows_the_choice(server: Server) -> None:
     def texts(**parameters: object) -> set[str]:
-        sampled = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 8}
-        answers = [server.invoke("Once upon", seed=seed, **sampled, **parameters) for seed in range(6)]
+        sampled = {"do_sample": True, "max_new_tokens": 1} | parameters
+        answers = [server.invoke("Once", seed=seed, **sampled) for seed in range(12)]
         return {answer.json()["generated_text"] for answer in answers}
 
-    assert len(texts()) > 1
     assert len(texts(typical_p=0.001)) == 1
+    assert len(texts()) > 3
 
 
 def test_beams_are_found(server: Server) -> None:
