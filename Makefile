@@ -14,7 +14,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live bench image image-test lock clean
+.PHONY: help install install-dev run test lint unit live bench gpu-proof image image-test lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,13 +56,16 @@ lint: install-dev ## Style, types, architecture
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Tests that start no engine
-	$(BIN)/python -m pytest tests -n $(WORKERS) -m "not live and not image"
+	$(BIN)/python -m pytest tests -n $(WORKERS) -m "not live and not image and not gpu"
 
 live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests -n $(WORKERS) -m live
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks
+
+gpu-proof: install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
+	PYTHON=$(BIN)/python sh tests/gpu/proof.sh
 
 image: ## Build the container image slipway:cpu or slipway:gpu (needs docker or podman)
 	sh container/image/build.sh $(DEVICE) slipway:$(DEVICE)

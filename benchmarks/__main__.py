@@ -19,14 +19,22 @@ from benchmarks.processes import ServerError
 from benchmarks.report import markdown
 from benchmarks.rounds import Sample, Workload, run
 from benchmarks.tiny_model import prepare_tiny_model
+from container.devices import gpu_count
 from container.sample_model import prepare
 
 PROMPT = "Tell me a long story about a ship that leaves the slipway and about the people who built her."
-ENGINE_ARGUMENTS: EngineArguments = {
+CPU_ARGUMENTS: EngineArguments = {
     "max_model_len": 2048,
     "max_num_seqs": 256,
     "enforce_eager": True,
     "enable_prefix_caching": False,
+}
+GPU_ARGUMENTS: EngineArguments = {
+    "max_model_len": 2048,
+    "max_num_seqs": 1024,
+    "enable_prefix_caching": False,
+    # The peers share one GPU. None of them measures how much memory is free while another starts.
+    "gpu_memory_utilization": 0.3,
 }
 KV_CACHE_GIB = 1
 
@@ -39,10 +47,24 @@ class Model(StrEnum):
     BOTH = "both"
 
 
+class Device(StrEnum):
+    """What the engines run on."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
 def main(
     workload: Annotated[
         Model, typer.Option(help="a: the sample model; b: the tiny Llama, where the front end is what costs.")
     ] = Model.BOTH,
+    model: Annotated[
+        Path | None, typer.Option(help="A model's directory, in the place of the sample model in workload a.")
+    ] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="What the engines run on; without it a GPU where there is one.")
+    ] = None,
+    kv_cache_gib: Annotated[int, typer.Option(min=1, help="Memory of each peer's KV cache.")] = KV_CACHE_GIB,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32,128",
     seconds: Annotated[float, typer.Option(help="How long requests are started in each run.")] = 4.0,
@@ -69,10 +91,12 @@ def main(
     peer_names = _known(peers, PEERS, "--peers")
     asked = tuple(_known(contracts, CONTRACTS, "--contracts"))
     levels = _levels(concurrency)
+    on_gpu = gpu_count() > 0 if device is None else device is Device.GPU
     samples: list[Sample] = []
     try:
         for name in _workload_names(workload):
-            plan = _workload(name, levels, rounds, seconds, timeout, asked)
+            engine = _engine(name, model, on_gpu, kv_cache_gib)
+            plan = _workload(name, engine, levels, rounds, seconds, timeout, asked)
             samples += run(plan, peer_names, log_dir, _say)
     except ServerError as error:
         _say(str(error))
@@ -85,18 +109,30 @@ def main(
         raise typer.Exit(1)
 
 
-def _workload(
-    name: str, levels: tuple[int, ...], rounds: int, seconds: float, timeout: float, contracts: tuple[str, ...]
-) -> Workload:
+def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
     tiny = name == "tiny"
-    model_dir = prepare_tiny_model() if tiny else prepare()
-    # The tiny model as it is stored; the sample model in what vLLM chooses.
-    arguments = {**ENGINE_ARGUMENTS, "dtype": "float32" if tiny else "auto"}
+    model_dir = prepare_tiny_model() if tiny else model or prepare()
+    # The tiny model as it is stored; others in what vLLM chooses.
+    arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
+    return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
+
+
+def _workload(
+    name: str,
+    engine: Engine,
+    levels: tuple[int, ...],
+    rounds: int,
+    seconds: float,
+    timeout: float,
+    contracts: tuple[str, ...],
+) -> Workload:
+    # The sample model is slow on a CPU.
+    short = name == "sample" and "enforce_eager" in engine.arguments
     return Workload(
         name=name,
-        engine=Engine(model_dir=model_dir, arguments=arguments, kv_cache_gib=KV_CACHE_GIB),
+        engine=engine,
         shapes=(
-            Shape(prompt=PROMPT, tokens=128 if tiny else 32, stream=True),
+            Shape(prompt=PROMPT, tokens=32 if short else 128, stream=True),
             Shape(prompt=PROMPT, tokens=1, stream=False),
         ),
         concurrency=levels,

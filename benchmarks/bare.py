@@ -90,9 +90,11 @@ def _sampling(load: BareLoad) -> Any:
 
 async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    # With the batch sizes of vLLM's server, which depend on the context.
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
     gc.collect()
     gc.freeze()
     try:

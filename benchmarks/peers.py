@@ -26,7 +26,7 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 30.0
 """Beyond a load's own time limit, for its process to start and to end."""
 
-EngineArguments = Mapping[str, str | int | bool]
+EngineArguments = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,10 @@ class Engine:
     model_dir: Path
     arguments: EngineArguments
     """As vLLM's `AsyncEngineArgs` names them, without the model."""
-    kv_cache_gib: int
 
     def environment(self) -> dict[str, str]:
         # No server writes a line for each request.
-        quiet = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
-        return {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib), **quiet}
+        return {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

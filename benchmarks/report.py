@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +43,15 @@ def markdown(samples: Sequence[Sample]) -> str:
 def machine() -> str:
     cores = psutil.cpu_count(logical=False) or os.cpu_count()
     memory = psutil.virtual_memory().total / 2**30
-    return f"{_cpu_name()}, {cores} cores ({os.cpu_count()} threads), {memory:.0f} GiB, {platform.system()}"
+    host = f"{_cpu_name()}, {cores} cores ({os.cpu_count()} threads), {memory:.0f} GiB, {platform.system()}"
+    return ", ".join([host, *_gpus()])
+
+
+def _gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
 
 
 def versions() -> str:

@@ -8,25 +8,32 @@ writes are collected and go out when the event loop has run what was ready.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
+
+
+class Corked(Protocol):
+    """What collects what is written to it."""
+
+    def flush(self) -> None:
+        """Hand over what was written."""
 
 
 class Cork:
-    """The connections with something to send."""
+    """All that has something to hand over at the end of this turn."""
 
     def __init__(self) -> None:
-        self._waiting: list[CorkedTransport] = []
+        self._waiting: list[Corked] = []
 
-    def add(self, transport: CorkedTransport) -> None:
-        """Have a connection flushed in this turn."""
+    def add(self, corked: Corked) -> None:
+        """Have it flushed at the end of this turn."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
-        self._waiting.append(transport)
+        self._waiting.append(corked)
 
     def _flush_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for transport in waiting:
-            transport.flush()
+        for corked in waiting:
+            corked.flush()
 
 
 class CorkedTransport:

@@ -20,7 +20,7 @@ from container.http_protocol import BREAK_OFF
 from container.lifecycle import Lifecycle
 from container.metrics import HttpCounts
 from container.models import Models
-from container.push import Continued, Headers, Pacer, PushedReply, Send
+from container.push import Continued, Headers, PushedReply, Send, StreamCork
 from container.request_body import Receive, read_body
 from container.request_headers import request_headers
 from container.request_id import INFERENCE_ID, request_id
@@ -52,7 +52,7 @@ class Site:
             refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
         self.id_header = settings.request_id_header.lower().encode()
-        self.pacer = Pacer(settings.coalesce_above)
+        self.cork = StreamCork(settings.coalesce_above)
         self.cors_headers = cors_headers(settings)
 
     @property
@@ -102,7 +102,7 @@ class Endpoint:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         identity = request_id(headers.get(site.id_header) or headers.get(INFERENCE_ID))
         reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
-        writer = PushedReply(send, reply_headers, site.pacer, scope.get("extensions", _NONE).get(BREAK_OFF, _nothing))
+        writer = PushedReply(send, reply_headers, site.cork, scope.get("extensions", _NONE).get(BREAK_OFF, _nothing))
         site.models.open_calls += 1
         try:
             await self._serve(scope, headers, identity, receive, writer, reply_headers)

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any, Generic, TypeVar
 
+from container.cork import Cork
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
 Message = MutableMapping[str, Any]
@@ -27,36 +28,23 @@ MAX_UNSENT = 16 * 1024 * 1024
 """Bytes of a stream that wait for its client, beside as many in the connection; a single part may be larger."""
 
 
-class Pacer:
-    """Spares system calls when many streams are open: their middle parts go out once every few milliseconds.
+class StreamCork(Cork):
+    """Joins what one turn of the event loop writes to a stream into one part, once many streams are open.
 
-    With few streams every token goes out at once, and the first and the last part of a stream always do. It only
-    matters where an engine's step is shorter than the interval, which is where sending costs most.
+    A turn holds several parts of one stream only where the engine's steps come faster than they are sent, and then
+    fewer and larger parts are what saves time. Nothing waits for a clock.
     """
 
-    INTERVAL = 0.01
-    """Seconds that a token may wait."""
-
     def __init__(self, crowd: int) -> None:
+        """`crowd`: so many open streams are many; 0: no number is."""
+        super().__init__()
         self._crowd = crowd
-        self._holding: list[PushedReply] = []
         self.open_streams = 0
 
     @property
     def crowded(self) -> bool:
-        """Whether parts are held back now. `crowd` 0 means never."""
+        """Whether many streams are open now."""
         return 0 < self._crowd <= self.open_streams
-
-    def hold(self, reply: PushedReply) -> None:
-        """Have `reply.release` called soon."""
-        if not self._holding:
-            asyncio.get_running_loop().call_later(self.INTERVAL, self._release)
-        self._holding.append(reply)
-
-    def _release(self) -> None:
-        holding, self._holding = self._holding, []
-        for reply in holding:
-            reply.release()
 
 
 class PushedReply:
@@ -67,11 +55,11 @@ class PushedReply:
         "_backlog",
         "_backlog_last",
         "_backlog_size",
+        "_cork",
         "_give_up",
         "_headers",
         "_held",
         "_latest",
-        "_pacer",
         "_resume",
         "_send",
         "_streaming",
@@ -80,12 +68,14 @@ class PushedReply:
         "status",
     )
 
-    def __init__(self, send: Send, headers: Headers, pacer: Pacer, give_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, send: Send, headers: Headers, cork: StreamCork, give_up: Callable[[], None] = lambda: None
+    ) -> None:
         """`give_up`: breaks the connection off, which the request's own task then finds."""
         self._send = send
         self._give_up = give_up
         self._headers = headers
-        self._pacer = pacer
+        self._cork = cork
         self._held: list[bytes] = []
         self._streaming = False
         self._resume: asyncio.Task[None] | None = None
@@ -113,7 +103,7 @@ class PushedReply:
         """Begin a reply whose length is not known; it goes out in chunks."""
         self._start(status, content_type, [], headers)
         self._streaming = True
-        self._pacer.open_streams += 1
+        self._cork.open_streams += 1
 
     def _start(self, status: int, content_type: str, framing: Headers, more: tuple[tuple[str, str], ...]) -> None:
         self.status = status
@@ -130,10 +120,10 @@ class PushedReply:
 
     def write(self, data: bytes) -> None:
         """Go on with it."""
-        # What is held goes first, also when the crowd has thinned meanwhile.
-        if self._held or (self.bytes_sent and self._pacer.crowded):
+        # What is held goes first, also when the crowd has thinned. What waits for the client is joined anyway.
+        if self._held or (self._resume is None and self._cork.crowded):
             if not self._held:
-                self._pacer.hold(self)
+                self._cork.add(self)
             self._held.append(data)
             return
         self._body(data, False)
@@ -145,9 +135,9 @@ class PushedReply:
         else:
             self._latest = part
 
-    def release(self) -> None:
-        """Send what was held back."""
-        if self._held and not self.finished:
+    def flush(self) -> None:
+        """Send what this turn of the event loop has written."""
+        if self._held:
             data = b"".join(self._held)
             self._held.clear()
             self._body(data, False)
@@ -164,10 +154,10 @@ class PushedReply:
 
     def close(self) -> None:
         """Nothing more comes, for whatever reason. May be called again."""
+        self.flush()
         if self._streaming:
             self._streaming = False
-            self._pacer.open_streams -= 1
-        self._held.clear()
+            self._cork.open_streams -= 1
         self._latest = None
 
     def _body(self, data: bytes, last: bool) -> None:
@@ -202,6 +192,7 @@ class PushedReply:
 
     async def drain(self) -> None:
         """Wait until no more than what the connection itself holds is unsent."""
+        self.flush()
         while self._resume is not None and not self._resume.done():
             await asyncio.wait({self._resume})
 

@@ -160,7 +160,8 @@ SERVED = (
         parser=integer(0),
         default="32",
         field="coalesce_above",
-        meaning="From so many open streams on, a token may wait 10 ms for others of its stream; 0: never",
+        meaning="From so many open streams on, tokens of a stream that come faster than they are sent share an HTTP "
+        "chunk; 0: never",
     ),
     Option(
         key="model_aliases",

@@ -22,6 +22,9 @@ from handlers.request import BeamSearch, FinishReason, GenerationRequest, Sampli
 
 logger = logging.getLogger(__name__)
 
+NEEDS_PREFIX_CACHE = "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
+"""Said after a parameter's name. Without the cache each step would compute every beam from its beginning."""
+
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
 """As `Engine.submit`."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines import transformers_tryout
-from handlers.engines.beam_search import submit_beam_search
+from handlers.engines.beam_search import NEEDS_PREFIX_CACHE, submit_beam_search
 from handlers.engines.loading_thread import load_in_thread
 from handlers.engines.model_texts import ModelTexts, copied
 from handlers.engines.progress import Progress as EngineProgress
@@ -104,7 +104,9 @@ class SchedulerEngine:
         check_one_device(model)
         # Before the manager changes the model's attention.
         self._reference = transformers_tryout.reference(model)
-        batching = ContinuousBatching(model, batching_config(self._settings, model), self)
+        config = batching_config(self._settings, model)
+        self._prefix_cache = config.allow_block_sharing
+        batching = ContinuousBatching(model, config, self)
         self._model = fitted(model, batching.capacity, self._settings)
         self.texts = ModelTexts(model.tokenizer)
         self._prompts = PromptTokenizer(self.texts, self._model.max_model_len, self._settings.max_prompt_tokens)
@@ -120,6 +122,8 @@ class SchedulerEngine:
         self._check_alive()
         check_request(request, self._model)
         if request.beam_search is not None:
+            if not self._prefix_cache:
+                raise InvalidParameter("num_beams", NEEDS_PREFIX_CACHE)
             return await self._submit_beam_search(request, request.beam_search, sink)
         generation = await self._submit(request, sink, self.meter)
         self.meter.started_requests += 1

@@ -34,7 +34,7 @@ from handlers.engines.vllm_constraints import ConstraintTranslator, in_thread
 from handlers.engines.vllm_generation import VllmGeneration
 from handlers.engines.vllm_loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm_output import PushedState, check_seam, remember_end_token, use_lean_decoder
-from handlers.engines.vllm_sampling import SamplingTranslator, check_bad_words, sibling
+from handlers.engines.vllm_sampling import NO_TYPICAL, SamplingTranslator, check_bad_words, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -104,11 +104,13 @@ class VllmEngine:
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
-            typical=loaded.typical,
+            typical_refusal=loaded.typical_refusal,
             prompt_logprobs=has_prompt_logprobs(llm),
+            prefix_cache=bool(llm.vllm_config.cache_config.enable_prefix_caching),
         )
         backend = llm.vllm_config.structured_outputs_config.backend
         self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
+        llm.typical_refusal = "" if loaded.typical_refusal == NO_TYPICAL else loaded.typical_refusal
         self.eos_token_ids = end_token_ids(llm)
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         """Where the model's own generation config differs from vLLM's defaults."""

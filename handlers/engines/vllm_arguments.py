@@ -28,8 +28,8 @@ _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 _MAX_LORAS = 4
 """LMI's default, where vLLM's is 1 (contracts/lmi.md section 2.12)."""
 EMPTY_SLOTS_ON_CPU = 1
-"""vLLM's CPU kernels give a prompt without an adapter, in a batch with others that have one, the weights in the last of
-the slots for adapters; it must stay empty (zeros)."""
+"""vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one: they
+add the weights in the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
 
@@ -84,7 +84,11 @@ def serve_defaults() -> dict[str, Any]:
 
 
 def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """On a CPU all adapters in memory have a slot, and there is one slot more than may be filled."""
+    """On a CPU all adapters in memory have a slot, and there is one slot more than may be filled.
+
+    On a GPU the slots are `max_loras`, whose memory vLLM reserves, and more adapters wait in main memory. Its kernels
+    skip the rows of prompts without an adapter, so no slot need be empty.
+    """
     arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", _MAX_LORAS)}
     if on_cpu:
         slots = max(arguments["max_loras"], passed.get("max_cpu_loras") or 0) + EMPTY_SLOTS_ON_CPU

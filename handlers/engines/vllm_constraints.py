@@ -132,6 +132,8 @@ class CheckingLLM(AsyncLLM):  # type: ignore[misc]
 
     constraints: ConstraintTranslator | None = None
     """Known once the engine is loaded."""
+    typical_refusal = ""
+    """Why `typical_p` in `vllm_xargs` is refused, after its name; "" if it is not."""
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
         """See `AsyncLLM.add_request`.

@@ -29,6 +29,8 @@ from handlers.engines.vllm_children import tied_to_this_thread, use_fork_server
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
+from handlers.engines.vllm_sampling import NO_TYPICAL
+from handlers.engines.vllm_typical import load_typical
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
@@ -44,8 +46,8 @@ class LoadedModel:
 
     llm: CheckingLLM
     frontend_arguments: dict[str, Any]
-    typical: bool
-    """It can do locally typical sampling."""
+    typical_refusal: str
+    """Why `typical_p` is refused; "" if it is not."""
 
 
 class VllmLoader:
@@ -84,10 +86,6 @@ class VllmLoader:
         if on_cpu:
             go_without_compiler(os.environ)
         arguments = engine_arguments(self._settings, on_cpu)
-        typical = self._settings.rolling_batch == "lmi-dist"
-        if typical:
-            own = "handlers.engines.vllm_typical:TypicalLogitsProcessor"
-            arguments["logits_processors"] = [*arguments.get("logits_processors", ()), own]
         # Read here, so that what is wrong is said before the model is loaded.
         frontend = frontend_arguments(self._settings)
         engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
@@ -96,6 +94,7 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
+        refusal = load_typical(config) if self._settings.rolling_batch == "lmi-dist" else NO_TYPICAL
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             llm = self._start_on_cpu(config)
         else:
@@ -104,7 +103,7 @@ class VllmLoader:
             # Nobody waits for it any more, and the server may go on with others.
             llm.shutdown(SHUTDOWN_SECONDS)
             forget_tokenizers()
-        return LoadedModel(llm, frontend, typical)
+        return LoadedModel(llm, frontend, refusal)
 
     def _start(self, config: VllmConfig) -> CheckingLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:

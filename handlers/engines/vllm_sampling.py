@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from handlers.engines.beam_search import NEEDS_PREFIX_CACHE
 from handlers.engines.token_ids import check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
@@ -18,6 +19,7 @@ from handlers.request import GenerationRequest, SamplingParameters
 MAX_LISTED_TOKENS = 1024
 MAX_STOP_TOKENS = 100
 MAX_BAD_WORD_TOKENS = 1024
+NO_TYPICAL = "needs option.rolling_batch=lmi-dist or scheduler"
 NO_PROMPT_LOGPROBS = (
     "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs) are not served on a "
     "CPU with option.enable_lora=true"
@@ -31,10 +33,12 @@ class SamplingTranslator:
     max_model_len: int
     max_top_tokens: int
     vocabulary_size: int
-    typical: bool
-    """Locally typical sampling is loaded."""
+    typical_refusal: str = ""
+    """Why `typical_p` is refused, after its name; "" if it is not."""
     prompt_logprobs: bool = True
     """The engine survives them; see `has_prompt_logprobs`."""
+    prefix_cache: bool = True
+    """Without it there is no beam search."""
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
@@ -83,11 +87,14 @@ class SamplingTranslator:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidParameter for a token id that the vocabulary does not have, or too many of them.
 
-        Raises InvalidRequest where log probabilities of the prompt are asked for and the engine would die of them.
+        Raises InvalidRequest where log probabilities of the prompt are asked for and the engine would die of them, and
+        for a beam search without a prefix cache.
         """
         s = request.sampling
         if request.want_prompt_tokens and not self.prompt_logprobs:
             raise InvalidRequest(NO_PROMPT_LOGPROBS)
+        if request.beam_search is not None and not self.prefix_cache:
+            raise InvalidParameter("num_beams", NEEDS_PREFIX_CACHE)
         check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
         check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)
@@ -101,8 +108,8 @@ class SamplingTranslator:
     def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
         if sampling.typical_p >= 1.0:
             return None
-        if not self.typical:
-            raise InvalidParameter("typical_p", "needs option.rolling_batch=lmi-dist or scheduler")
+        if self.typical_refusal:
+            raise InvalidParameter("typical_p", self.typical_refusal)
         return {"typical_p": sampling.typical_p}
 
 

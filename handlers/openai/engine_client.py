@@ -122,7 +122,13 @@ class EngineClient:
             GracefulHTTPError: 503, the queue has no place.
         """
         try:
-            check_parameters(sampling_params, self._vocabulary_size, self._tokenizer, self._prompt_logprobs)
+            check_parameters(
+                sampling_params,
+                self._vocabulary_size,
+                self._tokenizer,
+                self._prompt_logprobs,
+                self._llm.typical_refusal,
+            )
         except InvalidParameter as error:
             raise VLLMValidationError(error.message, parameter=error.parameter) from None
         self._check_length(prompt)

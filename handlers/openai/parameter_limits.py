@@ -25,10 +25,12 @@ _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prom
 """What goes to the engine process as 64-bit numbers."""
 
 
-def check_parameters(params: Any, vocabulary_size: int, tokenizer: Any, prompt_logprobs: bool = True) -> None:
-    """Refuse sampling parameters that would harm the engine; `params`: vLLM's `SamplingParams`.
+def check_parameters(
+    params: Any, vocabulary_size: int, tokenizer: Any, prompt_logprobs: bool = True, typical_refusal: str = ""
+) -> None:
+    """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
 
-    `prompt_logprobs`: see `handlers.engines.vllm_adapters.has_prompt_logprobs`.
+    `prompt_logprobs`: see `handlers.engines.vllm_adapters.has_prompt_logprobs`; `typical_refusal`: see `CheckingLLM`.
 
     Raises:
         InvalidParameter: the parameter is named.
@@ -51,7 +53,7 @@ def check_parameters(params: Any, vocabulary_size: int, tokenizer: Any, prompt_l
             raise InvalidParameter(name, "must be a 64-bit number")
     for name, value in (params.extra_args or {}).items():
         _check_depth(name, value)
-    _check_typical_p((params.extra_args or {}).get(TYPICAL_P))
+    _check_typical_p((params.extra_args or {}).get(TYPICAL_P), typical_refusal)
     if params.bad_words:
         tokenized = copy.copy(params)
         tokenized.update_from_tokenizer(tokenizer)
@@ -74,10 +76,12 @@ def _within(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _check_typical_p(value: Any) -> None:
+def _check_typical_p(value: Any, refusal: str) -> None:
     """It comes in vLLM's `vllm_xargs`, which are passed on as they are."""
     if value is None:
         return
+    if refusal:
+        raise InvalidParameter(TYPICAL_P, refusal)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and 0.0 < value <= 1.0):
         raise InvalidParameter(TYPICAL_P, "must be a number above 0 and at most 1")

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from filelock import FileLock
 
 from container.sample_model import prepare
 from handlers.memory_release import release_memory
+from tests.live.bare_asyncllm import texts_of_bare_engine
 from tests.live.server import Server, serving
 
 # float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.
@@ -88,16 +87,6 @@ def bare_texts(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def _bare_texts(sample_model: Path) -> str:
-    """In a process of its own."""
-    script = Path(__file__).with_name("bare_asyncllm.py")
-    arguments = {
-        "model": str(sample_model),
-        "dtype": "float32",
-        "max_model_len": ENGINE["max_model_len"],
-        "kv_cache_memory_bytes": ENGINE["kv_cache_memory_bytes"],
-    }
-    finished = subprocess.run(
-        [sys.executable, str(script), json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return finished.stdout.splitlines()[-1]
+    arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
+    texts = texts_of_bare_engine(model=str(sample_model), dtype="float32", enforce_eager=True, **arguments)
+    return json.dumps(texts)

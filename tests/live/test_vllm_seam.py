@@ -18,7 +18,7 @@ import pytest
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import EngineDead, InvalidParameter, InvalidRequest
 from handlers.meter import Meter
-from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.recorder import Recorder
 
 
@@ -285,20 +285,6 @@ def test_split_text_never_breaks_a_character(tokenizer: Any, text: str) -> None:
     assert "".join(token.text for token in tokens) == text
 
 
-def test_typical_sampling_keeps_the_same_tokens_as_transformers() -> None:
-    import torch
-    from transformers import TypicalLogitsWarper
-
-    from handlers.engines.vllm_typical import _keep_typical
-
-    torch.manual_seed(0)
-    for mass in (0.1, 0.5, 0.9):
-        logits = torch.randn(4, 50) * 3
-        expected = TypicalLogitsWarper(mass=mass)(None, logits)
-        for row in range(4):
-            assert torch.equal(torch.isinf(_keep_typical(logits[row], mass)), torch.isinf(expected[row]))
-
-
 def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> None:
     """A pool that is empty copies the tokenizer, for tenths of a second, on the event loop."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -347,9 +333,9 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
 
 
 def test_typical_p_names_both_engines_that_have_it() -> None:
-    from handlers.engines.vllm_sampling import SamplingTranslator
+    from handlers.engines.vllm_sampling import NO_TYPICAL, SamplingTranslator
 
-    translator = SamplingTranslator(max_model_len=16, max_top_tokens=1, vocabulary_size=9, typical=False)
+    translator = SamplingTranslator(16, 1, 9, typical_refusal=NO_TYPICAL)
     request = GenerationRequest(request_id="r", prompt="x", sampling=SamplingParameters(typical_p=0.5))
     with pytest.raises(InvalidParameter, match=r"needs option.rolling_batch=lmi-dist or scheduler$"):
         translator.sampling_params(request, 1)
@@ -360,10 +346,19 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
 
     request = GenerationRequest(request_id="r", prompt="x", want_prompt_tokens=True)
     for allowed in (True, False):
-        translator = SamplingTranslator(16, 1, 9, typical=False, prompt_logprobs=allowed)
+        translator = SamplingTranslator(16, 1, 9, prompt_logprobs=allowed)
         refusal = contextlib.nullcontext() if allowed else pytest.raises(InvalidRequest, match="not served on a CPU")
         with refusal:
             assert translator.sampling_params(request, 1).prompt_logprobs == 0
+
+
+def test_a_beam_search_is_refused_where_each_of_its_steps_would_begin_anew() -> None:
+    from handlers.engines.vllm_sampling import SamplingTranslator
+
+    request = GenerationRequest(request_id="r", prompt="x", beam_search=BeamSearch(width=2))
+    SamplingTranslator(16, 4, 9).check(request)
+    with pytest.raises(InvalidParameter, match=r"^`num_beams` needs the prefix cache, which is off for this model"):
+        SamplingTranslator(16, 4, 9, prefix_cache=False).check(request)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from container import push
-from container.push import Pacer, PushedReply
+from container.push import PushedReply, StreamCork
 from handlers.contracts.protocol import Reply
 
 pytestmark = pytest.mark.asyncio
@@ -41,7 +41,7 @@ async def settle() -> None:
 
 async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
     server = Server()
-    PushedReply(server.send, [(b"x", b"y")], Pacer(0)).reply(Reply(424, "application/json", b"abc"))
+    PushedReply(server.send, [(b"x", b"y")], StreamCork(0)).reply(Reply(424, "application/json", b"abc"))
     start, body = server.messages
     assert start["status"] == 424
     assert start["headers"] == [(b"content-type", b"application/json"), (b"content-length", b"3"), (b"x", b"y")]
@@ -50,7 +50,7 @@ async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
 
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], Pacer(0))
+    reply = PushedReply(server.send, [], StreamCork(0))
     reply.start(200, "text/event-stream")
     reply.write(b"a")
     reply.write(b"b")
@@ -62,7 +62,7 @@ async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> 
 
 async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], Pacer(0))
+    reply = PushedReply(server.send, [], StreamCork(0))
     reply.start(200, "text/plain")
     reply.write(b"a")
     server.writable.clear()
@@ -78,7 +78,7 @@ async def test_what_is_written_while_the_client_lags_is_merged_into_one_message(
 
 async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], Pacer(0))
+    reply = PushedReply(server.send, [], StreamCork(0))
     reply.start(200, "text/plain")
     expected = b""
     for number in range(50):
@@ -96,41 +96,42 @@ async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order
     assert server.messages[-1]["more_body"] is False
 
 
-async def test_in_a_crowd_the_middle_parts_of_a_stream_wait_for_each_other_but_not_the_first_and_last() -> None:
-    server, pacer = Server(), Pacer(1)
-    reply = PushedReply(server.send, [], pacer)
+async def test_in_a_crowd_what_one_turn_writes_to_a_stream_is_one_part_that_goes_out_in_that_turn() -> None:
+    server, cork = Server(), StreamCork(1)
+    reply = PushedReply(server.send, [], cork)
     reply.start(200, "text/plain")
     reply.write(b"first,")
-    assert server.body == b"first,"
+    await asyncio.sleep(0)
     reply.write(b"a,")
     reply.write(b"b,")
     assert server.body == b"first,"
-    await asyncio.sleep(Pacer.INTERVAL * 3)
+    await asyncio.sleep(0)
     assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,"]
     reply.write(b"c,")
     reply.end(b"last")
     assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,", b"c,last"]
     assert server.messages[-1]["more_body"] is False
-    assert pacer.open_streams == 0
-    await asyncio.sleep(Pacer.INTERVAL * 3)
+    assert cork.open_streams == 0
+    await settle()
     assert len(server.messages) == 4
 
 
-async def test_a_stream_whose_client_left_makes_room_and_sends_nothing_more() -> None:
-    server, pacer = Server(), Pacer(1)
-    reply = PushedReply(server.send, [], pacer)
+async def test_a_stream_that_breaks_off_sends_what_it_had_written_and_makes_room() -> None:
+    server, cork = Server(), StreamCork(1)
+    reply = PushedReply(server.send, [], cork)
     reply.start(200, "text/plain")
     reply.write(b"first,")
     reply.write(b"held")
     for _ in range(2):
         reply.close()
-    await asyncio.sleep(Pacer.INTERVAL * 3)
-    assert (server.body, pacer.open_streams) == (b"first,", 0)
+    await settle()
+    assert (server.body, cork.open_streams, reply.finished) == (b"first,held", 0, False)
+    assert [m["more_body"] for m in server.messages[1:]] == [True]
 
 
 async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinned() -> None:
-    server, other, pacer = Server(), Server(), Pacer(2)
-    stream, neighbour = PushedReply(server.send, [], pacer), PushedReply(other.send, [], pacer)
+    server, other, cork = Server(), Server(), StreamCork(2)
+    stream, neighbour = PushedReply(server.send, [], cork), PushedReply(other.send, [], cork)
     for reply in (stream, neighbour):
         reply.start(200, "text/plain")
         reply.write(b"1")
@@ -139,6 +140,22 @@ async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinn
     stream.write(b"3")
     stream.end(b"4")
     assert server.body == b"1234"
+
+
+async def test_in_a_crowd_too_whoever_drains_waits_for_what_was_just_written() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [], StreamCork(1))
+    reply.start(200, "text/plain")
+    server.writable.clear()
+    reply.write(b"a")
+    drained = asyncio.create_task(reply.drain())
+    await settle()
+    assert (server.body, drained.done()) == (b"", False)
+    reply.write(b"b")
+    reply.end(b"c")
+    server.writable.set()
+    await drained
+    assert server.body == b"abc"
 
 
 async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_latest_alone() -> None:
@@ -152,7 +169,7 @@ async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_lates
         return make
 
     server = Server()
-    reply = PushedReply(server.send, [], Pacer(0))
+    reply = PushedReply(server.send, [], StreamCork(0))
     reply.start(200, "text/plain")
     reply.write_latest(part(0))
     server.writable.clear()
@@ -177,7 +194,7 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
 ) -> None:
     monkeypatch.setattr(push, "MAX_UNSENT", 1000)
     server, broken = Server(), []
-    reply = PushedReply(server.send, [], Pacer(0), lambda: broken.append(True))
+    reply = PushedReply(server.send, [], StreamCork(0), lambda: broken.append(True))
     reply.start(200, "text/plain")
     server.writable.clear()
     for _ in range(1000):
@@ -186,7 +203,7 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
     assert broken == [True]
     assert sum(map(len, reply._backlog)) == 0
     assert not reply.finished
-    whole = PushedReply(server.send, [], Pacer(0), lambda: broken.append(True))
+    whole = PushedReply(server.send, [], StreamCork(0), lambda: broken.append(True))
     whole.reply(Reply(200, "text/plain", b"x" * 5000))
     assert broken == [True]
     server.writable.set()

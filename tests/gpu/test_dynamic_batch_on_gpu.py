@@ -1,0 +1,88 @@
+"""The dynamic batch on a GPU: transformers alone, without vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.gpu.conftest import ON_CPU, used_gpu_memory
+from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
+from tests.live.server import METRIC_SECONDS, Server, records, serving
+
+pytestmark = pytest.mark.timeout(600)
+
+CONTEXT_MIB = 100
+"""What a process has of a GPU's memory as soon as it uses it at all."""
+
+
+@pytest.fixture(scope="module")
+def texts(gpu_model: Path) -> dict[str, str]:
+    """What transformers generates for each prompt alone, on the device that the server will use."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cpu" if ON_CPU else "cuda"
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[os.environ.get("GPU_DTYPE", "fp32")]
+    model = AutoModelForCausalLM.from_pretrained(gpu_model, dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(gpu_model)
+    found = {}
+    for prompt in PROMPTS:
+        given = tokenizer(prompt, return_tensors="pt").to(device)
+        ids = model.generate(**given, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[0]
+        found[prompt] = tokenizer.decode(ids[given["input_ids"].shape[1] :], skip_special_tokens=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def used_before(texts: dict[str, str]) -> int:
+    return 0 if ON_CPU else used_gpu_memory()
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, gpu_options: dict[str, object], used_before: int
+) -> Iterator[Server]:
+    options = {name: gpu_options[name] for name in ("model_id", "dtype")}
+    batch = {"rolling_batch": "disable", "batch_size": 8}
+    with serving(tmp_path_factory.mktemp("server"), **options, **batch) as running:
+        yield running
+
+
+def test_its_texts_are_those_of_transformers_on_the_gpu(
+    server: Server, texts: dict[str, str], used_before: int
+) -> None:
+    for prompt in PROMPTS:
+        answer = server.invoke(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()[0]["generated_text"].removeprefix(prompt) == texts[prompt]
+    if not ON_CPU:
+        assert used_gpu_memory() > used_before + CONTEXT_MIB, "it is on the GPU"
+
+
+def test_calls_together_get_what_each_gets_alone(server: Server, texts: dict[str, str]) -> None:
+    prompts = list(PROMPTS) * 2
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: server.invoke(prompt, max_new_tokens=MAX_NEW_TOKENS), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.json()[0]["generated_text"].removeprefix(prompt) == texts[prompt]
+
+
+def test_a_stream_has_the_text(tmp_path: Path, gpu_options: dict[str, object], texts: dict[str, str]) -> None:
+    options = {name: gpu_options[name] for name in ("model_id", "dtype")}
+    with serving(tmp_path, rolling_batch="disable", enable_streaming="true", **options) as streaming:
+        streamed = streaming.invoke(PROMPTS[0], max_new_tokens=MAX_NEW_TOKENS)
+    assert streamed.status_code == 200, streamed.text
+    assert "".join(record["outputs"][0] for record in records(streamed.text)) == texts[PROMPTS[0]]
+
+
+def test_a_killed_server_leaves_nothing(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.kill()
+    server.process.wait(60)
+    _, left = psutil.wait_procs(children, timeout=METRIC_SECONDS)
+    assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []

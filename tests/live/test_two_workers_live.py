@@ -1,0 +1,130 @@
+"""vLLM with two workers, as on two GPUs: two ranks on a CPU share each layer of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.live.server import METRIC_SECONDS, Server, records, serving
+from tests.live.test_process_live import ENDLESS, open_stream
+
+PROMPTS = ("Once upon a time", "The capital of France is")
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def two_heads(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads two ranks can share; the sample model's tokenizer, and random weights."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("two-heads")
+    tokenizer = AutoTokenizer.from_pretrained(sample_model)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype=torch.float32,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@contextlib.contextmanager
+def two_workers(directory: Path, model: Path, engine_options: dict[str, object]) -> Iterator[Server]:
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    options = engine_options | {"model_id": model, "rolling_batch": "vllm", "enable_prefix_caching": "false"}
+    workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
+    with serving(directory, environment, **options, **workers) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, two_heads: Path, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    with two_workers(tmp_path_factory.mktemp("server"), two_heads, engine_options) as running:
+        yield running
+
+
+def vllm_processes(server: Server) -> dict[str, psutil.Process]:
+    """vLLM's processes, by the ends of their titles."""
+    found = {}
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        title = " ".join(child.cmdline())
+        for name in ("EngineCore", "Worker_TP0", "Worker_TP1"):
+            if name in title:
+                found[name] = child
+    return found
+
+
+def wait_until_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=METRIC_SECONDS)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_two_workers_generate_what_transformers_does(server: Server, two_heads: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(two_heads), AutoTokenizer.from_pretrained(two_heads)
+    for prompt in PROMPTS:
+        given = tokenizer(prompt, return_tensors="pt")
+        expected = model.generate(**given, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0]
+        answer = server.invoke(prompt, max_new_tokens=TOKENS, ignore_eos_token=True, do_sample=False, details=True)
+        tokens = [token["id"] for token in answer.json()["details"]["tokens"]]
+        assert tokens == expected[given["input_ids"].shape[1] :].tolist()
+
+
+def test_without_a_prefix_cache_a_beam_search_is_refused(server: Server) -> None:
+    refused = server.invoke("Once", num_beams=2, max_new_tokens=4)
+    assert refused.status_code == 424
+    assert "`num_beams` needs the prefix cache, which is off for this model" in refused.text
+
+
+def test_a_worker_that_is_killed_ends_requests_with_an_error_and_the_server_is_unhealthy(server: Server) -> None:
+    processes = vllm_processes(server)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
+        server.wait_for_metric("slipway_engine_running", 1)
+        os.kill(processes["Worker_TP1"].pid, signal.SIGKILL)
+        last = records(stream.result().text)[-1]
+    assert last["details"]["finish_reason"] == "error"
+    deadline = time.monotonic() + METRIC_SECONDS
+    while server.ping() != 500:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.invoke("Once", max_new_tokens=2).status_code >= 400
+    wait_until_ended(list(processes.values()))
+
+
+def test_nothing_outlives_a_killed_server_with_two_workers(
+    tmp_path: Path, two_heads: Path, engine_options: dict[str, object]
+) -> None:
+    with two_workers(tmp_path, two_heads, engine_options) as server, open_stream(server):
+        server.wait_for_metric("slipway_engine_running", 1)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}
+        for name in ("EngineCore", "Worker_TP0"):
+            vllm_processes(server)[name].suspend()  # they cannot find out by themselves
+        server.process.kill()
+        server.process.wait(60)
+        wait_until_ended(children)
