@@ -38,8 +38,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
 # vLLM's sampler is FlashInfer's, which compiles itself at the first start, with ninja and the toolkit that CUDA_HOME names.
 ifeq ($(DEVICE),gpu)
-run live bench: export CUDA_HOME ?= $(abspath $(VENV))/cuda
-run live bench: export PATH := $(abspath $(BIN)):$(PATH)
+run live bench gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live bench gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
 run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too

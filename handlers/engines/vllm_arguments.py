@@ -28,8 +28,8 @@ _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 _MAX_LORAS = 4
 """LMI's default, where vLLM's is 1 (contracts/lmi.md section 2.12)."""
 EMPTY_SLOTS_ON_CPU = 1
-"""vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one: they
-add the weights in the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
+"""vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
+They add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
 
