@@ -172,9 +172,10 @@ def test_every_module_is_compiled(engine: Engine, image: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def gpu_image(image: str, device: str) -> str:
+def gpu_image(device: str, request: pytest.FixtureRequest) -> str:
     if device == "cpu":
         pytest.skip("the CPU image has all packages in /opt/slipway")
+    image: str = request.getfixturevalue("image")
     return image
 
 
