@@ -151,8 +151,8 @@ class Slipway(HttpPeer):
         model_dir = work_dir / "model"
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
-        program = str(Path(sys.executable).with_name("slipway"))
-        return [program, "serve", "--model-dir", str(model_dir), *self.address()]
+        program = [sys.executable, "-m", "container", "serve"]
+        return [*program, "--model-dir", str(model_dir), *self.address()]
 
     def address(self) -> list[str]:
         return ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]

@@ -16,8 +16,8 @@ from typing import IO
 
 import psutil
 
-ENGINE_PROCESS = "EngineCore"
-"""In the title of vLLM's engine process; what it starts (workers) belongs to the engine as well."""
+ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker")
+"""In the titles of vLLM's engine process and its workers, which are siblings where a fork server starts them."""
 STOP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 30
 
@@ -131,7 +131,8 @@ class Server:
 
 def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
     """Raises `psutil.NoSuchProcess` if the process is gone; children that end meanwhile are left out."""
-    engine = engine or ENGINE_PROCESS in " ".join(process.cmdline())
+    title = " ".join(process.cmdline())
+    engine = engine or any(name in title for name in ENGINE_PROCESSES)
     times = process.cpu_times()
     used = times.user + times.system
     front_end, of_engine = (0.0, used) if engine else (used, 0.0)
