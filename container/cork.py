@@ -8,7 +8,10 @@ writes are collected and go out when the event loop has run what was ready.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class Corked(Protocol):
@@ -33,7 +36,10 @@ class Cork:
     def _flush_all(self) -> None:
         waiting, self._waiting = self._waiting, []
         for corked in waiting:
-            corked.flush()
+            try:
+                corked.flush()
+            except Exception:  # of one connection; the others have theirs to send
+                logger.exception("a connection could not be written to")
 
 
 class CorkedTransport:

@@ -20,7 +20,7 @@ from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
 from handlers.custom_handler import CustomHandler
 from handlers.engine_adapters import EngineAdapterHost
-from handlers.engine_choice import chosen, engine_factory, import_engine, is_vllm
+from handlers.engine_choice import begin_import, chosen, engine_factory, import_engine, is_vllm
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
@@ -148,6 +148,7 @@ async def _load_engine(
     sessions: Sessions,
     times: StartupTimes,
 ) -> Service:
+    begin_import(settings)
     with times.phase("import"):
         await asyncio.to_thread(import_engine, settings)
     with times.phase("choice of the engine"):

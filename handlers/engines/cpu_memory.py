@@ -142,6 +142,8 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> CacheSize:
     size, name, reason = min(sizes)
     if size < demand.least:
         size, reason = demand.least, f"as much as {_least_of(demand)} {_needs(demand)}"
+        if (short := demand.least + demand.working - room) > 0:
+            reason += f", which leaves {_gib(short)} too little for full batches"
     return CacheSize(size, name, f"{reason}; {limit}")
 
 
@@ -281,7 +283,8 @@ def model_directory(settings: ModelSettings) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     with contextlib.suppress(ValueError):  # no hub id either: the engine says so
-        found = try_to_load_from_cache(settings.model_id, "config.json", revision=settings.revision)
+        cache = settings.engine_arguments.get("download_dir")
+        found = try_to_load_from_cache(settings.model_id, "config.json", cache, settings.revision)
         return Path(found).parent if isinstance(found, str) else None
     return None
 
@@ -291,9 +294,9 @@ def engine_weights(settings: ModelSettings, config: Mapping[str, Any], item: int
     directory = model_directory(settings)
     files = weight_bytes(directory) if directory is not None else 0
     quantized = "quantization_config" in config or "quantization" in settings.engine_arguments
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    stored = _DTYPE_BYTES.get(dtype, 2)
-    return files if quantized else files * item // min(stored, item)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    stored = _DTYPE_BYTES.get(dtype, 2) if dtype else item
+    return files if quantized else files * item // stored
 
 
 def _text_config(directory: Path | None) -> Mapping[str, Any]:

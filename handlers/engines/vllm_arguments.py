@@ -9,10 +9,12 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from handlers.engines.cpu_memory import Demand, Shape, demand_of, engine_weights
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.weight_files import hub_weight_bytes
 from handlers.model_settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -193,6 +195,8 @@ def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
     kinds = getattr(text, "layer_types", None) or ()
     uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
     weights = engine_weights(settings, model.hf_config.to_dict(), item)
+    if not weights and not Path(settings.model_id).exists():
+        weights = hub_weight_bytes(settings.model_id, settings.revision)
     return demand_of(
         Shape(
             # A draft model has layers of its own, which are not known yet.

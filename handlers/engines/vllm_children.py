@@ -155,6 +155,16 @@ def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
         reports.close()
 
 
+def end_processes(llm: Any, seconds: float) -> None:
+    """End vLLM's processes for a model; those that have not ended by themselves within `seconds` are killed."""
+    manager = llm.engine_core.resources.engine_manager
+    engines = [process.pid for process in getattr(manager, "processes", ())]  # Ray's has none here
+    llm.shutdown(seconds)
+    for engine in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(engine, signal.SIGKILL)
+
+
 def use_fork_server() -> None:
     """Have vLLM fork its processes from the fork server, and look at model classes there too."""
     for module in (engine_utils, coordinator):
@@ -172,12 +182,8 @@ def _server_context() -> BaseContext:
 
 def _engine_context() -> BaseContext:
     """For the workers: from the fork server that the engine process is from; multiprocessing would start another."""
-    setattr(forkserver._forkserver, "ensure_running", _is_running)  # noqa: B010
+    setattr(forkserver._forkserver, "ensure_running", lambda: None)  # noqa: B010
     return multiprocessing.get_context("forkserver")
-
-
-def _is_running() -> None:
-    """Nothing to do: the fork server outlives its children."""
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
@@ -293,6 +299,8 @@ def _end_with_engine() -> None:
     """End a worker with the engine process, which is not its parent where the fork server is."""
     engine = multiprocessing.parent_process()
     assert engine is not None
+    assert engine.pid is not None
+    os.setpgid(0, engine.pid)  # as a spawned worker; `end_processes` ends the whole group
 
     def wait() -> None:
         engine.join()

@@ -32,6 +32,7 @@ class _ForkServer:
 
     def __init__(self) -> None:
         self._wanted: bool | None = None
+        self._process: int | None = None
         self._lock = threading.Lock()
         self._problems: dict[int | None, str] = {}
         """What was found out about a fork server, by its process id."""
@@ -43,25 +44,31 @@ class _ForkServer:
         """
         if self._wanted is None:
             # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
-            self._wanted = not os.environ.get(_METHOD) and not _is_wsl()
+            self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
         if not self._wanted:
             return
         multiprocessing.set_forkserver_preload([_PRELOAD])
         with _environment():
-            forkserver.ensure_running()
+            type(forkserver._forkserver).ensure_running(forkserver._forkserver)
+        self._process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        # Starting a process must not start a fork server too, in another thread and another environment.
+        setattr(forkserver._forkserver, "ensure_running", _do_nothing)  # noqa: B010
 
     def context(self) -> ForkServerContext | None:
         """What starts processes; None where they have to be spawned. Waits until vLLM is imported."""
-        if not self._wanted:
+        process = self._process
+        if process is None:
             return None
         with self._lock:
             context = multiprocessing.get_context("forkserver")
-            process: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-            if process not in self._problems:
-                self._problems[process] = found = _problem(context)
-                if found:
-                    logger.warning("vLLM's processes are not forked, and take longer to start: %s", found)
-            return None if self._problems[process] else context
+            known = self._problems.get(process)
+            problem = _problem(context) if known is None else known
+            if not _is_alive(process):
+                problem = "the fork server has ended"
+            if problem and problem != known:
+                logger.warning("vLLM's processes are not forked, and take longer to start: %s", problem)
+            self._problems[process] = problem
+            return None if problem else context
 
 
 _server = _ForkServer()
@@ -75,10 +82,11 @@ def is_forked() -> bool:
 
 def apply_environment(environment: Mapping[str, str]) -> None:
     """Make a forked process one of that environment: PyTorch and OpenMP have read theirs in the fork server."""
-    import torch
+    import torch._dynamo
 
     os.environ.clear()
     os.environ.update(environment)
+    torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
     if (threads := environment.get("OMP_NUM_THREADS", "")).isdecimal():
         torch.set_num_threads(int(threads))
     if affinity := environment.get("GOMP_CPU_AFFINITY"):
@@ -107,8 +115,8 @@ def _problem(context: ForkServerContext) -> str:
         process.start()
         writer.close()
         problem: str = reader.recv()
-    except (EOFError, OSError) as error:
-        return f"the fork server has ended ({error})"
+    except (EOFError, OSError):
+        return "the fork server has ended"
     finally:
         reader.close()
     process.join()
@@ -116,9 +124,23 @@ def _problem(context: ForkServerContext) -> str:
 
 
 def _tell_problem(writer: Connection) -> None:
+    """Look once more in a forked process: only there can be seen that the CUDA driver was called before the fork."""
+    import torch
+
     from handlers.engines import vllm_preload
 
-    writer.send(vllm_preload.problem)
+    called = torch.cuda._is_in_bad_fork()
+    writer.send(vllm_preload.problem or ("importing vLLM calls the CUDA driver" if called else ""))
+
+
+def _is_alive(process: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
+
+
+def _do_nothing() -> None:
+    """Stand in for `ensure_running` of multiprocessing."""
 
 
 @contextlib.contextmanager
@@ -142,6 +164,12 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _is_wsl() -> bool:
-    """On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well."""
-    return "microsoft" in " ".join(os.uname()).lower()
+def _needs_spawn() -> bool:
+    """Tell whether something counts that a process reads only as it is executed.
+
+    On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
+    drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads as it is loaded.
+    """
+    compatibility = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") not in ("", "0")
+    intel = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libiomp", "libomp"))
+    return compatibility or intel or "microsoft" in " ".join(os.uname()).lower()

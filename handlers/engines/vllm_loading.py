@@ -25,7 +25,7 @@ from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm_arguments import cache_demand, engine_arguments, serve_defaults
 from handlers.engines.vllm_caches import forget_tokenizers
-from handlers.engines.vllm_children import tied_to_this_thread, use_fork_server
+from handlers.engines.vllm_children import end_processes, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
@@ -101,7 +101,7 @@ class VllmLoader:
             llm = self._start(config)
         if self._abandoned:
             # Nobody waits for it any more, and the server may go on with others.
-            llm.shutdown(SHUTDOWN_SECONDS)
+            end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
         return LoadedModel(llm, frontend, refusal)
 
@@ -137,7 +137,7 @@ class VllmLoader:
 async def shut_down(llm: AsyncLLM) -> None:
     """End vLLM's processes, and keep nothing of the model's."""
     await end_output_loop(llm)
-    await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+    await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
     forget_tokenizers()
 
 

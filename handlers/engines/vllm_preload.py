@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import signal
+import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -31,22 +32,24 @@ _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vll
 """On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported."""
 
 
-def _share_openmp() -> None:
+def _share_openmp() -> bool:
     """Load torch's OpenMP before anything else, for all to see, as vLLM does for its CPU workers with LD_PRELOAD.
 
-    With a second one in the process, threads that are bound to processors share one of them.
+    With a second one in the process, threads that are bound to processors share one of them. Returns whether torch has
+    one of its own.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        return
+        return False
     package = Path(torch.origin).parent
     for directory in (package.parent / "torch.libs", package / "lib"):
         for library in sorted(directory.glob("libgomp*.so*")):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-            return
+            return True
+    return False
 
 
-def _import_vllm() -> str:
+def _import_vllm(openmp: bool) -> str:
     try:
         for name in _ANY_DEVICE:
             importlib.import_module(name)
@@ -54,6 +57,8 @@ def _import_vllm() -> str:
         from vllm.utils.system_utils import set_process_title
 
         if current_platform.is_cpu():
+            if not openmp:
+                return "torch has no libgomp of its own, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
         # A process finds the room for its title beside the environment that it was started with, once.
@@ -70,8 +75,9 @@ def _import_vllm() -> str:
 
 os.setpgid(0, 0)  # Ctrl-C is for the server; it ends this process in its own time
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-_share_openmp()
-problem = _import_vllm()
+problem = _import_vllm(_share_openmp())
 """Why vLLM's processes must not be forked from this one; empty if they may."""
+sys.stdout.flush()  # what is in the buffer would be written by each child again
+sys.stderr.flush()
 gc.collect()
 gc.freeze()  # children share the memory of what is here now; a collection in one of them would copy it

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_SECONDS = 400.0
 METRIC_SECONDS = 60.0
@@ -109,10 +110,13 @@ class Server:
 
     def engine_process(self) -> int:
         """The process id of vLLM's engine core."""
-        import psutil
-
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child.pid for child in children if "EngineCore" in child.name())
+
+    def worker_process(self) -> psutil.Process:
+        """The first worker of vLLM's engine."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "Worker" in " ".join(child.cmdline()))
 
     def stop(self) -> int:
         """End it; returns the exit code."""

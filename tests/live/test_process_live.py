@@ -146,6 +146,7 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         beams = pool.submit(server.invoke, "Once", num_beams=2, **ENDLESS)
         server.wait_for_metric("slipway_open_requests", 3)
         time.sleep(1)
+        worker = server.worker_process()
         killed = time.monotonic()
         os.kill(server.engine_process(), signal.SIGKILL)
         for call in (plain, beams):
@@ -158,6 +159,7 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         assert server.client.get("/ping").json() == {"model": {"status": "FAILED", "reason": "the engine has died"}}
         assert server.invoke("Once").status_code == 500
         server.wait_for_metric("slipway_engine_running", 0)
+        worker.wait(60)
 
 
 def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(

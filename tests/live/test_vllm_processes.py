@@ -17,7 +17,7 @@ def titled(server: Server, title: str) -> psutil.Process:
     return next(child for child in children if title in " ".join(child.cmdline()))
 
 
-def test_vllms_processes_are_forked_from_one_that_imported_it_and_a_worker_ends_with_its_engine(
+def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_model_leaves_none(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
     options = engine_options | {"rolling_batch": "vllm"}
@@ -39,8 +39,10 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_a_worker_ends_
         assert ready is not None
         assert sum(map(float, phases.values())) <= float(ready[1]) + 0.1
 
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGSTOP)  # it cannot end by itself
+        assert server.client.delete("/models/model").status_code == 200
         worker.wait(60)
+        assert not engine.is_running()
         assert fork_server.is_running()
 
 

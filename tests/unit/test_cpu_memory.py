@@ -15,6 +15,7 @@ from handlers.engines import cpu_memory
 from handlers.engines.cpu_memory import (
     Demand,
     Limit,
+    engine_weights,
     kv_cache_size,
     machine_limits,
     memory_limits,
@@ -357,6 +358,23 @@ def test_float32_doubles_the_cache(tmp_path: Path) -> None:
     chosen = planned_size(replace(settings(tmp_path), dtype="fp32"), {})
     assert chosen is not None
     assert chosen.bytes == (2 * 8 + 1) * 128 * TOKEN * 2
+
+
+def test_weights_that_are_stored_in_float32_take_half_in_memory(tmp_path: Path) -> None:
+    model = settings(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 800)
+    weights = {
+        dtype: engine_weights(model, {"dtype": dtype} if dtype else {}, 2) for dtype in ("float32", "bfloat16", "")
+    }
+    assert weights == {"float32": 400, "bfloat16": 800, "": 800}
+
+
+def test_a_cache_of_one_sequence_says_how_much_full_batches_lack() -> None:
+    gib = 1 << 30
+    demand = Demand(model="m", weights=2 * gib, working=2 * gib, context=1000, one_sequence=gib)
+    chosen = kv_cache_size(demand, [Limit("the machine", int(4.9 * gib), 8 * gib)])
+    assert chosen.bytes == gib
+    assert "too little for full batches" in chosen.reason
 
 
 def test_a_size_that_is_set_by_hand_stands(tmp_path: Path) -> None:

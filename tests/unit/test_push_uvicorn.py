@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from container.cork import Cork
 from container.http_protocol import BREAK_OFF, HttpProtocol
 from container.push import PushedReply, StreamCork
 
@@ -456,3 +457,24 @@ async def _until_left(receive: Any) -> None:
 
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
     return await asyncio.wait_for(reader.readuntil(end), 5)
+
+
+async def test_a_connection_that_cannot_be_written_to_keeps_nothing_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flushed: list[str] = []
+
+    class Broken:
+        def flush(self) -> None:
+            raise RuntimeError("no such transport")
+
+    class Good:
+        def flush(self) -> None:
+            flushed.append("good")
+
+    cork = Cork()
+    for corked in (Good(), Broken(), Good()):
+        cork.add(corked)
+    await asyncio.sleep(0)
+    assert flushed == ["good", "good"]
+    assert "no such transport" in caplog.text

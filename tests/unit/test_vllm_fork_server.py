@@ -28,7 +28,7 @@ GOOD = {
 }
 
 
-def outcome(directory: Path, engine_core: str, **variables: str) -> tuple[str, str]:
+def outcome(directory: Path, engine_core: str, script: str = SCRIPT, **variables: str) -> tuple[str, str]:
     """How processes would be started beside a package called vllm with this module; and what was logged."""
     for module in MODULES:
         file = directory / "vllm" / f"{module}.py"
@@ -42,7 +42,7 @@ def outcome(directory: Path, engine_core: str, **variables: str) -> tuple[str, s
     path = os.pathsep.join([str(directory), str(ROOT)])
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
     finished = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env=environment | {"PYTHONPATH": path} | variables,
         cwd=directory,
         capture_output=True,
@@ -80,6 +80,7 @@ def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "1 threads"),
         ("raise RuntimeError('no such library')", "importing vLLM failed: no such library"),
         ("import os; os._exit(3)", "the fork server has ended"),
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "importing vLLM calls the CUDA driver"),
     ],
 )
 def test_where_a_fork_would_not_be_safe_processes_are_spawned_and_the_log_says_why(
@@ -91,8 +92,52 @@ def test_where_a_fork_would_not_be_safe_processes_are_spawned_and_the_log_says_w
     assert said in log
 
 
-def test_the_environment_can_ask_for_spawned_processes(tmp_path: Path) -> None:
-    assert outcome(tmp_path, "", VLLM_WORKER_MULTIPROC_METHOD="spawn")[0] == "spawned"
+@pytest.mark.parametrize(
+    "variables",
+    [{"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, {"VLLM_ENABLE_CUDA_COMPATIBILITY": "1"}, {"LD_PRELOAD": "libiomp5.so"}],
+)
+def test_the_environment_can_ask_for_spawned_processes(tmp_path: Path, variables: dict[str, str]) -> None:
+    assert outcome(tmp_path, "", **variables)[0] == "spawned"
+
+
+def test_a_fork_server_that_was_killed_is_noticed_and_started_again(tmp_path: Path) -> None:
+    again = """
+import os, signal
+from multiprocessing import forkserver
+killed = forkserver._forkserver._forkserver_pid
+os.kill(killed, signal.SIGKILL)
+os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT)
+print("forked" if vllm_fork_server.context() else "spawned")
+vllm_fork_server.start()
+print("forked" if vllm_fork_server.context() else "spawned")
+"""
+    found, log = outcome(tmp_path, "", script=SCRIPT + again)
+    assert found.split() == ["forkserver", "spawned", "forked"]
+    assert "the fork server has ended" in log
+
+
+@pytest.mark.parametrize(("switch", "compiled"), [("1", "0"), ("0", "1")])
+def test_a_forked_process_compiles_nothing_where_its_environment_says_so(switch: str, compiled: str) -> None:
+    script = """
+import os, sys, torch, torch._dynamo
+from handlers.engines.vllm_fork_server import apply_environment
+compiled = []
+def backend(module, inputs):
+    compiled.append(module)
+    return module.forward
+apply_environment(os.environ | {"TORCH_COMPILE_DISABLE": sys.argv[1]})
+torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(1))
+print(len(compiled))
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", script, switch],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert finished.stdout.strip() == compiled
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
