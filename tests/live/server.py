@@ -38,6 +38,11 @@ def write_model(directory: Path, **options: object) -> Path:
     return directory
 
 
+def _own_environment() -> dict[str, str]:
+    """This process's, without what vLLM has set where it was configured here: a server sets that by itself."""
+    return {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
+
+
 @dataclass
 class Server:
     """A `slipway serve` process."""
@@ -66,7 +71,7 @@ class Server:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"} | self.environment,
+                env=_own_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment,
                 start_new_session=True,
             )
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -102,12 +101,13 @@ def test_without_a_prefix_cache_a_beam_search_is_refused(server: Server) -> None
 
 def test_a_worker_that_is_killed_ends_requests_with_an_error_and_the_server_is_unhealthy(server: Server) -> None:
     processes = vllm_processes(server)
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
-        server.wait_for_metric("slipway_engine_running", 1)
+    body = {"inputs": "Once", "stream": True, "parameters": ENDLESS}
+    with server.client.stream("POST", "/invocations", json=body) as response:
+        pieces = response.iter_text()
+        received = next(pieces)
         os.kill(processes["Worker_TP1"].pid, signal.SIGKILL)
-        last = records(stream.result().text)[-1]
-    assert last["details"]["finish_reason"] == "error"
+        received += "".join(pieces)
+    assert records(received)[-1]["details"]["finish_reason"] == "error"
     deadline = time.monotonic() + METRIC_SECONDS
     while server.ping() != 500:
         assert time.monotonic() < deadline
@@ -119,8 +119,8 @@ def test_a_worker_that_is_killed_ends_requests_with_an_error_and_the_server_is_u
 def test_nothing_outlives_a_killed_server_with_two_workers(
     tmp_path: Path, two_heads: Path, engine_options: dict[str, object]
 ) -> None:
-    with two_workers(tmp_path, two_heads, engine_options) as server, open_stream(server):
-        server.wait_for_metric("slipway_engine_running", 1)
+    with two_workers(tmp_path, two_heads, engine_options) as server, open_stream(server) as client:
+        assert client.recv(64).startswith(b"HTTP/1.1 200")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}
         for name in ("EngineCore", "Worker_TP0"):

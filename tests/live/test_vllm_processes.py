@@ -22,7 +22,7 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
 ) -> None:
     options = engine_options | {"rolling_batch": "vllm"}
     with serving(tmp_path, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, **options) as server:
-        fork_server, engine, worker = (titled(server, name) for name in ("ForkServer", "EngineCore", "Worker"))
+        fork_server, engine, worker = [titled(server, name) for name in ("ForkServer", "EngineCore", "Worker")]
         assert fork_server.ppid() == server.process.pid
         assert (engine.ppid(), worker.ppid()) == (fork_server.pid, fork_server.pid)
         assert os.getpgid(engine.pid) not in (os.getpgid(server.process.pid), os.getpgid(fork_server.pid))
