@@ -16,7 +16,7 @@ from handlers.engines.cpu_memory import machine_limits
 from handlers.engines.parallelism import MEMORY_SHARE, ModelMemory, read_config, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.weight_files import weight_bytes
-from handlers.model_settings import ModelSettings
+from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,6 @@ _BEYOND_FILES = 1.2
 """A loaded model to its files, where nothing is declared."""
 _IN_THIS_PROCESS = ("scheduler", "disable")
 """Values of `rolling_batch` for which transformers runs the model, on one GPU."""
-_MAX_LORAS = 4
-"""LMI's default of `option.max_loras`."""
 _ALIKE = 1 << 30
 """GPUs whose free bytes differ by less have equally much room."""
 
@@ -213,7 +211,7 @@ def _adapter_bytes(model: ModelSettings) -> int:
     folders = {path / ADAPTERS for path in (model.model_dir, Path(model.model_id)) if path.is_absolute()}
     sizes = [weight_bytes(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
     arguments = model.engine_arguments
-    slots = max(_integer(arguments.get(name, "")) for name in ("max_loras", "max_cpu_loras")) or _MAX_LORAS
+    slots = max(_integer(arguments.get(name, "")) for name in ("max_loras", "max_cpu_loras")) or DEFAULT_MAX_LORAS
     return sum(sorted(sizes, reverse=True)[:slots])
 
 

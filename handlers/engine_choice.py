@@ -39,7 +39,7 @@ def chosen(settings: ModelSettings) -> ModelSettings:
 
 def import_engine(settings: ModelSettings) -> None:
     """Import what takes seconds: vLLM, if it may run the model. Blocks."""
-    if is_vllm(settings) and importlib.util.find_spec("vllm") is not None:
+    if _may_need_vllm(settings):
         import handlers.engines.vllm  # noqa: F401
         from handlers.engines.vllm_children import use_fork_server
 
@@ -69,10 +69,18 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
 
 def begin_import(settings: ModelSettings) -> None:
     """Begin to import vLLM in its fork server, if it may run the model. To be called from the main thread."""
-    if is_vllm(settings) and importlib.util.find_spec("vllm") is not None:
+    if _may_need_vllm(settings):
         from handlers.engines import vllm_fork_server
 
         vllm_fork_server.start()
+
+
+def _may_need_vllm(settings: ModelSettings) -> bool:
+    return is_vllm(settings) and _vllm_is_installed()
+
+
+def _vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def is_vllm(settings: ModelSettings) -> bool:
@@ -98,7 +106,7 @@ def _installed(rolling_batch: str) -> tuple[str, str]:
 
 
 def _vllm_runs(settings: ModelSettings) -> bool:
-    if importlib.util.find_spec("vllm") is None:
+    if not _vllm_is_installed():
         logger.warning("rolling_batch=auto: vLLM is not installed; the model goes to transformers' continuous batching")
         return False
     from handlers.engines.vllm_models import unsupported

@@ -24,7 +24,7 @@ import psutil
 from handlers.engines.parallelism import read_config
 from handlers.engines.protocol import EngineOutOfMemory
 from handlers.engines.weight_files import weight_bytes
-from handlers.model_settings import ModelSettings
+from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 
 _ROOT = Path("/")
 _GIB = 1 << 30
@@ -43,8 +43,8 @@ _STEP_TOKENS = 2048
 """Tokens in one step of the engine, unless it is set."""
 _SEQUENCES = 128
 """Sequences that run together on each worker, unless it is set."""
-_LORA_SLOTS, _LORA_RANK = 5, 16
-"""Slots for adapters, the one that stays empty among them, and their rank, unless they are set."""
+_LORA_RANK = 16
+"""Rank of adapters, unless it is set."""
 _DTYPE_BYTES = {"float32": 4, "fp32": 4, "float": 4}
 """Bytes of a number; the other types have two, and `auto` makes two of four."""
 _UNEVEN = ("sliding_window", "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern", "block_configs")
@@ -272,7 +272,8 @@ def _integer(arguments: Mapping[str, str], name: str, default: Any) -> Any:
 
 
 def _lora(arguments: Mapping[str, str]) -> tuple[int, int]:
-    slots = max(_integer(arguments, "max_loras", _LORA_SLOTS - 1), _integer(arguments, "max_cpu_loras", 0)) + 1
+    # One slot stays empty.
+    slots = max(_integer(arguments, "max_loras", DEFAULT_MAX_LORAS), _integer(arguments, "max_cpu_loras", 0)) + 1
     return slots, _integer(arguments, "max_lora_rank", _LORA_RANK)
 
 

@@ -56,7 +56,7 @@ class VllmEngine:
         self.meter = Meter()
         self._status = EngineStatus(0, 0, 0.0)
         self._thread = LastingThread("engine")
-        """Starts vLLM's processes, which the kernel ends with it."""
+        """Starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._progress = Progress()
         self.reports = 0
         """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from handlers.engines.cpu_memory import Demand, Shape, demand_of, engine_weights
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.weight_files import hub_weight_bytes
-from handlers.model_settings import ModelSettings
+from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,8 +27,6 @@ _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 """How LMI v0.31 writes `limit_mm_per_prompt`: image=2,video=1 (contracts/lmi.md section 2.12)."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
-_MAX_LORAS = 4
-"""LMI's default, where vLLM's is 1 (contracts/lmi.md section 2.12)."""
 EMPTY_SLOTS_ON_CPU = 1
 """vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
 They add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
@@ -91,7 +89,7 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
     On a GPU the slots are `max_loras`, whose memory vLLM reserves, and more adapters wait in main memory. Its kernels
     skip the rows of prompts without an adapter, so no slot need be empty.
     """
-    arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", _MAX_LORAS)}
+    arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", DEFAULT_MAX_LORAS)}
     if on_cpu:
         slots = max(arguments["max_loras"], passed.get("max_cpu_loras") or 0) + EMPTY_SLOTS_ON_CPU
         arguments |= {"max_loras": slots, "max_cpu_loras": slots}

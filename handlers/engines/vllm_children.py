@@ -28,14 +28,12 @@ Written for vLLM 0.32.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -54,8 +52,6 @@ from handlers.engines import vllm_fork_server
 from handlers.engines.cpu_memory import page_cache
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import StartFailure, failure_of
-
-_PR_SET_PDEATHSIG = 1
 
 
 def _original(owner: Any, name: str) -> Any:
@@ -181,8 +177,8 @@ def _server_context() -> BaseContext:
 
 
 def _engine_context() -> BaseContext:
-    """For the workers: from the fork server that the engine process is from; multiprocessing would start another."""
-    setattr(forkserver._forkserver, "ensure_running", lambda: None)  # noqa: B010
+    """For the workers: from the fork server that the engine process is from."""
+    vllm_fork_server.start_no_other()
     return multiprocessing.get_context("forkserver")
 
 
@@ -283,7 +279,7 @@ def _telling(report: Connection) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    vllm_fork_server.end_with_parent()
     if vllm_fork_server.is_forked():
         from handlers.engines import vllm_preload
 

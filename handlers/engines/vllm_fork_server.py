@@ -13,6 +13,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_PR_SET_PDEATHSIG = 1
 _PRELOAD = "handlers.engines.vllm_preload"
 
 
@@ -51,8 +53,7 @@ class _ForkServer:
         with _environment():
             type(forkserver._forkserver).ensure_running(forkserver._forkserver)
         self._process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        # Starting a process must not start a fork server too, in another thread and another environment.
-        setattr(forkserver._forkserver, "ensure_running", _do_nothing)  # noqa: B010
+        start_no_other()
 
     def context(self) -> ForkServerContext | None:
         """What starts processes; None where they have to be spawned. Waits until vLLM is imported."""
@@ -73,6 +74,16 @@ class _ForkServer:
 
 _server = _ForkServer()
 start, context = _server.start, _server.context
+
+
+def start_no_other() -> None:
+    """Have multiprocessing use the fork server there is. It would start another in its children, and in any thread."""
+    setattr(forkserver._forkserver, "ensure_running", lambda: None)  # noqa: B010
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_forked() -> bool:
@@ -137,10 +148,6 @@ def _is_alive(process: int) -> bool:
     with contextlib.suppress(ChildProcessError):
         return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     return False
-
-
-def _do_nothing() -> None:
-    """Stand in for `ensure_running` of multiprocessing."""
 
 
 @contextlib.contextmanager

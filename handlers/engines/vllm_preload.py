@@ -13,11 +13,11 @@ import gc
 import importlib
 import importlib.util
 import os
-import signal
 import sys
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from handlers.engines.vllm_fork_server import end_with_parent
+
 PROCESS = os.getpid()
 """The fork server's id; its children see that they are its children by it."""
 
@@ -74,7 +74,7 @@ def _import_vllm(openmp: bool) -> str:
 
 
 os.setpgid(0, 0)  # Ctrl-C is for the server; it ends this process in its own time
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+end_with_parent()
 problem = _import_vllm(_share_openmp())
 """Why vLLM's processes must not be forked from this one; empty if they may."""
 sys.stdout.flush()  # what is in the buffer would be written by each child again

@@ -10,6 +10,7 @@ import pytest
 
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
+from tests.unit.test_memory import LLAMA
 
 GIBIBYTE = 1 << 30
 
@@ -89,18 +90,7 @@ def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path
 
     from handlers.engines.vllm_loading import choose_devices
 
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 80,
-        "max_position_embeddings": 8192,
-        "vocab_size": 128256,
-        "dtype": "bfloat16",
-    }
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(100 * GIBIBYTE)  # takes no room on the disk
