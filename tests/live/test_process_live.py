@@ -122,7 +122,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=80, ignore_eos_token=True)
+        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=300, ignore_eos_token=True)
         server.wait_for_metric("slipway_engine_running", 1)
         os.killpg(server.process.pid, number)
         time.sleep(0.2)
@@ -131,7 +131,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
         stream = records(running.result().text)
-        assert len(stream) == 80
+        assert len(stream) == 300
         assert "generated_text" in stream[-1]
     assert server.process.wait(60) == 0
     assert not re.search("Traceback|EngineDeadError|ERROR", server.log_text())
