@@ -9,7 +9,7 @@ from __future__ import annotations
 from container.option import Option
 from container.option_parsers import ANYTHING
 
-_FOR_TRANSFORMERS = "it belongs to `option.rolling_batch=scheduler` and `disable`"
+_FOR_TRANSFORMERS = "it belongs to `option.rolling_batch=disable`"
 _FOR_TENSORRT = "it belongs to TensorRT-LLM"
 _FOR_LMI_DIST = "it belongs to lmi-dist"
 _ONE_PROCESS = "one engine serves all requests of the model"
@@ -28,9 +28,9 @@ TRANSFORMERS = tuple(
         *("attn_implementation", "is_peft_model", "normalize"),
     )
 )
-"""Arguments of transformers' engines, and leftovers elsewhere."""
+"""Arguments of the dynamic batch's engine, and leftovers on vLLM."""
 
-TENSORRT = (
+_TENSORRT = (
     _leftover("option.kv_cache_free_gpu_mem_fraction", f"{_FOR_TENSORRT}; see `option.gpu_memory_utilization`"),
     _leftover("option.max_output_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
     _leftover("option.max_input_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
@@ -47,14 +47,10 @@ TENSORRT = (
         )
     ),
 )
-"""Arguments of TensorRT-LLM, and leftovers elsewhere."""
-
-ENGINE_LEFTOVERS = {"scheduler": TRANSFORMERS, "disable": TRANSFORMERS, "trtllm": TENSORRT}
-"""By engine: what is no leftover there, but one of its arguments."""
 
 LEFTOVERS = (
     *TRANSFORMERS,
-    *TENSORRT,
+    *_TENSORRT,
     _leftover("option.mpi_mode", _ONE_PROCESS, _OFF),
     _leftover("option.parallel_loading", _ONE_PROCESS, _OFF),
     _leftover("option.default_accept", "it belongs to scikit-learn and XGBoost models"),

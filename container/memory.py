@@ -12,6 +12,7 @@ from pathlib import Path
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings import Settings
 from handlers.adapters import DIRECTORY as ADAPTERS
+from handlers.engine_choice import is_vllm
 from handlers.engines.cpu_memory import machine_limits
 from handlers.engines.parallelism import MEMORY_SHARE, ModelMemory, read_config, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 _MEBIBYTE = 1 << 20
 _BEYOND_FILES = 1.2
 """A loaded model to its files, where nothing is declared."""
-_IN_THIS_PROCESS = ("scheduler", "disable")
-"""Values of `rolling_batch` for which transformers runs the model, on one GPU."""
 _ALIKE = 1 << 30
 """GPUs whose free bytes differ by less have equally much room."""
 
@@ -127,7 +126,7 @@ def needed(settings: Settings, gpus: Sequence[Free]) -> Need:
         each += _integer(arguments["kv_cache_memory_bytes"])
     if not gpus:
         return Need(0, each * count)
-    if model.handler is not None or model.rolling_batch in _IN_THIS_PROCESS:
+    if not is_vllm(model):
         return Need(count, each)
     return Need(count, each, _share(model))  # vLLM insists on it also where the size of the KV cache is given
 
@@ -146,7 +145,7 @@ def _processes(model: ModelSettings, gpus: Sequence[Free]) -> tuple[int, int]:
     """How many processes share the model, each on a GPU if there are any; and how many copies of it they hold."""
     if model.handler is not None:
         return (len(gpus), len(model.handler.devices)) if gpus else (1, 1)
-    if model.rolling_batch in _IN_THIS_PROCESS:
+    if not is_vllm(model):
         return (max(len(gpus), 1) if "device_map" in model.engine_arguments else 1), 1
     data = _integer(model.engine_arguments.get("data_parallel_size", "")) or 1
     count = _tensor_parallel(model, gpus, data) * model.pipeline_parallel_degree * data

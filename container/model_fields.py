@@ -11,7 +11,7 @@ from container import model_location as location
 from container.devices import allowed_devices, gpu_count
 from container.handler_fields import handler_settings, package_fields
 from container.handler_options import ENTRY_POINT, FUNCTION
-from container.leftovers import ENGINE_LEFTOVERS, LEFTOVERS
+from container.leftovers import LEFTOVERS, TRANSFORMERS
 from container.masking import HIDDEN, quoted
 from container.model_name import set_model
 from container.option import Option
@@ -172,7 +172,7 @@ def _set_formatters(sources: Sources, fields: dict[str, Any], code: custom_code.
 
 
 def _take_leftovers(sources: Sources, fields: dict[str, Any], found: Resolution) -> None:
-    arguments = {option.key for option in ENGINE_LEFTOVERS.get(fields["rolling_batch"] or "", ())}
+    arguments = {option.key for option in TRANSFORMERS} if fields["rolling_batch"] == "disable" else set()
     for option in LEFTOVERS:
         if option.key not in arguments:
             found.take(option, sources.model, sources.variables)

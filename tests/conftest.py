@@ -10,13 +10,14 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-_ENGINE = re.compile(r"\[(lmi-dist|scheduler)[-\]]")
+_SHARED = re.compile(r"\[lmi-dist[-\]]")
+"""In the names of live tests whose server many files share: the value of their fixture `engine`."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of the servers that many files share come last, so that these do not stand by all the time."""
-    items.sort(key=lambda item: _engine(item.nodeid) is not None)
+    items.sort(key=lambda item: _is_shared(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,10 +37,10 @@ def no_collection_by_itself() -> Iterator[None]:
 
 
 class ByServer(LoadScopeScheduling):
-    """Tests that share a server run in one process: those of an engine, or else those of a file."""
+    """Tests that share a server run in one process: those of conftest.py, or those of a file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return _engine(nodeid) or nodeid.partition("::")[0]
+        return "shared" if _is_shared(nodeid) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer:
@@ -48,8 +49,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
     return ByServer(config, log)
 
 
-def _engine(nodeid: str) -> str | None:
-    """The engine that a live test is a variant for."""
+def _is_shared(nodeid: str) -> bool:
     path, _, name = nodeid.partition("::")
-    found = _ENGINE.search(name) if path.startswith("tests/live/") else None
-    return found.group(1) if found else None
+    return path.startswith("tests/live/") and _SHARED.search(name) is not None

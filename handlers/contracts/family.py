@@ -116,7 +116,7 @@ class ModelView:
     loaded: LoadedModel | None
     """None until it is loaded, and where a custom handler generates."""
     engine: str
-    """What runs it: "vllm", "scheduler", "dynamic_batch", "trtllm" or "python"."""
+    """What runs it: "vllm", "dynamic_batch" or "python"."""
     engine_version: str
     max_requests: int
     """Sequences that may run or wait at a time."""

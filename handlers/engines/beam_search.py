@@ -43,11 +43,11 @@ class _Beam:
 
 
 async def submit_beam_search(
-    engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, submit: Submit | None = None
+    engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, submit: Submit
 ) -> BeamSearchTask:
     """Begin a beam search; the beams reach `sink` when it ends, best first.
 
-    The engine has checked the request. `submit` takes the search's steps; by default the engine's own.
+    The engine has checked the request. `submit` takes the search's steps.
 
     Raises:
         InvalidRequest: it cannot be done; nothing was started.
@@ -59,7 +59,7 @@ async def submit_beam_search(
             "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
         )
     prompt_ids = await engine.prompt_token_ids(request)
-    search = _Search(engine, request, beam_search, sink, prompt_ids, submit or engine.submit)
+    search = _Search(engine, request, beam_search, sink, prompt_ids, submit)
     return BeamSearchTask(search, asyncio.create_task(search.run()))
 
 

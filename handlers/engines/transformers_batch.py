@@ -88,7 +88,7 @@ class BatchEngine:
         self._tasks = [self._dispatcher, asyncio.create_task(self._watch())]
 
     def _load(self) -> None:
-        warn_of_arguments_without_effect(self._settings, ())
+        warn_of_arguments_without_effect(self._settings)
         model = load_model(self._settings)
         runner = BatchRunner(model, lambda step: self._post(self._deliver, step))
         try:

@@ -1,6 +1,6 @@
 """Beam search with transformers' own `generate`, for a batch of prompts.
 
-As in the other engines, scores are sums of the model's log probabilities over length to the power of `length_penalty`;
+As with vLLM, scores are sums of the model's log probabilities over length to the power of `length_penalty`;
 sampling parameters and penalties do not apply. Beams carry no log probabilities: `generate` would have to keep those of
 the whole vocabulary for every step.
 """

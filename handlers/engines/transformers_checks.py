@@ -1,4 +1,4 @@
-"""Which models the transformers engines refuse, because they would answer wrongly without any error."""
+"""Models that the dynamic batch refuses, because they would answer wrongly without any error."""
 
 from __future__ import annotations
 

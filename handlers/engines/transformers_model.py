@@ -1,10 +1,9 @@
-"""Loads a causal language model with transformers, for the engines that run it in this process."""
+"""Loads a causal language model with transformers, for the dynamic batch, which runs it in this process."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +90,9 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     )
 
 
-def warn_of_arguments_without_effect(settings: ModelSettings, known: Collection[str]) -> None:
+def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
     """Name in one warning the engine arguments that nothing here reads."""
-    unknown = [name for name in settings.engine_arguments if name not in known and name not in LOADING_ARGUMENTS]
+    unknown = [name for name in settings.engine_arguments if name not in LOADING_ARGUMENTS]
     if unknown:
         sources = ", ".join(source(settings, name) for name in unknown)
         logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)

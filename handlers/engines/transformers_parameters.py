@@ -29,9 +29,9 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
     if s.constraint is not None:
         raise InvalidParameter(s.constraint.parameter, "needs the vLLM engine (option.rolling_batch=vllm)")
     if request.adapter is not None:
-        raise InvalidParameter("adapter", "cannot be used: the transformers engines serve no adapters")
+        raise InvalidParameter("adapter", "cannot be used: the dynamic batch serves no adapters")
     if request.priority:
-        raise InvalidParameter("priority", "cannot be used: the transformers engines serve requests in their order")
+        raise InvalidParameter("priority", "cannot be used: the dynamic batch serves requests in their order")
     if s.allowed_token_ids is not None and not s.allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
     if request.top_tokens > model.vocabulary_size:

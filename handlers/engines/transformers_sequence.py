@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from handlers.engines.token_text import split_text
 from handlers.engines.transformers_model import TransformersModel
-from handlers.engines.transformers_prompt import PromptPass
+from handlers.engines.transformers_prompt import PromptReading
 from handlers.engines.transformers_sampling import Choice
 from handlers.engines.transformers_text import StopStrings, TokenTexts
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -30,7 +30,7 @@ class GeneratedSequence:
         """Tokens after which it ends for its length."""
         self.token_count = 0
         self.finish_reason: FinishReason | None = None
-        self.prompt_reading: PromptPass | None = None
+        self.prompt_reading: PromptReading | None = None
         """Done; to be set before the first token where the request wants the prompt's tokens."""
         self._cumulative_logprob: float | None = None
         self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens, s.spaces_between_special_tokens)

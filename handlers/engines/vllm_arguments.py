@@ -67,6 +67,8 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         # Compiling takes minutes on a CPU and gains little there.
         arguments["enforce_eager"] = True
+    if settings.rolling_batch == "scheduler":
+        arguments["model_impl"] = "transformers"
     arguments.update(passed)
     if settings.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)

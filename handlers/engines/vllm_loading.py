@@ -29,7 +29,7 @@ from handlers.engines.vllm_children import end_processes, tied_to_this_thread, u
 from handlers.engines.vllm_constraints import CheckingLLM, choose_backend
 from handlers.engines.vllm_frontend_arguments import frontend_arguments
 from handlers.engines.vllm_output import end_output_loop
-from handlers.engines.vllm_sampling import NO_TYPICAL
+from handlers.engines.vllm_sampling import NO_TYPICAL, TYPICAL
 from handlers.engines.vllm_typical import load_typical
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
@@ -94,7 +94,7 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
-        refusal = load_typical(config) if self._settings.rolling_batch == "lmi-dist" else NO_TYPICAL
+        refusal = load_typical(config) if self._settings.rolling_batch in TYPICAL else NO_TYPICAL
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             llm = self._start_on_cpu(config)
         else:

@@ -19,6 +19,8 @@ from handlers.request import GenerationRequest, SamplingParameters
 MAX_LISTED_TOKENS = 1024
 MAX_STOP_TOKENS = 100
 MAX_BAD_WORD_TOKENS = 1024
+TYPICAL = ("lmi-dist", "scheduler")
+"""Values of `option.rolling_batch` with locally typical sampling."""
 NO_TYPICAL = "needs option.rolling_batch=lmi-dist or scheduler"
 NO_PROMPT_LOGPROBS = (
     "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs) are not served on a "

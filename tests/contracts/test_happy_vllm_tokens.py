@@ -517,8 +517,8 @@ def test_info_names_the_application_and_the_model() -> None:
 
 
 def test_another_engines_version_is_not_given_as_vllms() -> None:
-    info = json.loads(reply("/v1/info", view=replace(VIEW, engine="scheduler", engine_version="5.1")).body)
-    assert info["vllm_version"] == "scheduler 5.1"
+    info = json.loads(reply("/v1/info", view=replace(VIEW, engine="dynamic_batch", engine_version="5.1")).body)
+    assert info["vllm_version"] == "dynamic_batch 5.1"
 
 
 def test_launch_arguments_are_empty() -> None:

@@ -49,9 +49,12 @@ def engine_options(sample_model: Path) -> dict[str, object]:
     return {"model_id": sample_model, **ENGINE}
 
 
-@pytest.fixture(scope="session", params=["lmi-dist", "scheduler"])
+@pytest.fixture(scope="session", params=["lmi-dist"])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Each rolling-batch engine in turn; vLLM as LMI's lmi-dist, which has all parameters."""
+    """vLLM as LMI's lmi-dist, which has all parameters.
+
+    A parameter, so that the name of a test says that it uses a shared server (tests/conftest.py).
+    """
     name: str = request.param
     return name
 
@@ -69,7 +72,7 @@ def server(
 def tgi_server(
     tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A server in TGI's clothes."""
+    """A server with TGI's answers under `/invocations`."""
     with serving(tmp_path_factory.mktemp("tgi"), rolling_batch=engine, tgi_compat="true", **engine_options) as running:
         yield running
 

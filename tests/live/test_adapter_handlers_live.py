@@ -71,7 +71,7 @@ def test_an_adapter_beside_the_model_that_fails_stops_the_start(tmp_path: Path) 
 
 
 def test_adapters_need_an_engine_that_has_them(tmp_path: Path, sample_model: Path) -> None:
-    model_dir = write_model(tmp_path / "model", model_id=sample_model, rolling_batch="scheduler", enable_lora="true")
+    model_dir = write_model(tmp_path / "model", model_id=sample_model, rolling_batch="disable", enable_lora="true")
     server = Server(model_dir, tmp_path / "server.log")
     try:
         assert server.process.wait(60) != 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as example_settings
@@ -178,6 +179,20 @@ def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
     assert loop.run(texts(batching, *requests)) == loop.run(texts(single, *requests))
 
 
+@pytest.mark.asyncio
+async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_model: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, CodeGenConfig
+
+    config = CodeGenConfig(
+        vocab_size=49152, n_embd=32, n_layer=1, n_head=4, rotary_dim=8, n_positions=1024, eos_token_id=0
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(sample_model).save_pretrained(tmp_path)
+    async with engine_with(tmp_path) as engine:
+        request = request_for("Hello", SamplingParameters(max_tokens=3, ignore_eos=True))
+        assert (await answer(engine, request))[-1].token_count == 3
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Iterator[Server]:
     options: dict[str, Any] = {
@@ -217,6 +232,23 @@ def test_over_http_a_wrong_parameter_is_424_and_its_neighbours_are_answered(serv
     assert replies[2].content.startswith(
         b'{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":"`stop_token_ids` must hold token ids'
     )
+
+
+def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["model"]
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.chat.completions.create(model="model", messages=messages, max_tokens=4)
+    assert caught.value.status_code == 501
+    assert caught.value.body["type"] == "NotImplementedError"
+    reply = server.client.post("/invocations", json={"messages": messages})
+    assert (reply.status_code, reply.json()["code"]) == (424, 424)
+    assert "`messages` needs vLLM" in reply.json()["error"]
+    for name, value in (("response_pool", ["a"]), ("json_format", {"a": "string"})):
+        reply = server.client.post("/v1/generate", json={"prompt": "Hello", name: value})
+        assert reply.status_code == 422
+        assert reply.json()["detail"][0]["loc"] == ["body", name]
 
 
 def test_over_http_a_stream_has_a_record_for_each_step(tmp_path: Path, sample_model: Path) -> None:

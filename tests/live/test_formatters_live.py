@@ -19,9 +19,7 @@ PROMPT = "The capital of France is"
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("both")
-    with serving_copy(
-        FIXTURES / "formatters" / "both", directory, rolling_batch="scheduler", **engine_options
-    ) as running:
+    with serving_copy(FIXTURES / "formatters" / "both", directory, rolling_batch="vllm", **engine_options) as running:
         yield running
 
 
@@ -61,9 +59,7 @@ def test_formatted_requests_do_not_mix(both: Server) -> None:
 
 
 def test_an_older_formatter_gets_tokens_one_by_one(tmp_path: Path, engine_options: dict[str, object]) -> None:
-    with serving_copy(
-        FIXTURES / "formatters" / "older", tmp_path, rolling_batch="scheduler", **engine_options
-    ) as server:
+    with serving_copy(FIXTURES / "formatters" / "older", tmp_path, rolling_batch="vllm", **engine_options) as server:
         body = server.invoke(PROMPT, max_new_tokens=3, details=True).text
         assert body == "< Paris><.><\n>| Paris.\n|length"
         assert server.invoke(PROMPT, max_new_tokens=3).text == "< Paris><.><\n>| Paris.\n|None"
@@ -71,7 +67,7 @@ def test_an_older_formatter_gets_tokens_one_by_one(tmp_path: Path, engine_option
 
 def test_a_formatter_may_be_named_in_the_settings(tmp_path: Path, engine_options: dict[str, object]) -> None:
     fixture = FIXTURES / "formatters" / "named"
-    options = {**engine_options, "rolling_batch": "scheduler", "output_formatter": "shout"}
+    options = {**engine_options, "rolling_batch": "vllm", "output_formatter": "shout"}
     with serving_copy(fixture, tmp_path, **options) as server:
         assert server.invoke(PROMPT, max_new_tokens=3).text == " PARIS.\n"
         asked = server.invoke(PROMPT, max_new_tokens=3, output_formatter="json")
@@ -80,7 +76,7 @@ def test_a_formatter_may_be_named_in_the_settings(tmp_path: Path, engine_options
 
 def test_errors_of_formatters_fail_their_own_request_alone(tmp_path: Path, engine_options: dict[str, object]) -> None:
     fixture = FIXTURES / "formatters" / "failing"
-    with serving_copy(fixture, tmp_path, rolling_batch="scheduler", **engine_options) as server:
+    with serving_copy(fixture, tmp_path, rolling_batch="vllm", **engine_options) as server:
         with ThreadPoolExecutor(8) as pool:
             good = [pool.submit(server.invoke, PROMPT, stream=True, max_new_tokens=20) for _ in range(4)]
             unread = pool.submit(server.invoke, "read this")
@@ -104,7 +100,7 @@ def test_a_formatter_that_hangs_fails_its_request_and_stops_nothing_else(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
     fixture = FIXTURES / "formatters" / "hanging"
-    options = {**engine_options, "rolling_batch": "scheduler", "predict_timeout": 6}
+    options = {**engine_options, "rolling_batch": "vllm", "predict_timeout": 6}
     with serving_copy(fixture, tmp_path, **options) as server, ThreadPoolExecutor(2) as pool:
         stuck = pool.submit(server.invoke, "hang here")
         assert server.ping() == 200

@@ -255,13 +255,8 @@ def test_bad_requests_are_424_and_say_what_was_wrong(
 
 
 @pytest.mark.parametrize(("document", "message"), BAD_FOR_VLLM)
-def test_what_vllm_alone_cannot_do_is_refused_by_it_alone(
-    server: Server, engine: str, document: dict[str, Any], message: str
-) -> None:
+def test_what_vllm_cannot_do_is_refused(server: Server, document: dict[str, Any], message: str) -> None:
     response = server.client.post("/invocations", json=document)
-    if engine == "scheduler":
-        assert response.status_code == 200
-        return
     assert response.status_code == 424
     assert message in response.json()["error"]
 
@@ -285,7 +280,7 @@ def test_an_unknown_model_or_path_is_404_in_lmis_words(server: Server) -> None:
     assert server.client.get("/nothing").json()["type"] == "ResourceNotFoundException"
 
 
-def test_what_the_docs_show_is_what_is_served(server: Server, engine: str) -> None:
+def test_what_the_docs_show_is_what_is_served(server: Server) -> None:
     document = json.loads(server.client.get("/openapi.json").text)
     for path, operations in document["paths"].items():
         if path.endswith(("{response_id}", "/cancel")):
@@ -297,10 +292,9 @@ def test_what_the_docs_show_is_what_is_served(server: Server, engine: str) -> No
             body = {"inputs": "x", "parameters": {"max_new_tokens": 1}} if method == "post" else None
             status = server.client.request(method, filled, json=body).status_code
             assert status not in (404, 405, 500), f"{method} {filled}: {status}"
-    if engine == "lmi-dist":
-        forwarded = {route.path for family in FAMILIES for route in family.routes if isinstance(route, Forwards)}
-        assert forwarded <= document["paths"].keys()
-        assert "messages" in json.dumps(document["components"]["schemas"]["ChatCompletionRequest"])
+    forwarded = {route.path for family in FAMILIES for route in family.routes if isinstance(route, Forwards)}
+    assert forwarded <= document["paths"].keys()
+    assert "messages" in json.dumps(document["components"]["schemas"]["ChatCompletionRequest"])
     for place in ("/docs", "/docs/plain"):
         page = server.client.get(place)
         assert page.headers["content-type"].startswith("text/html")

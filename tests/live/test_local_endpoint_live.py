@@ -82,7 +82,7 @@ def in_front(
 ) -> Iterator[str]:
     """`slipway local --container`, before the same container, beside whose model it can have others loaded."""
     directory = tmp_path_factory.mktemp("in-front")
-    write_model(directory / "models" / "tgi", rolling_batch="scheduler", tgi_compat="true", **engine_options)
+    write_model(directory / "models" / "tgi", rolling_batch="vllm", tgi_compat="true", **engine_options)
     shutil.copytree(ECHO, directory / "models" / "echo", ignore=shutil.ignore_patterns("__pycache__"))
     arguments = ("--endpoint-name", NAME, "--adapter", "red", "--models-dir", str(directory / "models"))
     with local_command(directory, "--container", container.url, *arguments) as (url, _):

@@ -42,30 +42,9 @@ WEATHER: Any = {
 
 
 @pytest.fixture
-def vllm(server: Server, engine: str) -> Server:
-    if engine == "scheduler":
-        pytest.skip("vLLM's own front end")
-    return server
-
-
-@pytest.fixture
-def client(vllm: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{vllm.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_the_scheduler_refuses_chat_and_lists_the_model(server: Server, engine: str) -> None:
-    if engine != "scheduler":
-        pytest.skip("refusals of the other engine")
+def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["model"]
-        with pytest.raises(openai.APIStatusError) as caught:
-            client.chat.completions.create(messages=MESSAGES, **GREEDY)
-    assert caught.value.status_code == 501
-    assert caught.value.body["type"] == "NotImplementedError"  # type: ignore[index]
-    reply = server.client.post("/invocations", json={"messages": MESSAGES})
-    assert (reply.status_code, reply.json()["code"]) == (424, 424)
-    assert "`messages` needs vLLM" in reply.json()["error"]
+        yield client
 
 
 def test_chat_answers_and_counts(client: openai.OpenAI) -> None:
@@ -89,9 +68,9 @@ def test_a_chat_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> Non
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "length"
 
 
-def test_the_asynchronous_client_runs_many_at_a_time(vllm: Server) -> None:
+def test_the_asynchronous_client_runs_many_at_a_time(server: Server) -> None:
     async def run() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{vllm.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one(number: int) -> str:
                 stream = await client.completions.create(prompt="Once upon", stream=True, seed=number, **GREEDY)
@@ -104,8 +83,8 @@ def test_the_asynchronous_client_runs_many_at_a_time(vllm: Server) -> None:
     assert texts[0]
 
 
-def test_completions_have_the_text_that_lmis_contract_gives(client: openai.OpenAI, vllm: Server) -> None:
-    ours = vllm.invoke("Once upon a time", max_new_tokens=8).json()["generated_text"]
+def test_completions_have_the_text_that_lmis_contract_gives(client: openai.OpenAI, server: Server) -> None:
+    ours = server.invoke("Once upon a time", max_new_tokens=8).json()["generated_text"]
     answer = client.completions.create(prompt="Once upon a time", **GREEDY)
     assert answer.choices[0].text == ours
 
@@ -177,42 +156,42 @@ def test_the_model_has_aliases(client: openai.OpenAI, name: str) -> None:
     assert answer.model == "model"
 
 
-def test_any_model_will_do_under_openai(vllm: Server) -> None:
-    with openai.OpenAI(base_url=f"{vllm.url}/openai/v1", api_key="none") as client:
+def test_any_model_will_do_under_openai(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/openai/v1", api_key="none") as client:
         assert client.completions.create(model="anything", prompt="Hi", max_tokens=1).model == "model"
 
 
-def test_responses_and_anthropics_messages_come_with_vllm(client: openai.OpenAI, vllm: Server) -> None:
+def test_responses_and_anthropics_messages_come_with_vllm(client: openai.OpenAI, server: Server) -> None:
     answer = client.responses.create(model="model", input="Hi", max_output_tokens=4)
     assert answer.output_text
-    message = vllm.client.post("/v1/messages", json={"model": "model", "max_tokens": 4, "messages": MESSAGES}).json()
+    message = server.client.post("/v1/messages", json={"model": "model", "max_tokens": 4, "messages": MESSAGES}).json()
     assert (message["type"], message["role"]) == ("message", "assistant")
 
 
-def test_tokenize_and_detokenize_are_inverse(vllm: Server) -> None:
-    tokens = vllm.client.post("/tokenize", json={"prompt": "Once upon a time"}).json()["tokens"]
-    assert vllm.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "Once upon a time"
-    assert vllm.client.get("/version").json()["version"].startswith("0.3")
+def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
+    tokens = server.client.post("/tokenize", json={"prompt": "Once upon a time"}).json()["tokens"]
+    assert server.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "Once upon a time"
+    assert server.client.get("/version").json()["version"].startswith("0.3")
 
 
-def test_langchain_works_unchanged(vllm: Server) -> None:
+def test_langchain_works_unchanged(server: Server) -> None:
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr
 
-    model = ChatOpenAI(base_url=f"{vllm.url}/v1", api_key=SecretStr("none"), model="model", temperature=0.0)
+    model = ChatOpenAI(base_url=f"{server.url}/v1", api_key=SecretStr("none"), model="model", temperature=0.0)
     answer = model.bind(max_tokens=8).invoke("Name three colours.")
     assert answer.content
     pieces = [piece.content for piece in model.bind(max_tokens=8).stream("Name three colours.")]
     assert "".join(map(str, pieces)) == answer.content
 
 
-def test_litellm_works_unchanged(vllm: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm_works_unchanged(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
     arguments: dict[str, Any] = {
         "model": "openai/model",
-        "api_base": f"{vllm.url}/v1",
+        "api_base": f"{server.url}/v1",
         "api_key": "none",
         "messages": MESSAGES,
         "max_tokens": 8,
@@ -223,28 +202,28 @@ def test_litellm_works_unchanged(vllm: Server, monkeypatch: pytest.MonkeyPatch) 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
 
 
-def test_lmi_chat_has_lmis_shape(vllm: Server) -> None:
+def test_lmi_chat_has_lmis_shape(server: Server) -> None:
     document = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0.0, "model": "endpoint-name"}
-    whole = vllm.client.post("/invocations", json=document)
+    whole = server.client.post("/invocations", json=document)
     assert whole.headers["content-type"] == "application/json"
     answer = whole.json()
     assert list(answer) == ["id", "object", "created", "choices", "usage"]
     assert list(answer["choices"][0]) == ["index", "message", "logprobs", "finish_reason"]
-    stream = vllm.client.post("/invocations", json=document | {"stream": True})
+    stream = server.client.post("/invocations", json=document | {"stream": True})
     assert stream.headers["content-type"] == "application/jsonlines"
     deltas = [record["choices"][0]["delta"] for record in records(stream.text)]
     assert list(deltas[0]) == ["content", "role"]
     assert "".join(delta["content"] for delta in deltas) == answer["choices"][0]["message"]["content"]
 
 
-def test_completions_on_invocations_are_vllms_own(vllm: Server) -> None:
-    answer = vllm.client.post("/invocations", json={"prompt": "Once", "max_tokens": 2}).json()
+def test_completions_on_invocations_are_vllms_own(server: Server) -> None:
+    answer = server.client.post("/invocations", json={"prompt": "Once", "max_tokens": 2}).json()
     assert answer["object"] == "text_completion"
 
 
-def test_lmi_chat_refuses_with_424_streamed_or_not(vllm: Server) -> None:
+def test_lmi_chat_refuses_with_424_streamed_or_not(server: Server) -> None:
     for stream in (False, True):
-        reply = vllm.client.post("/invocations", json={"messages": MESSAGES, "temperature": 9.0, "stream": stream})
+        reply = server.client.post("/invocations", json={"messages": MESSAGES, "temperature": 9.0, "stream": stream})
         assert (reply.status_code, reply.json()["code"]) == (424, 424)
 
 
@@ -279,25 +258,25 @@ HOSTILE = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_bodies_are_refused_and_leave_the_engine_alive(vllm: Server, body: bytes, stream: bool) -> None:
+def test_hostile_bodies_are_refused_and_leave_the_engine_alive(server: Server, body: bytes, stream: bool) -> None:
     if stream:
         body = body.replace(b'{"messages"', b'{"max_tokens": 4, "stream": true, "messages"', 1)
-    reply = vllm.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    reply = server.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     text = reply.text.removeprefix("data: ").partition("\n\n")[0]
     assert "error" in json.loads(text)
     assert reply.status_code in ((200, 400, 501) if stream else (400, 501))
     assert "Traceback" not in reply.text
     assert "site-packages" not in reply.text
-    assert vllm.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
+    assert server.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
-def test_a_client_that_leaves_stops_its_generations(vllm: Server, path: str, stream: bool) -> None:
-    aborted = vllm.metric("slipway_generations_aborted_total")
+def test_a_client_that_leaves_stops_its_generations(server: Server, path: str, stream: bool) -> None:
+    aborted = server.metric("slipway_generations_aborted_total")
     prompt = {"prompt": ["Once", "Twice"]} if path == "/v1/completions" else {"messages": MESSAGES}
     document = {"max_tokens": 900, "ignore_eos": True, "stream": stream, **prompt}
-    with httpx.Client(base_url=vllm.url, timeout=2) as client:
+    with httpx.Client(base_url=server.url, timeout=2) as client:
         if stream:
             with client.stream("POST", path, json=document) as reply:
                 lines = reply.iter_lines()
@@ -306,31 +285,31 @@ def test_a_client_that_leaves_stops_its_generations(vllm: Server, path: str, str
             with pytest.raises(httpx.ReadTimeout):
                 client.post(path, json=document)
     for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
-        vllm.wait_for_metric(gauge, 0)
-    assert vllm.metric("slipway_generations_aborted_total") == aborted + (2 if path == "/v1/completions" else 1)
+        server.wait_for_metric(gauge, 0)
+    assert server.metric("slipway_generations_aborted_total") == aborted + (2 if path == "/v1/completions" else 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_an_answer_is_aborted_by_the_id_that_it_shows(vllm: Server, path: str) -> None:
+def test_an_answer_is_aborted_by_the_id_that_it_shows(server: Server, path: str) -> None:
     document = {"max_tokens": 900, "ignore_eos": True, "stream": True, "messages": MESSAGES, "prompt": "Once"}
     document.pop("prompt" if "chat" in path else "messages")
-    with vllm.client.stream("POST", path, json=document) as reply:
+    with server.client.stream("POST", path, json=document) as reply:
         events = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
         first = next(events)
-        assert vllm.client.post("/v1/abort_request", json={"request_id": first["id"]}).status_code == 200
+        assert server.client.post("/v1/abort_request", json={"request_id": first["id"]}).status_code == 200
         *_, last = events
     assert last["choices"][0]["finish_reason"] == "abort"
 
 
-def test_tokens_are_counted(client: openai.OpenAI, vllm: Server) -> None:
+def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
     names = [
         *("slipway_generated_tokens_total", "slipway_generations_finished_total", "slipway_generations_total"),
         "slipway_time_to_first_token_seconds_count",
     ]
-    before = [vllm.metric(name) for name in names]
+    before = [server.metric(name) for name in names]
     client.completions.create(prompt="Once", **GREEDY)
     list(client.completions.create(prompt="Once", stream=True, **GREEDY))
-    assert [vllm.metric(name) - was for name, was in zip(names, before, strict=True)] == [16, 2, 2, 2]
+    assert [server.metric(name) - was for name, was in zip(names, before, strict=True)] == [16, 2, 2, 2]
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_prompts_are_not_logged(server: Server) -> None:
 
 def test_a_body_over_the_limit_is_413_and_a_full_queue_503(tmp_path: Path, engine_options: dict[str, object]) -> None:
     environment = {"SERVING_MAX_REQUEST_SIZE": "2000", "SERVING_JOB_QUEUE_SIZE": "2", "SERVING_LOG_FORMAT": "json"}
-    options = engine_options | {"rolling_batch": "scheduler", "max_rolling_batch_size": 2}
+    options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
     with serving(tmp_path, environment, **options) as server:
         assert server.client.post("/invocations", content=b"x" * 3000).status_code == 413
         with ThreadPoolExecutor(12) as pool:

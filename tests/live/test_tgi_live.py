@@ -184,12 +184,8 @@ def test_the_hub_client_reads_plain_answers_details_and_streams(hub: InferenceCl
         hub.text_generation(PROMPT, temperature=-1.0)
 
 
-def test_a_grammar_is_kept_to_or_refused_where_the_engine_has_none(client: Client, engine: str) -> None:
+def test_a_grammar_is_kept_to(client: Client) -> None:
     grammar = Grammar(type=GrammarType.Json, value=SCHEMA)
-    if engine == "scheduler":
-        with pytest.raises(ValidationError, match="`grammar`"):
-            client.generate("A person:", max_new_tokens=60, grammar=grammar)
-        return
     person = json.loads(client.generate("A person:", max_new_tokens=60, grammar=grammar).generated_text)
     assert set(person) >= {"name", "age"}
     guide = {"properties": {"seen": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["seen"]}
@@ -204,9 +200,7 @@ def test_a_grammar_is_kept_to_or_refused_where_the_engine_has_none(client: Clien
             client.generate("x", max_new_tokens=5, grammar=wrong)
 
 
-def test_the_python_clients_chat_is_answered_with_its_nulls(client: Client, engine: str) -> None:
-    if engine == "scheduler":
-        return  # which has no chat; tests/live/test_openai_live.py shows its refusal
+def test_the_python_clients_chat_is_answered_with_its_nulls(client: Client) -> None:
     answer = client.chat([Message(role="user", content="Say hello.")], max_tokens=5)
     assert answer.choices[0].message.content
     assert answer.usage["completion_tokens"] == 5

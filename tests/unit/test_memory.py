@@ -123,7 +123,7 @@ def test_on_a_gpu_it_is_at_least_what_vllm_will_ask_for(model_dir: Path) -> None
     assert each(load(model_dir, "option.gpu_memory_utilization=0.5"), GPU) == 500 * MEBIBYTE
     assert each(load(model_dir, "option.gpu_memory_utilization=x"), GPU) == files
     assert each(load(model_dir, "option.rolling_batch=disable"), GPU) == files
-    assert each(load(model_dir, "option.rolling_batch=scheduler"), GPU) == files
+    assert each(load(model_dir, "option.rolling_batch=scheduler"), GPU) == each(load(model_dir), GPU)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,8 @@ def test_on_a_gpu_it_is_at_least_what_vllm_will_ask_for(model_dir: Path) -> None
         ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, 4, 73),
         ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, 4, 73),
         ("option.tensor_parallel_degree=2\noption.gpu_memory_utilization=0.2", 4, 2, 60),
-        ("option.rolling_batch=scheduler", 4, 1, 120),
+        ("option.rolling_batch=scheduler", 4, 2, 73),
+        ("option.rolling_batch=disable", 4, 1, 120),
         ("option.rolling_batch=disable\noption.device_map=auto", 4, 4, 30),
     ],
 )

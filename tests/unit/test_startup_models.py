@@ -79,7 +79,7 @@ def test_the_size_of_the_kv_cache_on_a_cpu_is_shown_with_what_decided(
     assert json.loads(startup_json(startup))["kv_cache"]["bytes"] is None
 
 
-@pytest.mark.parametrize("properties", ["option.kv_cache_memory_bytes=1", "option.rolling_batch=scheduler"])
+@pytest.mark.parametrize("properties", ["option.kv_cache_memory_bytes=1", "option.rolling_batch=disable"])
 def test_where_no_size_is_chosen_for_vllm_none_is_shown(
     properties: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

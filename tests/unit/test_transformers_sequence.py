@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from handlers.engines.transformers_model import TransformersModel
-from handlers.engines.transformers_prompt import PromptPass
+from handlers.engines.transformers_prompt import PromptReading
 from handlers.engines.transformers_sampling import Choice
 from handlers.engines.transformers_sequence import GeneratedSequence
 from handlers.engines.transformers_text import StopStrings, TokenTexts
@@ -160,8 +160,7 @@ def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held
         want_ranks=True,
     )
     sequence = GeneratedSequence(request, PROMPT, MODEL)
-    sequence.prompt_reading = reading = PromptPass(MODEL, PROMPT, want_ranks=True)
-    reading.values, reading.ranks = [-2.0], [7]
+    sequence.prompt_reading = PromptReading([-2.0], [7])
     delta = sequence.add(Choice(ids("a")[0], None))
     assert delta is not None
     assert delta.prompt_tokens is not None

@@ -39,7 +39,6 @@ _VLLM_OUTPUTS = {
     "num_output_tokens": "UINT32",
 }
 _TENSORRT_LLM_OUTPUTS = {"cum_log_probs": "FP32", "output_log_probs": "FP32"}
-_BACKENDS = {"vllm": "vllm", "trtllm": "tensorrtllm"}
 _REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
 
 Tell = Callable[[Call, ModelView], Reply]
@@ -116,7 +115,7 @@ def configuration(call: Call, view: ModelView) -> Reply:
         {
             "name": view.settings.name,
             "platform": "",
-            "backend": _BACKENDS.get(view.engine, "python"),
+            "backend": _backend(view),
             "version_policy": {"latest": {"num_versions": 1}},
             "max_batch_size": 0,
             "input": [
@@ -261,11 +260,18 @@ def not_found(call: Call) -> Reply:
     return Reply(404, "text/plain", b'{"error":"Not Found"}')
 
 
+def _backend(view: ModelView) -> str:
+    """The backend of Triton that the model is shown as."""
+    if view.engine != "vllm":
+        return "python"
+    return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"
+
+
 def _tensors(view: ModelView) -> tuple[list[tuple[str, str, list[int], bool]], list[tuple[str, str]]]:
     """Inputs as name, type, shape and whether they may be left out; outputs as name and type."""
     if view.settings.handler is not None:
         return [], []
-    tensorrt_llm = view.engine == "trtllm"
+    tensorrt_llm = view.settings.rolling_batch == "trtllm"
     kinds = VLLM_INPUTS | TENSORRT_LLM_INPUTS if tensorrt_llm else VLLM_INPUTS
     inputs = [
         (name, _DATA_TYPES[kind], [-1] if kind == "texts" else [1], name != "text_input")
