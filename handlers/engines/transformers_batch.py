@@ -3,7 +3,7 @@
 The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
 in a daemon thread of its own (`transformers_generate`), on a GPU or on the CPU. One batch runs at a time.
 
-Source: contracts/lmi.md sections 2.13 and 5.1.
+Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema.
 """
 
 from __future__ import annotations

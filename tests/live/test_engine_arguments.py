@@ -88,6 +88,26 @@ def test_sequences_that_run_together_are_set_only_where_they_are_given(
 
 
 @pytest.mark.parametrize(
+    ("rolling_batch", "given", "model_impl"),
+    [
+        ("vllm", {}, "auto"),
+        ("trtllm", {}, "auto"),
+        ("scheduler", {}, "transformers"),
+        ("scheduler", {"model_impl": "vllm"}, "vllm"),
+    ],
+)
+def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
+    settings: ModelSettings, rolling_batch: Any, given: dict[str, str], model_impl: str
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm_arguments import engine_arguments
+
+    arguments = engine_arguments(replace(settings, rolling_batch=rolling_batch, engine_arguments=given), on_cpu=True)
+    assert AsyncEngineArgs(**arguments).model_impl == model_impl
+
+
+@pytest.mark.parametrize(
     ("name", "memory", "tokens", "sequences"),
     [
         ("NVIDIA L4", 22, 2048, 256),
