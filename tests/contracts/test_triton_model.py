@@ -75,6 +75,14 @@ def test_model_metadata_has_the_vllm_backends_tensors() -> None:
     assert document(told(VERSION, NAMED | {"version": "1"})) == metadata
 
 
+def test_with_tensorrt_llms_parameters_the_model_is_shown_as_one_of_its_backend() -> None:
+    of = view(rolling_batch="trtllm")
+    assert document(told(MODEL + "/config", NAMED, of=of))["backend"] == "tensorrtllm"
+    metadata = document(told(MODEL, NAMED, of=of))
+    assert "bad_words" in {tensor["name"] for tensor in metadata["inputs"]}
+    assert "output_log_probs" in {tensor["name"] for tensor in metadata["outputs"]}
+
+
 def test_the_configuration_says_that_the_model_is_decoupled() -> None:
     configuration = document(told(MODEL + "/config", NAMED))
     assert (configuration["name"], configuration["backend"], configuration["max_batch_size"]) == ("model", "vllm", 0)
