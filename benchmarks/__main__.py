@@ -20,7 +20,7 @@ from benchmarks.report import markdown
 from benchmarks.rounds import Sample, Workload, run
 from benchmarks.tiny_model import prepare_tiny_model
 from container.devices import gpu_count
-from container.sample_model import prepare
+from container.sources.sample_model import prepare
 
 PROMPT = "Tell me a long story about a ship that leaves the slipway and about the people who built her."
 CPU_ARGUMENTS: EngineArguments = {

@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.figures import Figures, Tally, Waves, clock
 from benchmarks.response import ResponseError, ResponseReader
-from container.open_files import allow_open_files
+from container.server import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0
 SHOWN_ERROR_BYTES = 200

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from container.sample_model import default_cache_dir, make_once
+from container.sources.sample_model import default_cache_dir, make_once
 
 _FORMAT = 3  # raise it when what is written changes, so that older caches are not taken for it
 _SEED = 20

@@ -11,22 +11,21 @@ from typing import Any
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
-from container.adapter_routes import adapter_routes
-from container.docs_page import plain_page, swagger_assets, swagger_page
-from container.endpoint import Site, answered_early
-from container.family_endpoints import family_endpoints
+from container.apidocs.openapi import Document, openapi_document
+from container.apidocs.page import plain_page, swagger_assets, swagger_page
+from container.families import family_endpoints
 from container.health import ping
+from container.http.endpoint import Site, answered_early
 from container.inference import invocations
-from container.management import management_endpoints, wrong_method
+from container.management import adapter_routes, management_endpoints, wrong_method
 from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
-from container.models import Models
-from container.openapi import Document, openapi_document
-from container.registration import Registrar
-from container.settings import ServerSettings
+from container.models.registration import Registrar
+from container.models.registry import Models
+from container.settings.load import ServerSettings
+from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
-from handlers.families import FAMILIES
 from handlers.model_settings import ModelSettings
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]

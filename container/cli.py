@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -11,13 +12,31 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 import typer
 
 from container import logs
-from container.config_report import startup_json, startup_text
-from container.process_end import ProcessEnd
-from container.settings import SettingsError
-from container.startup_models import Startup, load_startup
+from container.settings.load import SettingsError, Startup, load_startup
+from container.settings.report import startup_json, startup_text
 
 if TYPE_CHECKING:
     from container.app import Mount
+
+
+class ProcessEnd:
+    """Ends the process with `code`, once that is known, after all that others have registered to be done at its end.
+
+    To be made first: functions that are registered later run earlier.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.code is None:
+            return
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.code)
+
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -46,7 +65,7 @@ def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
     logs.configure(*logging_as)
     logs.configure_vllm(*logging_as)
     for warning in startup.warnings:
-        logging.getLogger("container.settings").warning("%s", warning)
+        logging.getLogger("container.settings.load").warning("%s", warning)
     from container import server
 
     end.code = server.serve(startup, mounts)
@@ -69,7 +88,7 @@ def config(
 @app.command()
 def sample_model() -> None:
     """Prepare the sample model, if need be, and print its directory."""
-    from container.sample_model import SampleModelError, prepare
+    from container.sources.sample_model import SampleModelError, prepare
 
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
     try:

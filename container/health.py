@@ -5,9 +5,9 @@ from __future__ import annotations
 from json.encoder import encode_basestring
 
 from container.error_rates import ErrorRates
-from container.lifecycle import State
-from container.models import Model, Models
-from container.settings import ServerSettings
+from container.models.lifecycle import State
+from container.models.registry import Model, Models
+from container.settings.load import ServerSettings
 from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.protocol import Reply
 

@@ -9,12 +9,12 @@ from collections.abc import Container
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
-from container.endpoint import Endpoint, Scope, Site, Target
-from container.models import Model, ModelNotNamed, Models, NoWorkers
-from container.response_headers import NO_CACHE
-from container.settings import ServerSettings
+from container.http.endpoint import Endpoint, Scope, Site, Target
+from container.http.reply import NO_CACHE
+from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
+from container.settings.load import ServerSettings
+from handlers.contracts.lmi.body import FormError, form_fields, is_form
 from handlers.contracts.lmi.errors import JSON, front_end_reply
-from handlers.contracts.lmi.form_fields import FormError, form_fields, is_form
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, RequestError, UnknownModel
 from handlers.reply import ReplyWriter, Running

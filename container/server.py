@@ -10,29 +10,80 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import uvicorn
 
-from container.addresses import Address
 from container.app import Application, Mount, create_app
-from container.home import ensure_home
-from container.http_protocol import HttpProtocol
-from container.lifecycle import State
-from container.models import Model, Models
-from container.open_files import allow_open_files
-from container.properties import Value
-from container.registration import Registrar, as_model
-from container.socket_directory import socket_directory
-from container.startup_models import Startup
-from handlers.engine_choice import begin_import
+from container.http.protocol import HttpProtocol
+from container.models.lifecycle import State
+from container.models.registration import Registrar, as_model
+from container.models.registry import Model, Models
+from container.settings.load import Startup
+from container.settings.properties import Value
+from container.settings.server_options import Address
+from handlers.cache_dir import cache_dir, is_writable
+from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError
 
 logger = logging.getLogger(__name__)
+
+
+def ensure_home() -> None:
+    """Point HOME at a directory that can be written, where it is missing, or a read-only file system."""
+    home = os.environ.get("HOME") or os.path.expanduser("~")
+    if os.path.isabs(home) and is_writable(Path(home)):
+        return
+    instead = cache_dir() / "home"
+    instead.mkdir(parents=True, exist_ok=True)
+    logger.warning("HOME is %s, which cannot be written; using %s", home, instead)
+    os.environ["HOME"] = str(instead)
+
+
+ENOUGH = 65536
+"""More than a server's calls and idle connections are; as many as vLLM's own server asks for."""
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit to the hard one, as far as it is of use.
+
+    1024 is a common soft limit, and fewer than the calls that may wait here. Once there are as many connections, no
+    further one is accepted, not even for /ping.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_VARIABLE = "VLLM_RPC_BASE_PATH"
+_LONGEST = 107
+"""Bytes of a socket's path on Linux (unix(7))."""
+_NAME = 37
+"""Bytes of the names that vLLM gives them: a slash and a UUID."""
+
+
+@contextlib.contextmanager
+def socket_directory() -> Iterator[None]:
+    """Give vLLM a directory of its own meanwhile, where nobody has named one and the path is not too long for that."""
+    if _VARIABLE in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="slipway-", ignore_cleanup_errors=True) as directory:
+        if len(os.fsencode(directory)) + _NAME <= _LONGEST:
+            os.environ[_VARIABLE] = directory
+        try:
+            yield
+        finally:
+            os.environ.pop(_VARIABLE, None)
+
 
 EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137
 """137 is what LMI exits with under SERVING_FAIL_FAST."""

@@ -4,16 +4,326 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
-from handlers.contracts.protocol import LONG_BODY, Call, Contract, ContractError, Exchange
-from handlers.delivery import Delivery
-from handlers.engines.protocol import Engine
-from handlers.errors import InvalidRequest, Overloaded, RequestError
-from handlers.formatter_thread import FormatterThread
+from handlers.contracts.protocol import LONG_BODY, Call, Contract, ContractError, CumulativeAnswer, Exchange, Reply
+from handlers.engines.protocol import Engine, Generation
+from handlers.errors import GenerationFailed, InvalidRequest, Overloaded, RequestError
+from handlers.formatters import FormatterThread
 from handlers.reply import ReplyWriter, Running
+from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
+
+_LONG = 64 * 1024
+"""Bytes; parts up to this length come as often as there is something new."""
+_BYTES_PER_SECOND = 32 * 1024 * 1024
+"""What one answer makes of longer ones."""
+
+
+class Parts:
+    """The parts of one answer, as they come to be due."""
+
+    __slots__ = ("_answer", "_at_once", "_length", "_timer", "_unsent", "_writer")
+
+    def __init__(self, answer: CumulativeAnswer, writer: ReplyWriter, sequences: int) -> None:
+        """`sequences`: how many the answer has; a single one has nothing to wait for in a step."""
+        self._answer, self._writer, self._at_once = answer, writer, sequences == 1
+        self._length = 0
+        self._timer: asyncio.Handle | None = None
+        self._unsent = False
+
+    def due(self) -> None:
+        """There is something new to tell."""
+        self._unsent = True
+        if self._timer is not None:
+            return
+        if self._length > _LONG:
+            self._timer = asyncio.get_running_loop().call_later(self._length / _BYTES_PER_SECOND, self._send)
+        elif self._at_once:
+            self._writer.write_latest(self._make)
+        else:
+            self._timer = asyncio.get_running_loop().call_soon(self._send)
+
+    def last(self, *, changed: bool) -> bytes:
+        """What is left to tell at the end, of which `due` has not heard if it was `changed` just now."""
+        return self._make() if changed or self._unsent else b""
+
+    def stop(self) -> None:
+        """Nothing more is sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _send(self) -> None:
+        self._timer = None
+        self._writer.write_latest(self._make)
+
+    def _make(self) -> bytes:
+        self._unsent = False
+        data = self._answer.latest()
+        self._length = len(data)
+        return data
+
+
+SECONDS = 15.0
+"""TGI's interval (contracts/tgi.md section 4)."""
+
+
+class KeepAlive:
+    """Writes a comment whenever a stream has said nothing from one tick to the next."""
+
+    __slots__ = ("_comment", "_timer", "_write", "spoken")
+
+    def __init__(self, comment: bytes, write: Callable[[bytes], None]) -> None:
+        self._comment, self._write = comment, write
+        self.spoken = True
+        """Set by whoever writes to the stream: cheaper for each token than a look at the clock."""
+        self._timer = asyncio.get_running_loop().call_later(SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        if not self.spoken:
+            self._write(self._comment)
+        self.spoken = False
+        self._timer = asyncio.get_running_loop().call_later(SECONDS, self._tick)
+
+    def stop(self) -> None:
+        """Nothing more is written."""
+        self._timer.cancel()
+
+
+_FORMATTED_PER_JOB = 16
+"""Deltas; other requests' formatters have their turn after so many."""
+_SUBMITS_PER_TURN = 16
+"""After so many prompts of one call others get their turn on the event loop."""
+
+
+class Desk(Protocol):
+    """Where a call comes from: the engine, and the places in its queue."""
+
+    @property
+    def engine(self) -> Engine:
+        """Generates."""
+
+    open_sequences: int
+    """Places that are taken."""
+
+    def admit(self, sequences: int) -> None:
+        """Take places; see `EngineHandler.admit`."""
+
+    def forget(self, request_id: str, delivery: Delivery) -> None:
+        """The call has ended."""
+
+
+_Formatted = tuple[list[tuple[int, TokenDelta, bytes]], BaseException | None]
+"""What became of some deltas, up to an error."""
+
+
+class Delivery:
+    """One call; see `handlers.reply.Running`."""
+
+    __slots__ = (
+        *("_aborted", "_answer", "_begun_at", "_closed", "_desk", "_exchange", "_generations", "_held", "_open"),
+        *("_formatting", "_keep_alive", "_parts", "_request_id", "_started", "_thread", "_unformatted", "_writer"),
+    )
+
+    def __init__(
+        self,
+        desk: Desk,
+        exchange: Exchange,
+        writer: ReplyWriter,
+        thread: FormatterThread | None,
+        request_id: str,
+    ) -> None:
+        self._desk, self._exchange, self._writer, self._thread = desk, exchange, writer, thread
+        self._answer, self._request_id = exchange.answer, request_id
+        self._begun_at = time.monotonic()
+        self._generations: list[Generation] = []
+        self._open = len(exchange.requests)
+        self._held = 0
+        self._unformatted: deque[tuple[int, TokenDelta]] = deque()
+        self._keep_alive: KeepAlive | None = None
+        self._parts: Parts | None = None
+        if exchange.cumulative is not None:
+            sequences = sum(request.sequences for request in exchange.requests)
+            self._parts = Parts(exchange.cumulative, writer, sequences)
+        self._started = self._closed = self._aborted = self._formatting = False
+
+    async def submit(self) -> None:
+        """Give its prompts to the engine.
+
+        Raises:
+            RequestError: one of them is refused; those before it have to be cancelled.
+        """
+        requests, engine = self._exchange.requests, self._desk.engine
+        sequences = sum(request.sequences_in_engine for request in requests)
+        self._desk.admit(sequences)
+        self._held = sequences
+        for index, request in enumerate(requests):
+            if index % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
+                await asyncio.sleep(0)
+            generation = await engine.submit(request, _Prompt(self, index))
+            self._generations.append(generation)
+            if self._aborted:
+                generation.abort()
+            if self._closed:  # an earlier prompt of this call has failed meanwhile
+                generation.cancel()
+                return
+        if self._exchange.comment and not self._closed:
+            self._begin()
+            self._keep_alive = KeepAlive(self._exchange.comment, self._writer.write)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the reply has begun as a stream."""
+        return self._started
+
+    @property
+    def answered(self) -> bool:
+        """Whether the reply is complete."""
+        return self._closed
+
+    def deliver(self, prompt: int, delta: TokenDelta) -> None:
+        """Take what a prompt's engine has made."""
+        if self._closed:
+            return
+        if self._exchange.cumulative is not None and self._parts is not None:
+            self._add(self._exchange.cumulative.add(prompt, delta), self._parts, prompt, delta)
+        elif self._thread is None:
+            try:
+                data = self._answer.feed(prompt, delta)
+            except RequestError as error:
+                self.fail(error)
+                return
+            self._send(prompt, delta, data)
+        else:
+            self._unformatted.append((prompt, delta))
+            self._have_formatted(self._thread)
+
+    def _add(self, changed: bool, parts: Parts, prompt: int, delta: TokenDelta) -> None:
+        """A cumulative answer has taken a delta."""
+        if delta.last:
+            self._ended(prompt)
+        if self._open == 0:
+            self._finish(parts.last(changed=changed))
+        elif changed:
+            self._begin()
+            parts.due()
+
+    def _have_formatted(self, thread: FormatterThread) -> None:
+        """One job at a time, so that a formatter that lags finds all that has come meanwhile."""
+        if not self._formatting and self._unformatted and not self._closed:
+            self._formatting = True
+            thread.submit(self._format, partial(self._formatted, thread))
+
+    def _format(self) -> _Formatted:
+        """On the formatters' thread: all that has come meanwhile; nothing for a client that has gone."""
+        done: list[tuple[int, TokenDelta, bytes]] = []
+        while self._unformatted and not self._closed and len(done) < _FORMATTED_PER_JOB:
+            prompt, delta = self._unformatted[0]
+            try:
+                done.append((prompt, delta, self._answer.feed(prompt, delta)))
+            except Exception as error:
+                return done, error
+            self._unformatted.popleft()
+        return done, None
+
+    def _formatted(self, thread: FormatterThread, outcome: _Formatted | BaseException) -> None:
+        self._formatting = False
+        done, error = ([], outcome) if isinstance(outcome, BaseException) else outcome
+        for prompt, delta, data in done:
+            self._send(prompt, delta, data)
+        if error is not None:
+            self.fail(error if isinstance(error, RequestError) else GenerationFailed(f"internal error: {error}"))
+        self._have_formatted(thread)
+
+    def _send(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
+        if self._closed:
+            return
+        if delta.last:
+            self._ended(prompt)
+        if self._open == 0:
+            self._finish(data)
+        elif data:
+            self._begin()
+            if self._keep_alive is not None:
+                self._keep_alive.spoken = True
+            self._writer.write(data)
+
+    def _ended(self, prompt: int) -> None:
+        self._open -= 1
+        self._release(self._exchange.requests[prompt].sequences_in_engine)
+
+    def _begin(self) -> None:
+        if not self._started:
+            self._started = True
+            self._writer.start(200, self._answer.content_type, self._answer.headers)
+
+    def _finish(self, data: bytes) -> None:
+        self._close(failed=False)
+        if self._started:
+            self._writer.end(data)
+        else:
+            self._writer.reply(Reply(200, self._answer.content_type, data, self._answer.headers))
+
+    def _close(self, *, failed: bool) -> None:
+        self._forget()
+        self._desk.engine.meter.calls.count(time.monotonic() - self._begun_at, failed=failed)
+
+    def abort(self) -> None:
+        """Stop generating: every sequence that has not ended ends with what there is of it."""
+        self._aborted = True
+        for generation in list(self._generations):
+            generation.abort()
+
+    def fail(self, error: RequestError) -> None:
+        """End the whole call with an error."""
+        if self._closed:
+            return
+        self._close(failed=True)
+        self.cancel()
+        if self._started:
+            self._writer.end(self._answer.fail_midway(error))
+        else:
+            self._writer.reply(self._answer.fail(error))
+
+    def _forget(self) -> None:
+        self._closed = True
+        self._desk.forget(self._request_id, self)
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+        if self._parts is not None:
+            self._parts.stop()
+
+    def cancel(self) -> None:
+        """See `Running.cancel`."""
+        self._forget()
+        self._release(self._held)
+        for generation in self._generations:
+            generation.cancel()
+        self._generations.clear()
+
+    def _release(self, sequences: int) -> None:
+        self._held -= sequences
+        self._desk.open_sequences -= sequences
+
+
+class _Prompt:
+    """The sink for one prompt of a call."""
+
+    __slots__ = ("_delivery", "_index")
+
+    def __init__(self, delivery: Delivery, index: int) -> None:
+        self._delivery, self._index = delivery, index
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self._delivery.deliver(self._index, delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self._delivery.fail(error)
 
 
 class EngineHandler:

@@ -10,30 +10,27 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from handlers.adapter_formatters import AdapterFormatters, AdapterInvocations
 from handlers.adapters import AdapterHost, AdapterRegistry
+from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.lmi.formatters import FormatterContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
-from handlers.custom_handler import CustomHandler
-from handlers.engine_adapters import EngineAdapterHost
-from handlers.engine_choice import begin_import, choose_engine, engine_factory, is_vllm
+from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
 from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
-from handlers.families import FAMILIES
-from handlers.formatter_thread import FormatterThread
-from handlers.formatters import Formatters, add_packages, load_formatters
+from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import InvocationsHandler
-from handlers.model_imports import ModelImports
+from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.reply import Handler
 from handlers.sessions import Sessions, load_sessions
-from handlers.startup_times import StartupTimes
+from handlers.workers.custom_handler import CustomHandler
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The settings of one model, as the handlers see them: typed, validated, defaults filled in.
 
-`container.settings` makes them from serving.properties and the environment.
+`container.settings.load` makes them from serving.properties and the environment.
 """
 
 from __future__ import annotations

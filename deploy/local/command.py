@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -10,13 +12,58 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from container import cli, logs
-from deploy.local.container_process import ContainerProcess
+from container.server import http_server, listen
+from deploy.local.container import ContainerProcess
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.parameters import ENDPOINT_NAME
+from deploy.local.runtime import RuntimeApi
 from deploy.local.settings import MEBIBYTE, LocalSettings
 
 if TYPE_CHECKING:
     from container.app import Mount
+
+logger = logging.getLogger(__name__)
+
+
+async def run(settings: LocalSettings, host: str, port: int, child: ContainerProcess | None) -> int:
+    """Serve until told to stop, or until the container that was started ends.
+
+    Returns:
+        The exit code: the container's, or 0 where it is none of ours.
+    """
+    try:
+        listener = listen(host, port)
+    except SystemExit:
+        if child is not None:
+            child.stop()
+            await child.wait()
+        raise
+    api = RuntimeApi(settings, whole_container=True)
+    server = http_server(api)
+    watching = asyncio.create_task(child.wait()) if child is not None else None
+
+    def on_signal(number: int) -> None:
+        logger.info("%s: stopping", signal.Signals(number).name)
+        if child is None:
+            server.should_exit = True
+        else:
+            child.stop()  # what it still streams goes through us, so we end after it
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    if watching is not None:
+        watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    with listener:
+        await server.serve([listener])
+    await api.close()
+    if watching is None:
+        return 0
+    code = await watching
+    if code:
+        logger.error("the container ended with exit code %d", code)
+    return code
+
 
 _DEFAULT_NAME = "my-endpoint"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
@@ -105,8 +152,6 @@ def local(
     """Serve SageMaker's runtime API on this machine, in front of a container."""
     import uvloop
 
-    from deploy.local import server
-
     if container is not None and (model_dir is not None or model_name is not None):
         raise typer.BadParameter(
             "has a model already; leave --model-dir and --model-name out", param_hint="--container"
@@ -133,7 +178,7 @@ def local(
         **named,
     )
     typer.echo(_how_to_reach(_url(host, port), names))
-    sys.exit(uvloop.run(server.serve(settings, host, port, child)))
+    sys.exit(uvloop.run(run(settings, host, port, child)))
 
 
 def _mount(settings: LocalSettings) -> Mount:

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from struct import pack
+from typing import Any, Literal
+from zlib import crc32
 
 import httpx
 
-from container.http_protocol import BREAK_OFF
-from deploy.local import event_stream
-from deploy.local.container_client import (
-    ContainerBroken,
-    ContainerBusy,
-    ContainerClient,
-    ContainerUnreachable,
-    read_up_to,
-)
+from container.http.protocol import BREAK_OFF
+from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable, read_up_to
 from deploy.local.endpoints import Endpoints
 from deploy.local.errors import (
     RuntimeApiError,
@@ -34,10 +30,153 @@ from deploy.local.errors import (
     service_unavailable,
 )
 from deploy.local.parameters import Headers, Parameters, reply_headers
-from deploy.local.readiness import Readiness
 from deploy.local.settings import LocalSettings
 
 logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "application/vnd.amazon.eventstream"
+
+StreamErrorCode = Literal["ModelInvocationTimeExceeded", "StreamBroken"]
+
+_STRING = 7
+_MAX_NAME, _MAX_VALUE = 255, 65535
+
+
+def encode_headers(headers: Sequence[tuple[str, str]]) -> bytes:
+    """The headers part of a message; every value is a string.
+
+    Raises:
+        ValueError: a name has no or more than 255 bytes, or a value more than 65535.
+    """
+    parts = []
+    for name, value in headers:
+        raw_name, raw_value = name.encode(), value.encode()
+        if not 0 < len(raw_name) <= _MAX_NAME:
+            raise ValueError(f"a header's name has {len(raw_name)} bytes; 1 to {_MAX_NAME} are allowed")
+        if len(raw_value) > _MAX_VALUE:
+            raise ValueError(f"header {name} has {len(raw_value)} bytes; at most {_MAX_VALUE} are allowed")
+        parts.append(pack(">B", len(raw_name)) + raw_name + pack(">BH", _STRING, len(raw_value)) + raw_value)
+    return b"".join(parts)
+
+
+def encode_message(headers: bytes, payload: bytes) -> bytes:
+    """A message with headers that `encode_headers` made."""
+    prelude = pack(">II", 16 + len(headers) + len(payload), len(headers))
+    head = prelude + pack(">I", crc32(prelude)) + headers
+    return b"".join((head, payload, pack(">I", crc32(payload, crc32(head)))))
+
+
+_PAYLOAD_PART = encode_headers(
+    (
+        (":event-type", "PayloadPart"),
+        (":content-type", "application/octet-stream"),
+        (":message-type", "event"),
+    )
+)
+
+
+def payload_part(data: bytes) -> bytes:
+    """A piece of the model's reply."""
+    return encode_message(_PAYLOAD_PART, data)
+
+
+def model_stream_error(message: str, code: StreamErrorCode) -> bytes:
+    """The model failed after the first byte; nothing comes after this message."""
+    return _exception("ModelStreamError", {"ErrorCode": code, "Message": message})
+
+
+def internal_stream_failure(message: str) -> bytes:
+    """The platform failed after the first byte; nothing comes after this message."""
+    return _exception("InternalStreamFailure", {"Message": message})
+
+
+def _exception(name: str, document: dict[str, str]) -> bytes:
+    headers = encode_headers(
+        (
+            (":exception-type", name),
+            (":content-type", "application/json"),
+            (":message-type", "exception"),
+        )
+    )
+    return encode_message(headers, json.dumps(document).encode())
+
+
+_PING_SECONDS = 2.0
+_REGISTER_SECONDS = 60.0
+_MAX_ANSWER = 65536
+_CONFLICT = 409
+_LOADING = frozenset({207, 503})
+"""What containers answer while a model loads; any other failure is the model's own, and a call will show it."""
+
+
+class Readiness:
+    """Remembers that a container has come into service, so that calls do not ask for it each time."""
+
+    def __init__(self, container: ContainerClient, adapters: Mapping[str, str]) -> None:
+        """`adapters`: name and source of those that the container is to load; see `POST /adapters`."""
+        self._container = container
+        self._adapters = {name: source for name, source in adapters.items() if source}
+        self._in_service = False
+        self._asking = asyncio.Lock()
+
+    async def check(self, endpoint: str) -> None:
+        """Let a call pass, or not.
+
+        Raises:
+            RuntimeApiError: ModelNotReadyException, the model is still loading.
+            ContainerUnreachable, ContainerBroken, ContainerBusy: there is no asking.
+        """
+        if self._in_service:
+            return
+        async with self._asking:
+            if self._in_service:
+                return
+            try:
+                async with (
+                    asyncio.timeout(_PING_SECONDS),
+                    self._container.request("GET", "/ping", (), b"") as response,
+                ):
+                    status = response.status_code
+                    await read_up_to(response, _MAX_ANSWER)  # so that the connection can serve the call
+            except TimeoutError:
+                raise model_not_ready(endpoint) from None
+            if status in _LOADING:
+                raise model_not_ready(endpoint)
+            if status == 200:
+                for name, source in self._adapters.items():
+                    await self._register(name, source)
+                self._in_service = True
+
+    def lost(self) -> None:
+        """The container could not be reached, or serve: it may be starting again, and then has no adapters yet."""
+        self._in_service = False
+
+    async def _register(self, name: str, source: str) -> None:
+        """Have an adapter loaded. A failure is logged: calls for the adapter get the container's own error."""
+        body = json.dumps({"name": name, "src": source}).encode()
+        headers = [("content-type", "application/json")]
+        try:
+            async with (
+                asyncio.timeout(_REGISTER_SECONDS),
+                self._container.request("POST", "/adapters", headers, body) as response,
+            ):
+                answer = await read_up_to(response, _MAX_ANSWER) or b""
+        except TimeoutError:
+            logger.error("adapter %s: the container did not load it within %g s", name, _REGISTER_SECONDS)
+            return
+        if response.status_code == _CONFLICT:
+            # As a rule it has the adapter from an earlier time; if not, calls for it show what else is wrong.
+            logger.info("adapter %s: %s", name, answer[:500].decode(errors="replace"))
+        elif response.is_success:
+            logger.info("adapter %s is registered, from %s", name, source)
+        else:
+            logger.error(
+                "adapter %s: POST /adapters answered %d: %s",
+                name,
+                response.status_code,
+                answer[:500].decode(errors="replace"),
+            )
+
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -123,7 +262,7 @@ class Invoker:
         except TimeoutError:
             if not begun:
                 raise model_timed_out(invocation.endpoint) from None
-            last = event_stream.model_stream_error(
+            last = model_stream_error(
                 f"The model did not finish its response within {self._settings.stream_timeout:g} seconds.",
                 "ModelInvocationTimeExceeded",
             )
@@ -131,14 +270,14 @@ class Invoker:
             if not begun:
                 raise self._broken(invocation, error) from error
             logger.warning("endpoint %s: the container broke a stream off: %s", invocation.endpoint, error)
-            last = event_stream.model_stream_error(
+            last = model_stream_error(
                 "The connection between the endpoint and the model was reset or closed.", "StreamBroken"
             )
         except Exception:
             if not begun:
                 raise
             logger.exception("endpoint %s: internal error in the middle of a stream", invocation.endpoint)
-            last = event_stream.internal_stream_failure(internal_failure().message)
+            last = internal_stream_failure(internal_failure().message)
         try:
             async with asyncio.timeout(_LAST_WORD_SECONDS if last else None):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -197,9 +336,9 @@ def break_off_of(scope: MutableMapping[str, Any]) -> Callable[[], None]:
 
 
 def _start(common: Headers, headers: Headers) -> MutableMapping[str, Any]:
-    framing = (b"content-type", event_stream.CONTENT_TYPE.encode())
+    framing = (b"content-type", CONTENT_TYPE.encode())
     return {"type": "http.response.start", "status": 200, "headers": [framing, *common, *headers]}
 
 
 def _part(data: bytes) -> MutableMapping[str, Any]:
-    return {"type": "http.response.body", "body": event_stream.payload_part(data), "more_body": True}
+    return {"type": "http.response.body", "body": payload_part(data), "more_body": True}

@@ -5,22 +5,142 @@ Signatures and credentials are not looked at. Source: contracts/sagemaker_hostin
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from typing import Any
 
-from deploy.local.asgi import ClientGone, Receive, Scope, Send, read_body, send_reply, unless_gone
-from deploy.local.async_invocations import MAX_INLINE_BODY, AsyncInvocations
-from deploy.local.async_stores import output_store
-from deploy.local.container_client import ContainerBroken, ContainerClient
-from deploy.local.errors import RuntimeApiError, internal_failure, unknown_operation, validation_error
+from container.http.endpoint import bounded_body
+from container.settings.load import ServerSettings
+from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations, output_store
+from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable
+from deploy.local.errors import (
+    RuntimeApiError,
+    internal_failure,
+    payload_timed_out,
+    payload_too_large,
+    unknown_operation,
+    validation_error,
+)
 from deploy.local.invocation import Invocation, Invoker, break_off_of
 from deploy.local.parameters import Api, Headers, read_parameters
-from deploy.local.passthrough import Passthrough
 from deploy.local.settings import LocalSettings
 
 logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+READ_SECONDS = ServerSettings().request_read_timeout
+"""That a client may send nothing in the middle of a body: as many as a container allows."""
+
+
+class ClientGone(Exception):
+    """The client left before its request was complete."""
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
+    """A request's whole body.
+
+    Raises:
+        RuntimeApiError: ValidationError with status 413, it has more than `limit` bytes; with 408, it does not go on.
+        ClientGone: the client went away while it sent it.
+    """
+    body = await bounded_body(headers, receive, limit, READ_SECONDS, payload_too_large, payload_timed_out)
+    if body is None:
+        raise ClientGone
+    return body
+
+
+async def unless_gone(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:
+    """Run `answering` to its end, or cancel it as soon as the client has left."""
+    answer = asyncio.create_task(answering)
+    gone = asyncio.create_task(_closed(receive))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished = answer.done()
+        answer.cancel()
+        gone.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
+    if finished:
+        answer.result()
+
+
+async def _closed(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    """Send a reply with its length."""
+    framing = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [framing, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+MAX_BODY = ServerSettings().max_request_size
+"""Bytes of a request, as many as the container takes unless told otherwise."""
+
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+)
+_NOT_SENT = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"authorization"}
+"""`Authorization`: on the platform it is spent on the way; the container asks for none."""
+
+
+class Passthrough:
+    """A plain proxy in front of the container."""
+
+    def __init__(self, container: ContainerClient) -> None:
+        self._container = container
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, raw_path: bytes | None = None) -> None:
+        """Serve a request; `raw_path` takes the place of its own.
+
+        Raises:
+            RuntimeApiError: ValidationError with status 413, the body is too large.
+            ClientGone: the client went away while it sent it.
+        """
+        body = await read_body(dict(scope["headers"]), receive, MAX_BODY)
+        path: bytes = scope["raw_path"] if raw_path is None else raw_path
+        query: bytes = scope["query_string"]
+        target = (path + b"?" + query if query else path).decode("ascii", "replace")
+        await unless_gone(receive, self._forward(scope, target, body, send))
+
+    async def _forward(self, scope: Scope, target: str, body: bytes, send: Send) -> None:
+        headers = [(name.decode(), value.decode("latin-1")) for name, value in _without(scope["headers"], _NOT_SENT)]
+        begun = False
+        try:
+            async with self._container.request(scope["method"], target, headers, body) as response:
+                kept = _without(response.headers.raw, _HOP_BY_HOP)
+                await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
+                begun = True
+                async for piece in response.aiter_raw():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except (ContainerUnreachable, ContainerBusy) as error:
+            await _bad_gateway(send, 503, f"the container cannot be reached: {error}\n")
+        except ContainerBroken as error:
+            if begun:
+                raise  # the connection is all that can tell the client now: the server drops it
+            await _bad_gateway(send, 502, f"the container broke the connection off: {error}\n")
+
+
+def _without(headers: Iterable[tuple[bytes, bytes]], names: frozenset[bytes]) -> Headers:
+    lowered = ((name.lower(), value) for name, value in headers)
+    return [(name, value) for name, value in lowered if name not in names]
+
+
+async def _bad_gateway(send: Send, status: int, text: str) -> None:
+    await send_reply(send, status, [(b"content-type", b"text/plain; charset=utf-8")], text.encode())
+
 
 PREFIX = "/endpoints/"
 

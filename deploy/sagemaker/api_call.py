@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from container.masking import masked
+from container.settings.properties import masked
 
 _MAPS_OF_VARIABLES = frozenset({"Environment"})
 

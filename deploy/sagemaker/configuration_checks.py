@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from container.aliases import ALIASES, VLLM_PREFIX
-from container.option_parsers import TRUE
+from container.settings.aliases import ALIASES, VLLM_PREFIX
+from container.settings.parsers import TRUE
 from deploy.sagemaker import cuda, images, instances
 from deploy.sagemaker.configuration import Configuration, Rollout
 from deploy.sagemaker.naming import LONGEST_SAGEMAKER_NAME, adapter_component

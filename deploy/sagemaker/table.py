@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from container.masking import quoted
+from container.settings.properties import quoted
 
 
 class Table:

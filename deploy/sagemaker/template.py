@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from container.masking import masked
+from container.settings.properties import masked
 from deploy.sagemaker.api_call import Reference
 from deploy.sagemaker.autoscaling import (
     alarm_description,

@@ -1,6 +1,6 @@
 """What a family of clients is: its routes, declared in the file of its wire contract, and its own error bodies.
 
-The registration of all families is `handlers.families`; `container` makes an HTTP endpoint of each route.
+The registration of all families is `handlers.contracts.families`; `container` makes an HTTP endpoint of each route.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from handlers.adapters import Adapter
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import Token
+
+
+def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
+    """The object, byte for byte. `kind`: such as "BadRequestError"."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
+
 
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
 """What routes of all families say of a model that no engine of ours runs."""
@@ -41,7 +49,7 @@ class SchedulerStatus(Protocol):
 class Texts(Protocol):
     """A model's tokenizer as contracts use it; may be called on the event loop and in threads at a time.
 
-    Whatever the tokenizer raises passes through. See `handlers.engines.model_texts.ModelTexts`.
+    Whatever the tokenizer raises passes through. See `handlers.engines.texts.ModelTexts`.
     """
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from handlers.errors import RequestError
 from handlers.request import GenerationRequest, TokenDelta
 
@@ -120,3 +121,11 @@ class Contract(Protocol):
 
     def refusal(self, error: RequestError) -> Reply:
         """The reply to a call that could not be read to its end."""
+
+
+_HEADER = SAGEMAKER_ADAPTER_IDENTIFIER_HEADER.lower()
+
+
+def adapter_header(call: Call) -> str | None:
+    """What the header names; None if there is none. The last of several counts; an empty one is the model itself."""
+    return next((value.strip() for name, value in reversed(call.headers) if name.lower() == _HEADER), None)

@@ -1,21 +1,51 @@
-"""What an engine is, to everything outside `handlers.engines`.
-
-Engines push: a delta is handed to the request's `Sink` from within the engine's own output loop, so that a streamed
-token costs no task switch and no queue. `handlers.engines.stream.generate` turns that into an async iterator where
-speed does not matter.
-"""
+"""Pulling from an engine that pushes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from handlers.engines.model_texts import ModelTexts
+from handlers.engines.texts import ModelTexts
 from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
+
+_LONGEST_LOOK = 2.0
+"""Seconds between two looks that count at most: time in which this process itself stood still is not the engine's."""
+
+
+class Progress:
+    """The signs of life of one engine. For the event loop."""
+
+    __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._looked_at = clock, clock()
+        self.mark = 0.0
+        """What the last look saw; another value means that the engine has moved meanwhile."""
+        self.quiet_seconds = 0.0
+        """For how long there has been work without any sign of life since the last one.
+
+        Time without work does not count, and does not make up for any either: work that was given up, by its clients or
+        for its time limit, is no sign of life.
+        """
+
+    def look(self, busy: bool, mark: float) -> None:
+        """Take note of the engine.
+
+        `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
+        """
+        now = self._clock()
+        passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
+        if mark != self.mark:
+            self.quiet_seconds = 0.0
+        elif busy:
+            self.quiet_seconds += passed
+        self.mark = mark
 
 
 class Sink(Protocol):
@@ -49,7 +79,7 @@ class EngineHealth:
     alive: bool
     reason: str = ""
     quiet_seconds: float = 0.0
-    """For how long there has been work without any sign of life (`handlers.engines.progress`)."""
+    """For how long there has been work without any sign of life (`handlers.engines.protocol`)."""
     mark: float = 0.0
     """Changes with signs of life."""
 
@@ -171,3 +201,40 @@ class EngineStartError(Exception):
 
 class EngineOutOfMemory(EngineStartError):
     """There is not enough memory for the model, on the device or in the machine."""
+
+
+class _Queue:
+    """Keeps what the engine pushes until the consumer comes; bounded by the request's own limit on new tokens."""
+
+    def __init__(self) -> None:
+        self._deltas: asyncio.Queue[TokenDelta | RequestError] = asyncio.Queue()
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self._deltas.put_nowait(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self._deltas.put_nowait(error)
+
+    async def get(self) -> TokenDelta:
+        item = await self._deltas.get()
+        if isinstance(item, RequestError):
+            raise item
+        return item
+
+
+async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    """Yield the answer's deltas; closing the iterator cancels the request.
+
+    Raises:
+        RequestError: the request was refused or has failed.
+    """
+    queue = _Queue()
+    generation = await engine.submit(request, queue)
+    try:
+        while True:
+            delta = await queue.get()
+            yield delta
+            if delta.last:
+                return
+    finally:
+        generation.cancel()

@@ -8,20 +8,124 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 
 from handlers.contracts.lmi.errors import front_end_reply
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
-from handlers.workers.devices import Devices, on_device
-from handlers.workers.job import Job, Lane
-from handlers.workers.pool_settings import PoolSettings
-from handlers.workers.pool_status import PoolStatus, WorkerStatus
-from handlers.workers.queue import JobQueue
+from handlers.workers.job import Job, JobQueue, Lane
 from handlers.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger("handlers.workers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Numbers of workers and of calls."""
+
+    min_workers: int
+    max_workers: int
+    queue_size: int
+    """Calls that may wait while every worker is busy."""
+    scale_up_above: int
+    """More calls than these in the queue start another worker."""
+    retry_threshold: int
+    """So many crashes, hangs and failed restarts are survived."""
+    max_idle_time: float
+    """Seconds."""
+    overload_status: int
+    unavailable_status: int
+    devices: tuple[str, ...] = ()
+    """Those of a worker each; without any, the CPU."""
+    parallel_loading: bool = False
+    """Workers load at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker."""
+
+    id: int
+    state: str
+    """STARTING, READY, STOPPING or ENDED."""
+    pid: int | None
+    started: float
+    """Seconds since the epoch."""
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """All workers of a model."""
+
+    workers: tuple[WorkerStatus, ...]
+    min_workers: int
+    max_workers: int
+    queue_length: int
+    """Calls that wait."""
+    queue_size: int
+    failures: int
+    """Crashes, hangs and failed restarts since the start."""
+    failed: str
+    """Why the model counts as failed; empty while it does not."""
+
+    @property
+    def busy(self) -> int:
+        """Workers that have a call."""
+        return sum(worker.busy for worker in self.workers)
+
+    @property
+    def ready(self) -> int:
+        """Workers that can serve."""
+        return sum(worker.state == "READY" for worker in self.workers)
+
+
+NO_DEVICE = "-1"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Devices:
+    """Hands out devices so that none has many more workers than another."""
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        """`groups`: the devices of a worker each, such as "0", or "0,1" for one that takes several; "-1" is the CPU."""
+        self._groups = tuple(groups) or (NO_DEVICE,)
+        self._workers: Counter[str] = Counter()
+
+    def take(self) -> str:
+        """The group with the fewest workers, the first of several."""
+        group = min(self._groups, key=lambda one: self._workers[one])
+        self._workers[group] += 1
+        return group
+
+    def give_back(self, group: str) -> None:
+        """A worker has ended."""
+        self._workers[group] -= 1
+
+
+def on_device(plan: WorkerPlan, group: str) -> WorkerPlan:
+    """The plan for a worker on these devices: it is told its `device_id`, and of several it sees no others."""
+    several = "," in group
+    environment = plan.process.environment
+    if several:
+        environment = {**environment, _VISIBLE: _of_visible(group, environment.get(_VISIBLE))}
+    standing = (*plan.order.standing_properties, ("device_id", "0" if several else group))
+    return replace(
+        plan,
+        process=replace(plan.process, environment=environment),
+        order=replace(plan.order, standing_properties=standing),
+    )
+
+
+def _of_visible(group: str, visible: str | None) -> str:
+    """The group in the driver's own terms: its numbers count what this process sees."""
+    if visible is None:
+        return group
+    names = [name.strip() for name in visible.split(",")]
+    return ",".join(names[int(index)] for index in group.split(","))
+
 
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 30.0

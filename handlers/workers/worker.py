@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, cast
 
+import djl_python
 from handlers.engines.protocol import EngineStartError
-from handlers.workers.connection import Connection
-from handlers.workers.process import ProcessPlan, WorkerProcess
-from handlers.workers.runtime.frames import Frame, Kind, encode_credit
+from handlers.workers import runtime
+from handlers.workers.runtime.frames import Frame, FrameError, FrameReader, Kind, encode_credit, encode_frame
 from handlers.workers.runtime.messages import (
     InputMessage,
     LoadOrder,
@@ -26,6 +30,234 @@ from handlers.workers.runtime.messages import (
 )
 
 logger = logging.getLogger("handlers.workers")
+
+_MAX_LINE = 32 * 1024
+"""Bytes after which a line without an end is logged as it is."""
+
+
+class LogRelay(asyncio.Protocol):
+    """Logs the lines of one pipe. It always reads on, so that printing never blocks the worker for good."""
+
+    def __init__(self, worker: str, tail: deque[str]) -> None:
+        self._worker = worker
+        self._tail = tail
+        self._rest = b""
+        self._transport: asyncio.BaseTransport | None = None
+        self.closed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._log(line)
+        while len(self._rest) > _MAX_LINE:
+            self._log(self._rest[:_MAX_LINE])
+            self._rest = self._rest[_MAX_LINE:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        if self._rest:
+            self._log(self._rest)
+            self._rest = b""
+        self.closed.set()
+
+    async def finish(self, patience: float) -> None:
+        """Close the pipe, once all is read or after `patience` seconds."""
+        try:
+            await asyncio.wait_for(self.closed.wait(), patience)
+        except TimeoutError:  # a process that has left the group still holds it
+            cast(asyncio.BaseTransport, self._transport).close()
+            await self.closed.wait()
+
+    def _log(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        self._tail.append(text)
+        logger.info("%s: %s", self._worker, text, extra={"worker": self._worker})
+
+
+class FrameSink(Protocol):
+    """Takes what a connection brings."""
+
+    def on_frame(self, frame: Frame) -> None:
+        """A frame has come."""
+
+    def on_closed(self, problem: str) -> None:
+        """Nothing more comes; `problem` says what was wrong with what came, if anything."""
+
+
+class Connection(asyncio.Protocol):
+    """Frames over a socket, without a task or a queue between."""
+
+    def __init__(self, sink: FrameSink) -> None:
+        self._sink = sink
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._closed = False
+
+    @classmethod
+    async def open(cls, sock: socket.socket, sink: FrameSink) -> Connection:
+        """Begin to read."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(lambda: cls(sink), sock=sock)
+        return connection
+
+    def send(self, kind: Kind, call: int = 0, body: bytes = b"") -> None:
+        """Send a frame; dropped if the worker has gone, which the sink is told of."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(kind, call, body))
+
+    def close(self) -> None:
+        """Close it at once. A worker takes that as the end of the server, and ends."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop."""
+        if self._closed:
+            return
+        try:
+            for frame in self._reader.feed(data):
+                self._sink.on_frame(frame)
+        except FrameError as error:
+            self._end(f"sent something that is no frame: {error}")
+
+    def eof_received(self) -> bool:
+        """Called by the event loop. The other direction stays open, lest a worker that shuts down be cut short."""
+        self._end("")
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._end("")
+
+    def _end(self, problem: str) -> None:
+        if not self._closed:
+            self._closed = True
+            self._sink.on_closed(problem)
+
+
+_TAIL_LINES = 20
+_REAPINGS, _REAPING_SECONDS = 100, 0.02
+_PIPE_PATIENCE = 0.5
+"""Seconds that the rest of the output may take after the process has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """How to start a worker."""
+
+    python: str
+    directory: Path
+    environment: Mapping[str, str]
+
+
+class WorkerProcess:
+    """A started process; made by `spawn`."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, sock: socket.socket, relays: list[LogRelay], tail: deque[str]
+    ) -> None:
+        self._process = process
+        self._relays = relays
+        self.socket = sock
+        self.pid = process.pid
+        self.tail = tail
+        """The last lines that it printed."""
+
+    @classmethod
+    async def spawn(cls, plan: ProcessPlan, name: str) -> WorkerProcess:
+        """Start a process.
+
+        The event loop's own thread does it: the kernel ends a worker when the thread that started it ends.
+
+        Raises:
+            OSError: the interpreter cannot be run.
+        """
+        ours, theirs = socket.socketpair()
+        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        relays: list[LogRelay] = []
+        writers: list[int] = []
+        try:
+            for _ in ("stdout", "stderr"):
+                relay, writer = await _relay(name, tail)
+                relays.append(relay)
+                writers.append(writer)
+            arguments = (_script(), str(theirs.fileno()), str(os.getpid()), _folder_of_sdk())
+            process = await asyncio.create_subprocess_exec(
+                *(plan.python, "-u", "-X", "faulthandler", *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writers[0],
+                stderr=writers[1],
+                cwd=plan.directory,
+                env=dict(plan.environment),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            _close(theirs, writers)
+            for relay in relays:
+                await relay.finish(_PIPE_PATIENCE)
+            raise
+        _close(theirs, writers)
+        return cls(process, ours, relays, tail)
+
+    async def wait(self) -> str:
+        """Wait for the end; returns how it came about, as the end of a sentence."""
+        code = await self._process.wait()
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to all that it started and that stayed in its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    async def reap_orphans(self) -> None:
+        """Wait for what the ended process has left behind, which is ours where this is a container's first process.
+
+        Nobody else would, and each would stay as a zombie. The group has been sent SIGKILL before.
+        """
+        with contextlib.suppress(ChildProcessError):  # there is nothing of ours
+            for _ in range(_REAPINGS):
+                if os.waitpid(-self.pid, os.WNOHANG)[0] == 0:  # noqa: ASYNC222 - it does not wait
+                    await asyncio.sleep(_REAPING_SECONDS)
+
+    async def finish_output(self) -> None:
+        """Log what it printed last, and close the pipes."""
+        for relay in self._relays:
+            await relay.finish(_PIPE_PATIENCE)
+
+
+async def _relay(name: str, tail: deque[str]) -> tuple[LogRelay, int]:
+    relay = LogRelay(name, tail)
+    reader, writer = os.pipe()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: relay, os.fdopen(reader, "rb", 0))
+    return relay, writer
+
+
+def _close(sock: socket.socket, descriptors: list[int]) -> None:
+    sock.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _script() -> str:
+    return str(Path(runtime.__path__[0]) / "launch.py")
+
+
+def _folder_of_sdk() -> str:
+    return str(Path(djl_python.__path__[0]).absolute())
+
 
 _EXIT_PATIENCE = 1.0
 """Seconds from a worker's last word to its end."""

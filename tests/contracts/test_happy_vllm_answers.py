@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM
-from handlers.contracts.happy_vllm.generate import HappyVllmContract
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.errors import (
     BodyTooLarge,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.contracts.happy_vllm.generate import HappyVllmContract
+from handlers.contracts.happy_vllm.family import HappyVllmContract
 from handlers.contracts.happy_vllm.request import read_generation
 from handlers.contracts.protocol import ContractError
 from handlers.request import Constraint, GenerationRequest, SamplingParameters

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from handlers.contracts.family import ModelView, Tells
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM
-from handlers.contracts.happy_vllm.text import ids_inside
+from handlers.contracts.happy_vllm.tokens import ids_inside
 from handlers.contracts.protocol import ContractError, Reply
-from handlers.engines.model_texts import ModelTexts
-from handlers.engines.token_text import split_text as text_of_tokens
+from handlers.engines.texts import ModelTexts
+from handlers.engines.texts import split_text as text_of_tokens
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.model_settings import HandlerSettings
 from handlers.request import Token

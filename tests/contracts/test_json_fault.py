@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.json_fault import json_fault
+from handlers.contracts.json_fields import json_fault
 from handlers.contracts.lmi.body import BodyError, decode
 
 LONE = '{"inputs": "\\ud800"}'

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from handlers.adapters import Adapter, AdapterOrder
 from handlers.contracts.lmi import adapters
-from handlers.contracts.lmi.adapter_choice import adapters_of, named_adapter
-from handlers.contracts.openai import adapters as vllm
+from handlers.contracts.lmi.adapters import adapters_of, named_adapter
+from handlers.contracts.openai import family as vllm
 from handlers.contracts.protocol import Call
 from handlers.errors import (
     AdapterConflict,

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi.asynchronous_openai import AsyncShape
-from handlers.contracts.lmi.chat import LmiChatShape
-from handlers.contracts.lmi.openai_shape import Shape, events, is_error
+from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, events, is_error
 from handlers.contracts.protocol import Reply
 
 CHAT = (

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi.input import input_of, priority_of
+from handlers.contracts.lmi.body import input_of, priority_of
 from handlers.contracts.protocol import Call, ContractError
-from handlers.workers.response_headers import response_headers
+from handlers.workers.reply import response_headers
 
 FORM = "application/x-www-form-urlencoded"
 

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.lmi import management
-from handlers.contracts.lmi.management import Described, Listed, WorkerShown
-from handlers.contracts.lmi.management_request import Registration, read_page, read_registration, read_scale
+from handlers.contracts.lmi.management import (
+    Described,
+    Listed,
+    Registration,
+    WorkerShown,
+    read_page,
+    read_registration,
+    read_scale,
+)
 from handlers.contracts.protocol import Call, ContractError, Reply
 
 A = Listed("a", None, "/opt/models/a", "READY")

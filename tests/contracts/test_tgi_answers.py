@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Reply
+from handlers.contracts.tgi.answer import single
 from handlers.contracts.tgi.errors import Incomplete, refuse
-from handlers.contracts.tgi.single_precision import single
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import END, TURN, parse

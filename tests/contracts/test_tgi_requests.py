@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Exchange, Reply
-from handlers.contracts.tgi.body import Parameters
 from handlers.contracts.tgi.family import TGI
+from handlers.contracts.tgi.request import Parameters
 from handlers.errors import (
     BodyTooLarge,
     ContextExceeded,

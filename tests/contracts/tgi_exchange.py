@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.tgi.family import TGI
-from handlers.engines.model_texts import ModelTexts
+from handlers.engines.texts import ModelTexts
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token
 from tests.contracts.exchange import MODEL

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from container.devices import gpu_count
-from container.sample_model import prepare
+from container.sources.sample_model import prepare
 
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from container.sample_model import prepare
+from container.sources.sample_model import prepare
 from tests.image.building import CannotBuild, build
 from tests.image.engine import Engine, NoEngine, find_engine
 from tests.live.conftest import ENGINE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from container.sample_model import prepare
+from container.sources.sample_model import prepare
 from handlers.memory_release import release_memory
 from tests.live.bare_asyncllm import texts_of_bare_engine
 from tests.live.server import Server, serving

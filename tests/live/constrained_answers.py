@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from handlers.engines.stream import generate
+from handlers.engines.protocol import generate
 from handlers.errors import RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
@@ -76,7 +76,7 @@ async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
 
 
 async def main(directory: str, cases: dict[str, dict[str, Any]]) -> None:
-    from handlers.engines.vllm import VllmEngine
+    from handlers.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(settings_for(directory))
     await engine.start()

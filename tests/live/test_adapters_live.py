@@ -81,7 +81,7 @@ def unregister(server: Server, *names: str) -> None:
 
 
 def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
-    from handlers.engines.vllm_arguments import engine_arguments
+    from handlers.engines.vllm.arguments import engine_arguments
 
     def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
         model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)

@@ -22,8 +22,7 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Call
-from handlers.engines.protocol import Engine
-from handlers.engines.stream import generate
+from handlers.engines.protocol import Engine, generate
 from handlers.entry_point import Limits, load_service
 from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
@@ -46,7 +45,7 @@ def settings(model: Path, **fields: Any) -> ModelSettings:
 
 @asynccontextmanager
 async def engine_with(model: Path, **fields: Any) -> AsyncIterator[Engine]:
-    from handlers.engines.transformers_batch import BatchEngine
+    from handlers.engines.transformers.engine import BatchEngine
 
     engine = BatchEngine(settings(model, **fields))
     await engine.start()

@@ -13,7 +13,7 @@ import pytest
 from handlers.daemon_thread import LastingThread
 from handlers.engines.cpu_memory import Demand, Limit, node_limits, planned_size, smaller_size, worker_nodes
 from handlers.engines.protocol import EngineOutOfMemory
-from handlers.engines.vllm_arguments import cache_demand, engine_arguments
+from handlers.engines.vllm.arguments import cache_demand, engine_arguments
 from handlers.model_settings import ModelSettings
 
 MIB = 1 << 20
@@ -58,7 +58,7 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
     resources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container whose memory is full of files, such as weights that were just read."""
-    from handlers.engines import vllm_children
+    from handlers.engines.vllm import processes as vllm_children
 
     memory = resources.get_memory_node_info(0).total_memory
     monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: memory // 4)
@@ -89,8 +89,8 @@ def test_slipway_config_and_the_engine_find_the_same_figures(sample_model: Path,
 
 
 def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
-    from handlers.engines import vllm_loading
-    from handlers.engines.vllm_constraints import CheckingLLM
+    from handlers.engines.vllm import loading as vllm_loading
+    from handlers.engines.vllm.constraints import CheckingLLM
 
     def nothing_starts(*_: Any) -> None:
         raise AssertionError("vLLM was started")

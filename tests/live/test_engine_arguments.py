@@ -39,7 +39,7 @@ def arguments_seen(settings: ModelSettings, monkeypatch: pytest.MonkeyPatch) -> 
     """Start loading a model; return vLLM's arguments and usage context as vLLM gets them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm_loading import VllmLoader
+    from handlers.engines.vllm.loading import VllmLoader
 
     seen = []
 
@@ -101,7 +101,7 @@ def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm_arguments import engine_arguments
+    from handlers.engines.vllm.arguments import engine_arguments
 
     arguments = engine_arguments(replace(settings, rolling_batch=rolling_batch, engine_arguments=given), on_cpu=True)
     assert AsyncEngineArgs(**arguments).model_impl == model_impl
@@ -156,8 +156,8 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
     import vllm.platforms
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm_arguments import serve_defaults
-    from handlers.engines.vllm_loading import share_layers
+    from handlers.engines.vllm.arguments import serve_defaults
+    from handlers.engines.vllm.loading import share_layers
 
     platform = vllm.platforms.current_platform
     monkeypatch.setattr(platform, "get_device_total_memory", lambda gpu: int(memory * GIB))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from handlers.engine_choice import choose_engine, engine_factory
+from handlers.engines.choice import choose_engine, engine_factory
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from container.open_files import ENOUGH
+from container.server import ENOUGH
 from tests.live.server import Server, serving_copy, start_copy
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Forwards
-from handlers.families import FAMILIES
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, records
 

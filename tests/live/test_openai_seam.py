@@ -19,7 +19,7 @@ SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 
 
 def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
-    from handlers.engines.vllm_frontend_arguments import frontend_arguments
+    from handlers.engines.vllm.frontend_arguments import frontend_arguments
 
     return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
 
@@ -71,13 +71,13 @@ def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
 
 
 def test_every_front_end_option_is_an_argument_of_vllm() -> None:
-    from handlers.engines.vllm_arguments import FRONT_END
+    from handlers.engines.vllm.arguments import FRONT_END
 
     assert arguments().keys() >= FRONT_END
 
 
 def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCaptureFixture) -> None:
-    from handlers.engines.vllm_arguments import engine_arguments
+    from handlers.engines.vllm.arguments import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"response_role": "assistant", "enable_auto_tool_chioce": "true"})
     with caplog.at_level(logging.WARNING):
@@ -115,14 +115,14 @@ def test_a_check_that_trips_over_a_wrong_type_is_the_clients_fault_and_other_fau
 
 @pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
 def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
-    from handlers.engines.vllm_arguments import engine_arguments
+    from handlers.engines.vllm.arguments import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"limit_mm_per_prompt": text})
     assert engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"] == {"image": 2, "video": 1}
 
 
 def test_a_text_that_should_be_json_is_refused_as_such() -> None:
-    from handlers.engines.vllm_arguments import engine_arguments
+    from handlers.engines.vllm.arguments import engine_arguments
 
     with pytest.raises(EngineStartError, match="Value ngram cannot be converted to JSON"):
         engine_arguments(replace(SETTINGS, engine_arguments={"speculative_config": "ngram"}), on_cpu=True)
@@ -157,7 +157,7 @@ def params(**fields: Any) -> Any:
     ],
 )
 def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -> None:
-    from handlers.openai.parameter_limits import check_parameters
+    from handlers.openai.engine_client import check_parameters
 
     with pytest.raises(InvalidParameter) as caught:
         check_parameters(params(**fields), 100, None)
@@ -166,7 +166,7 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
 
 @pytest.mark.parametrize("kind", [lambda inner: [inner], lambda inner: {"a": inner}])
 def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) -> None:
-    from handlers.openai.parameter_limits import check_parameters
+    from handlers.openai.engine_client import check_parameters
 
     def nested(levels: int) -> Any:
         value: Any = 1
@@ -181,7 +181,7 @@ def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) 
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
-    from handlers.openai.parameter_limits import check_parameters
+    from handlers.openai.engine_client import check_parameters
 
     asked = params(prompt_logprobs=0)
     check_parameters(asked, 100, None)
@@ -190,7 +190,7 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
 
 
 def test_what_does_no_harm_passes() -> None:
-    from handlers.openai.parameter_limits import check_parameters
+    from handlers.openai.engine_client import check_parameters
 
     check_parameters(params(), 100, None)
     check_parameters(

@@ -10,7 +10,7 @@ import pytest
 
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
-from tests.unit.test_memory import LLAMA
+from tests.unit.container.models.test_memory import LLAMA
 
 GIBIBYTE = 1 << 30
 
@@ -50,7 +50,7 @@ def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> An
     """Engine arguments after the choice."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm_loading import choose_devices
+    from handlers.engines.vllm.loading import choose_devices
 
     given = AsyncEngineArgs(model="/m", tensor_parallel_size=tensor, **arguments)
     choose_devices(given, settings(devices, tensor_parallel_degree=tensor))
@@ -88,7 +88,7 @@ def test_each_replica_runs_on_its_part_of_the_devices(
 def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm_loading import choose_devices
+    from handlers.engines.vllm.loading import choose_devices
 
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))

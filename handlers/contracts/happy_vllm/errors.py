@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from handlers.contracts.family import error_body
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.vllm_error import error_body
 from handlers.errors import (
     BodyTimeout,
     BodyTooLarge,

@@ -6,11 +6,112 @@ Source: happy_vllm_generate; contracts/happy_vllm.md section 1.
 
 from __future__ import annotations
 
-from handlers.contracts.family import ContractSetting, Family, Generates, Tells
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Tells
 from handlers.contracts.happy_vllm import openapi as about
-from handlers.contracts.happy_vllm import technical, tokens
-from handlers.contracts.happy_vllm.errors import refuse, wrong_method
-from handlers.contracts.happy_vllm.generate import HappyVllmContract
+from handlers.contracts.happy_vllm import tokens
+from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
+from handlers.contracts.happy_vllm.errors import JSON, refuse, refused, wrong_method
+from handlers.contracts.happy_vllm.request import document, read_generation, required_string
+from handlers.contracts.protocol import Call, Exchange, Reply
+from handlers.errors import InvalidParameter, RequestError
+
+
+class HappyVllmContract:
+    """One of the two routes; they differ in the answer alone."""
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+
+    def parse(self, call: Call) -> Exchange:
+        """See `Contract.parse`."""
+        values = document(call)
+        try:
+            generation = read_generation(values)
+        except InvalidParameter as error:
+            raise refused(refuse(error), error.message) from None
+        requests = (generation.request(call.request_id, self._stream),)
+        if not self._stream:
+            return Exchange(requests, WholeAnswer(generation))
+        answer = StreamAnswer(generation)
+        return Exchange(requests, answer, cumulative=answer)
+
+    def refusal(self, error: RequestError) -> Reply:
+        """See `Contract.refusal`."""
+        return refuse(error)
+
+
+APPLICATION = "happy_vllm"
+
+
+def liveness(call: Call, view: ModelView) -> Reply:
+    """`GET /liveness`: whether the process answers."""
+    return _reply({"alive": "ok"})
+
+
+def readiness(call: Call, view: ModelView) -> Reply:
+    """`GET /readiness`: always 200; the body says whether the model answers."""
+    return all_readiness(call, (view,))
+
+
+def all_liveness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of a server with several models."""
+    return _reply({"alive": "ok"})
+
+
+def all_readiness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The same of a server with several models: whether all answer."""
+    return _reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
+
+
+def info(call: Call, view: ModelView) -> Reply:
+    """`GET /v1/info`."""
+    model = view.text()
+    return _reply(
+        {
+            "application": APPLICATION,
+            "version": version("slipway"),
+            "vllm_version": view.engine_version if view.engine == "vllm" else f"{view.engine} {view.engine_version}",
+            "model_name": view.settings.name,
+            "truncation_side": model.texts.truncation_side,
+            "max_length": model.max_model_len,
+            "extra_information": {},
+        }
+    )
+
+
+def launch_arguments(call: Call, view: ModelView) -> Reply:
+    """`GET /v1/launch_arguments`: empty, as it is in happy_vllm unless it is told to show them."""
+    return _reply({})
+
+
+def live_metrics(call: Call, view: ModelView) -> Reply:
+    """`GET /live_metrics`. vLLM no longer swaps sequences to the CPU, so what counts that is zero."""
+    status = view.text().status()
+    return _reply(
+        {
+            "requests_running": status.running_requests,
+            "requests_swapped": 0,
+            "requests_pending": status.waiting_requests,
+            "gpu_cache_usage": status.kv_cache_usage,
+            "cpu_cache_usage": 0.0,
+        }
+    )
+
+
+def abort_request(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/abort_request`: null, whether or not there is such a request."""
+    view.abort(required_string(document(call), "request_id"))
+    return _reply(None)
+
+
+def _reply(answer: dict[str, Any] | None) -> Reply:
+    return Reply(200, JSON, msgspec.json.encode(answer))
 
 
 def _generate(setting: ContractSetting) -> HappyVllmContract:
@@ -36,15 +137,15 @@ HAPPY_VLLM = Family(
         Tells(path="/v1/metadata_text", tell=tokens.metadata, methods=_POST, about=about.METADATA_TEXT),
         Tells(
             path="/v1/abort_request",
-            tell=technical.abort_request,
+            tell=abort_request,
             methods=_POST,
             about=about.ABORT_REQUEST,
         ),
-        Tells(path="/liveness", tell=technical.liveness, tell_all=technical.all_liveness, about=about.LIVENESS),
-        Tells(path="/readiness", tell=technical.readiness, tell_all=technical.all_readiness, about=about.READINESS),
-        Tells(path="/v1/info", tell=technical.info, about=about.INFO),
-        Tells(path="/v1/launch_arguments", tell=technical.launch_arguments, about=about.LAUNCH_ARGUMENTS),
-        Tells(path="/live_metrics", tell=technical.live_metrics, about=about.LIVE_METRICS),
+        Tells(path="/liveness", tell=liveness, tell_all=all_liveness, about=about.LIVENESS),
+        Tells(path="/readiness", tell=readiness, tell_all=all_readiness, about=about.READINESS),
+        Tells(path="/v1/info", tell=info, about=about.INFO),
+        Tells(path="/v1/launch_arguments", tell=launch_arguments, about=about.LAUNCH_ARGUMENTS),
+        Tells(path="/live_metrics", tell=live_metrics, about=about.LIVE_METRICS),
     ),
     refuse=refuse,
     wrong_method=wrong_method,

@@ -5,21 +5,143 @@ Source: happy_vllm_generate, Keywords; contracts/happy_vllm.md section 2.
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from handlers.contracts.happy_vllm.body import required_string
-from handlers.contracts.happy_vllm.errors import conflict, refused
-from handlers.contracts.happy_vllm.json_format import schema_of
-from handlers.contracts.happy_vllm.lax import lax
-from handlers.contracts.json_kinds import json_kind
-from handlers.contracts.parameter_reader import ParameterReader
-from handlers.contracts.vllm_constraint import MAX_CHOICE_LENGTH, MAX_CHOICES
-from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
+from handlers.contracts.happy_vllm.errors import conflict, missing, no_body, not_an_object, not_json, refused
+from handlers.contracts.json_fields import ParameterReader, json_fault, json_kind
+from handlers.contracts.protocol import Call
+from handlers.contracts.vllm_parameters import (
+    BOOLEANS,
+    MAX_CHOICE_LENGTH,
+    MAX_CHOICES,
+    VllmParameters,
+    number_of_text,
+    read_vllm_parameters,
+)
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
+
+_decode = msgspec.json.Decoder().decode
+
+
+def document(call: Call) -> dict[str, Any]:
+    """The call's JSON object.
+
+    Raises:
+        ContractError: there is none.
+    """
+    body = call.body.removeprefix(codecs.BOM_UTF8)
+    if not body.strip():
+        raise refused(no_body(), "the body is empty")
+    try:
+        value = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise refused(not_json(json_fault(body, error)), "the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise refused(not_an_object(), f"the body is {json_kind(value)}, not an object")
+    return value
+
+
+def required_string(values: dict[str, Any], name: str) -> str:
+    """A string that must be there; null counts as absent.
+
+    Raises:
+        ContractError: it is absent.
+        InvalidParameter: it is no string.
+    """
+    value = values.get(name)
+    if value is None:
+        raise refused(missing(name), f"`{name}` is missing")
+    if not isinstance(value, str):
+        raise InvalidParameter(name, f"must be a string, got {json_kind(value)}")
+    return value
+
+
+def required_ids(values: dict[str, Any], name: str, vocabulary_size: int) -> list[int]:
+    """Token ids that must be there.
+
+    Raises:
+        ContractError: they are absent.
+        InvalidParameter: they are no ids of the vocabulary.
+    """
+    if values.get(name) is None:
+        raise refused(missing(name), f"`{name}` is missing")
+    ids = list(ParameterReader(values).integers(name, minimum=0))
+    if ids and max(ids) >= vocabulary_size:
+        raise InvalidParameter(name, f"must be ids of the vocabulary, below {vocabulary_size}, got {max(ids)}")
+    return ids
+
+
+_SWITCHES = BOOLEANS | {
+    *("prompt_in_response", "json_format_is_json_schema", "vanilla", "with_tokens_str", "with_token_str"),
+    *("add_special_tokens", "add_generation_prompt"),
+}
+_INTEGERS = frozenset({"num_tokens_in_chunk", "max_length"})
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+
+
+def lax(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's fields, those of happy_vllm's own and vLLM's switches, with the types that their readers want."""
+    return {name: _read(name, value) for name, value in values.items()}
+
+
+def _read(name: str, value: Any) -> Any:
+    if name in _SWITCHES:
+        return _switch(value)
+    return number_of_text(value) if name in _INTEGERS and isinstance(value, str) else value
+
+
+def _switch(value: Any) -> Any:
+    if isinstance(value, str):
+        word = value.lower()
+        return True if word in _TRUE else False if word in _FALSE else value
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    return value
+
+
+_TYPES = ("string", "integer", "boolean", "number")
+_TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
+_LONGEST_NAME = 80
+
+
+def schema_of(json_format: dict[str, Any], is_json_schema: bool) -> str:
+    """The JSON schema, as text.
+
+    Raises:
+        InvalidParameter: the simple form has something else than its types.
+    """
+    schema = json_format if is_json_schema else _from_simple_form(json_format)
+    return msgspec.json.encode(schema).decode()
+
+
+def _from_simple_form(json_format: dict[str, Any]) -> dict[str, Any]:
+    """Every field is in the answer, and no other."""
+    return {
+        "type": "object",
+        "properties": {name: _property(name, kind) for name, kind in json_format.items()},
+        "required": list(json_format),
+        "additionalProperties": False,
+    }
+
+
+def _property(name: str, kind: Any) -> dict[str, Any]:
+    if kind in _TYPES:
+        return {"type": kind}
+    if isinstance(kind, list) and len(kind) == 1 and kind[0] in _TYPES:
+        return {"type": "array", "items": {"type": kind[0]}}
+    raise InvalidParameter(
+        f"json_format.{name[:_LONGEST_NAME]}",
+        f"must be one of {_TYPES_IN_WORDS}, or an array of exactly one of them; "
+        "a JSON schema needs `json_format_is_json_schema` true",
+    )
+
 
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
 

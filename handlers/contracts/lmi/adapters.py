@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 from handlers.adapters import Adapter, AdapterOrder
-from handlers.contracts.json_fault import json_fault
-from handlers.contracts.json_kinds import json_kind
+from handlers.contracts.json_fields import json_fault, json_kind
 from handlers.contracts.lmi.errors import JSON, front_end_reply
-from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.protocol import Call, Reply, adapter_header
 from handlers.errors import (
     AdapterConflict,
     AdapterFailed,
@@ -30,6 +29,61 @@ from handlers.errors import (
     UnknownAdapter,
     UnknownModel,
 )
+
+_MARK = b'"adapters"'
+
+
+class _Fields(msgspec.Struct):
+    adapters: Any = None
+
+
+_decode = msgspec.json.Decoder(_Fields).decode
+
+
+def adapter_query(call: Call) -> str | None:
+    """What the query parameter `adapter` names; None if there is none."""
+    return next((value for name, value in call.query if name == "adapter"), None)
+
+
+def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
+    """The adapter of each prompt; None for the model itself.
+
+    `given`: the body's `adapters`, one for all prompts or a list with one for each.
+
+    Raises:
+        InvalidRequest: it is of another kind, or there are not as many as prompts.
+    """
+    if (header := adapter_header(call)) is not None:
+        return (header or None,) * prompts
+    if given is None:
+        return (adapter_query(call) or None,) * prompts
+    if isinstance(given, str):
+        return (given or None,) * prompts
+    if not isinstance(given, list) or not all(isinstance(name, str) or name is None for name in given):
+        kind = json_kind(given) if not isinstance(given, list) else "an array of other things"
+        raise InvalidRequest(f"`adapters` must be a string or an array of strings, got {kind}")
+    if len(given) != prompts:
+        raise InvalidRequest(f"`adapters` must name one adapter for each prompt: got {len(given)} for {prompts}")
+    return tuple(name or None for name in given)
+
+
+def adapters_in(body: bytes) -> Any:
+    """The field `adapters` of a body of JSON; None where there is none, or the body cannot be read."""
+    if _MARK not in body:
+        return None
+    try:
+        return _decode(body).adapters
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # whoever reads the whole body says what is wrong with it
+
+
+def named_adapter(call: Call) -> str | None:
+    """The one adapter that a call names, as far as can be told without understanding the rest of it."""
+    try:
+        return adapters_of(call, adapters_in(call.body), 1)[0]
+    except InvalidRequest:
+        return None
+
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
 MOST_LISTED = 100

@@ -1,8 +1,6 @@
-"""LMI's rolling-batch chat: its answers, made of those of vLLM's chat server.
+"""LMI's asynchronous schema for chat and completions: vLLM's own objects, in frames of LMI's.
 
-Source: contracts/lmi.md sections 4.2 and 6.1. Two things that LMI's documentation freezes are bugs, and are not
-imitated: log probabilities within a one-element array in streams, and a number where the token of `top_logprobs`
-belongs. docs/openai.md has the whole list.
+Source: contracts/lmi.md section 4.7.
 """
 
 from __future__ import annotations
@@ -10,13 +8,69 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from json.encoder import encode_basestring as quote
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON
-from handlers.contracts.lmi.openai_shape import DONE, error_of, is_error, lmi_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
+
+DONE = b"[DONE]"
+_EVENT = b"data: "
+_OVERLOADED = 503
+"""vLLM's status for a full queue."""
+
+
+class Shape(Protocol):
+    """One answer's shape; used once."""
+
+    stream_type: str
+    """Content type of a stream."""
+
+    def reply(self, reply: Reply) -> Reply:
+        """A whole reply of vLLM's."""
+
+    def event(self, data: bytes) -> bytes:
+        """A server-sent event of vLLM's, without its frame: a chunk, an error object, or `[DONE]`."""
+
+
+class VllmError(msgspec.Struct):
+    """The inside of vLLM's error object."""
+
+    message: str = ""
+    code: int = 500
+
+
+class _ErrorObject(msgspec.Struct):
+    error: VllmError = msgspec.field(default_factory=VllmError)
+
+
+_decode_error = msgspec.json.Decoder(_ErrorObject).decode
+
+
+def events(data: bytes) -> list[bytes]:
+    """The events in a piece of a stream, without frames; comments, which keep a connection alive, are left out."""
+    return [part.removeprefix(_EVENT) for part in data.split(b"\n\n") if part.startswith(_EVENT)]
+
+
+def error_of(body: bytes) -> VllmError:
+    """What an error object says; what is no such object says nothing."""
+    try:
+        return _decode_error(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return VllmError()
+
+
+def is_error(event: bytes) -> bool:
+    """Whether an event is an error object rather than a chunk."""
+    return event.startswith(b'{"error"')
+
+
+def lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
+    """vLLM's error as LMI's: E1 for a full queue, else E2. Source: contracts/lmi.md section 1.6."""
+    if status == _OVERLOADED:
+        return front_end_reply(overload_status, "WlmCapacityException", error.message)
+    return Reply(status, JSON, payload_error(error.message, status))
 
 
 class _Message(msgspec.Struct):
@@ -164,3 +218,22 @@ def _text(content: str | None) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+class AsyncShape:
+    """See `openai_shape.Shape`. Every document is a line; what ends a stream is an empty one."""
+
+    stream_type = "application/jsonlines"
+
+    def __init__(self, overload_status: int = 503) -> None:
+        self._overload_status = overload_status
+
+    def reply(self, reply: Reply) -> Reply:
+        """See `Shape.reply`. An error has vLLM's own status."""
+        if reply.status >= 400:
+            return lmi_error(error_of(reply.body), reply.status, self._overload_status)
+        return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
+
+    def event(self, data: bytes) -> bytes:
+        """See `Shape.event`."""
+        return b"\n" if data == DONE else data + b"\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.parameter_reader import ParameterReader
+from handlers.contracts.json_fields import ParameterReader
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 

@@ -12,12 +12,19 @@ from typing import Any
 from handlers.contracts.family import ContractSetting, Family, Generates, Tells
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.contracts.tgi.answer import GenerationAnswer, Show, StreamAnswer
-from handlers.contracts.tgi.body import Body, read, unknown_fields
 from handlers.contracts.tgi.errors import refuse, refuse_stream, wrong_method
 from handlers.contracts.tgi.model import tell_all_health, tell_chat_tokens, tell_health, tell_info, tell_tokens
 from handlers.contracts.tgi.operations import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
 from handlers.contracts.tgi.operations import VERTEX as ABOUT_VERTEX
-from handlers.contracts.tgi.parameters import TgiParameters, parameter_rules, shown_seed, validate
+from handlers.contracts.tgi.request import (
+    Body,
+    TgiParameters,
+    parameter_rules,
+    read,
+    shown_seed,
+    unknown_fields,
+    validate,
+)
 from handlers.contracts.tgi.vertex import LONG_CHATS, VertexContract
 from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 from handlers.contracts.family import Operation
 from handlers.contracts.tgi.errors import EVENTS, JSON
-from handlers.contracts.tgi.parameters import MAX_TOP_N_TOKENS
+from handlers.contracts.tgi.request import MAX_TOP_N_TOKENS
 
 Schema = Mapping[str, Any]
 Answers = dict[str, tuple[str, str, Schema | None]]

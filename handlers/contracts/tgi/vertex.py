@@ -13,10 +13,18 @@ import msgspec
 from handlers.contracts.family import ContractSetting
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.tgi.answer import PredictionsAnswer
-from handlers.contracts.tgi.body import Parameters, Signed32, Unsigned32, Unsigned64, read
-from handlers.contracts.tgi.chat import Chat, templated
 from handlers.contracts.tgi.errors import DOES_NOT_FIT, JSON, error_document, refuse, unreadable
-from handlers.contracts.tgi.parameters import TgiParameters, parameter_rules, validate
+from handlers.contracts.tgi.model import Chat, templated
+from handlers.contracts.tgi.request import (
+    Parameters,
+    Signed32,
+    TgiParameters,
+    Unsigned32,
+    Unsigned64,
+    parameter_rules,
+    read,
+    validate,
+)
 from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 

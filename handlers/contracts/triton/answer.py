@@ -17,7 +17,7 @@ from typing import Any
 
 from handlers.contracts.protocol import Reply
 from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
-from handlers.contracts.triton.parameters import Outputs
+from handlers.contracts.triton.request import Outputs
 from handlers.errors import RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.family import ModelView
-from handlers.contracts.json_fault import json_fault
+from handlers.contracts.json_fields import json_fault
 from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.triton.body import TENSORRT_LLM_INPUTS, VLLM_INPUTS
 from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
+from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
 from handlers.meter import Meter
 
 PROTOCOL_VERSION = "2.68.0"

@@ -12,7 +12,7 @@ from botocore.exceptions import EventStreamError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.local.event_stream import payload_part
+from deploy.local.invocation import payload_part
 from deploy.sagemaker import invoke, logs
 from deploy.sagemaker.api_call import ApiCall
 from deploy.sagemaker.aws import AwsCloud

@@ -1,0 +1,1 @@
+"""The API description: `/openapi.json` and the pages at `/docs`."""

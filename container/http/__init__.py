@@ -1,0 +1,1 @@
+"""From an ASGI request to a handler, and the reply back to the connection."""

@@ -1,0 +1,223 @@
+"""The models of one server, by name and version. Source: contracts/lmi.md sections 1.4 and 1.10."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from container.models.lifecycle import Lifecycle, State, until_none
+from handlers.contracts.protocol import Call
+from handlers.entry_point import Service
+from handlers.errors import NotReady, UnknownModel
+from handlers.reply import Handler, ReplyWriter, Running
+
+_NAMES_SHOWN = 20
+
+
+class ModelNotNamed(UnknownModel):
+    """The call names no model, and there is not exactly one that was there at the start."""
+
+
+class NoWorkers(NotReady):
+    """The model was scaled down to no workers."""
+
+
+class AlreadyRegistered(Exception):
+    """There is a model with this name and version."""
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """One model, and what the management API knows of it."""
+
+    lifecycle: Lifecycle
+    url: str
+    version: str | None = None
+    at_startup: bool = True
+    job_queue_size: int = 1000
+    max_idle_time: float = 60.0
+    """Seconds."""
+    scaled_to_zero: bool = False
+    registered_at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in routes and in /ping."""
+        return self.lifecycle.model.name
+
+    @property
+    def title(self) -> str:
+        """Its name, and its version if it has one."""
+        return f"{self.name}:{self.version}" if self.version else self.name
+
+    def service(self) -> Service:
+        """What answers its calls.
+
+        Raises:
+            NotReady: it is still loading, or it or the server is stopping.
+            NoWorkers: it was scaled down.
+        """
+        state, service = self.lifecycle.state, self.lifecycle.service
+        if self.scaled_to_zero:
+            raise NoWorkers(f"model {self.name} has no workers: it is scaled to 0")
+        if service is not None and state in (State.READY, State.FAILED):  # failed: the engine's own error says more
+            return service
+        if state is State.STARTING:
+            raise NotReady(f"model {self.name} is not loaded yet")
+        raise NotReady("the server is stopping")
+
+    async def answer(self, handler: Handler, call: Call, writer: ReplyWriter) -> Running | None:
+        """Have one of its service's handlers answer; the call counts as the model's until it is over."""
+        self.lifecycle.open_calls += 1
+        running: Running | None = None
+        try:
+            running = await handler.handle(call, writer)
+        finally:
+            if running is None:
+                self.lifecycle.open_calls -= 1
+        return None if running is None else _Counted(running, self.lifecycle)
+
+
+class _Counted:
+    """A running call of a model; see `handlers.reply.Running`. It is cancelled once it is over, however it ended."""
+
+    __slots__ = ("_lifecycle", "_running")
+
+    def __init__(self, running: Running, lifecycle: Lifecycle) -> None:
+        self._running = running
+        self._lifecycle: Lifecycle | None = lifecycle
+
+    def cancel(self) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.open_calls -= 1
+            self._lifecycle = None
+        self._running.cancel()
+
+
+class Models:
+    """All models of the server. Everything happens on the event loop."""
+
+    def __init__(self, models: Iterable[Model] = ()) -> None:
+        self._models = {(model.name, model.version): model for model in models}
+        self._turns = itertools.count()
+        self.open_calls = 0
+        """Calls that were let in and are not answered yet, whatever they are for."""
+        self.reading: set[asyncio.Timeout] = set()
+        """Of those whose bodies are not here yet, what ends the wait for them."""
+        self.draining = False
+        self.leaving: set[Model] = set()
+        """Models that are no more to be found, but still have calls or memory."""
+
+    @classmethod
+    def of(cls, lifecycle: Lifecycle) -> Models:
+        """Those of a server that has one model."""
+        return cls([Model(lifecycle, str(lifecycle.model.model_dir))])
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(tuple(self._models.values()))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a model is called so."""
+        return any(known == name for known, _ in self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def single(self) -> bool:
+        """There is one model, and it was there at the start: nothing has to be chosen."""
+        return len(self._models) == 1 and next(iter(self._models.values())).at_startup
+
+    def startup(self) -> Model:
+        """The model that a call means which names none.
+
+        Raises:
+            ModelNotNamed: there is not exactly one that was there at the start.
+        """
+        found = [model for model in self._models.values() if model.at_startup]
+        if len(found) == 1:
+            return found[0]
+        if len({model.name for model in found}) == 1:
+            return self.choose(found[0].name)
+        models = f" ({self._names()})" if self._models else ", and it has none yet"
+        raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
+
+    def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
+        """All versions of a model, or the one that is asked for; unless `exact`, one without versions answers for any.
+
+        Raises:
+            UnknownModel: there is none.
+        """
+        found = [model for (known, _), model in self._models.items() if known == name]
+        if version is not None:
+            found = [model for model in found if model.version == version or (model.version is None and not exact)]
+        if found:
+            return found
+        named = name if version is None else f"{name}:{version}"
+        kind = {0: "no model", 1: "the model "}.get(len(self._models), "the models ")
+        raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {kind}{self._names()}.")
+
+    def choose(self, name: str, version: str | None = None) -> Model:
+        """One model: of several versions each in turn, those first that can serve.
+
+        Raises:
+            UnknownModel: there is none.
+        """
+        found = self.versions(name, version)
+        if len(found) == 1:
+            return found[0]
+        ready = [model for model in found if model.lifecycle.state is State.READY and not model.scaled_to_zero]
+        return (ready or found)[next(self._turns) % len(ready or found)]
+
+    def add(self, model: Model) -> None:
+        """Register a model.
+
+        Raises:
+            AlreadyRegistered: there is one with its name and version.
+        """
+        key = (model.name, model.version)
+        if key in self._models:
+            raise AlreadyRegistered(f"Model {model.title} is already registered.")
+        self._models[key] = model
+
+    def remove(self, model: Model) -> None:
+        """See to it that nobody finds the model any more."""
+        if self._models.get((model.name, model.version)) is model:
+            del self._models[model.name, model.version]
+
+    @property
+    def loaded(self) -> bool:
+        """A model has come so far that it may be asked."""
+        return any(model.lifecycle.service is not None for model in self)
+
+    @property
+    def starting(self) -> bool:
+        """A model that belongs to the server's start is not loaded yet."""
+        return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
+
+    async def drain(self, limit: float) -> None:
+        """Let no call in any more and wait for those inside, at most `limit` seconds.
+
+        Calls whose bodies are not here yet will be refused in any case: they are not waited for.
+        """
+        self.draining = True
+        own = until_none(lambda: self.open_calls - len(self.reading), limit)
+        await asyncio.gather(own, *(model.lifecycle.drain(limit) for model in self))
+        now = asyncio.get_running_loop().time()
+        for patience in self.reading:
+            if not patience.expired():
+                patience.reschedule(now)
+
+    async def stop(self) -> None:
+        """Free all engines and end all workers."""
+        every = {*self._models.values(), *self.leaving}
+        await asyncio.gather(*(m.lifecycle.stop() for m in every if m.lifecycle.state is not State.STOPPED))
+
+    def _names(self) -> str:
+        names = [model.title for model in self._models.values()]
+        more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        return ", ".join(names[:_NAMES_SHOWN]) + more

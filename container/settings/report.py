@@ -1,0 +1,130 @@
+"""Shows the effective settings and where each comes from: `slipway config`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Protocol
+
+from container.devices import gpu_count
+from container.settings.aliases import AppliedAlias
+from container.settings.load import SettingEntry, Settings, Startup
+from container.settings.parsers import Scalar
+from container.settings.properties import masked
+from handlers.engines.choice import is_vllm
+from handlers.engines.cpu_memory import CacheSize, planned_size
+from handlers.engines.protocol import EngineOutOfMemory
+
+_HEAD = ("setting", "value", "source")
+
+
+class Report(Protocol):
+    """Settings with the record of where each came from."""
+
+    @property
+    def entries(self) -> tuple[SettingEntry, ...]:
+        """A line each."""
+
+    @property
+    def aliases(self) -> tuple[AppliedAlias, ...]:
+        """Environment variables that stood for others."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line each."""
+
+
+def startup_text(startup: Startup) -> str:
+    """The table of the one model's settings, or one of the server's and one of each model's."""
+    if startup.report is None:
+        return _model_text(startup.models[0].settings)
+    parts = [render_text(startup.report)]
+    parts += [f"model {m.title} ({_one_line(m.url)})\n{_model_text(m.settings)}" for m in startup.models]
+    return "\n\n".join(parts)
+
+
+def startup_json(startup: Startup) -> str:
+    """The same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
+    if startup.report is None:
+        return json.dumps(_model_report(startup.models[0].settings), indent=2, ensure_ascii=False)
+    models = {model.title: _model_report(model.settings) for model in startup.models}
+    return json.dumps({"server": _report(startup.report), "models": models}, indent=2, ensure_ascii=False)
+
+
+def render_text(settings: Report) -> str:
+    """An aligned table of name, value and source, then the aliases and the warnings; credentials are masked."""
+    rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
+    lines = [_aligned(row, widths) for row in rows]
+    lines.extend(f"alias: {alias.variable} ({alias.of}) is {alias.key}" for alias in settings.aliases)
+    lines.extend(f"warning: {_one_line(warning)}" for warning in settings.warnings)
+    return "\n".join(lines)
+
+
+def render_json(settings: Report) -> str:
+    """Settings (name, value, source, a note), aliases (variable, of, setting), warnings; secrets are masked."""
+    return json.dumps(_report(settings), indent=2, ensure_ascii=False)
+
+
+def _model_text(settings: Settings) -> str:
+    chosen = _kv_cache(settings)
+    return render_text(settings) if chosen is None else f"{render_text(settings)}\nKV cache: {_one_line(str(chosen))}"
+
+
+def _model_report(settings: Settings) -> dict[str, Any]:
+    """`kv_cache` has the size that would be chosen now; `bytes` and `limit` are null where memory is too small."""
+    chosen = _kv_cache(settings)
+    if chosen is None:
+        return _report(settings)
+    size, limit = (chosen.bytes, chosen.limit) if isinstance(chosen, CacheSize) else (None, None)
+    return _report(settings) | {"kv_cache": {"bytes": size, "limit": limit, "text": str(chosen)}}
+
+
+def _kv_cache(settings: Settings) -> CacheSize | EngineOutOfMemory | None:
+    """What vLLM's KV cache would be on a CPU; None for another engine, on a GPU, or where its size is set by hand."""
+    if gpu_count() or not is_vllm(settings.model):
+        return None
+    try:
+        return planned_size(settings.model, os.environ)
+    except EngineOutOfMemory as error:
+        return error
+
+
+def _report(settings: Report) -> dict[str, Any]:
+    return {
+        "settings": [_object(entry) for entry in settings.entries],
+        "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],
+        "warnings": list(settings.warnings),
+    }
+
+
+def _row(entry: SettingEntry) -> tuple[str, str, str]:
+    note = f" ({entry.note})" if entry.note else ""
+    return entry.name, _one_line(_text(_shown(entry))), entry.source + note
+
+
+def _shown(entry: SettingEntry) -> Scalar | None:
+    return masked(entry.name, entry.value) if isinstance(entry.value, str) else entry.value
+
+
+def _text(value: Scalar | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and value < 1e5 else str(value)
+
+
+def _one_line(text: str) -> str:
+    """Unprintable characters as escapes, so that no value breaks the table or steers a terminal."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def _aligned(row: tuple[str, str, str], widths: list[int]) -> str:
+    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+    return "  ".join([*cells, row[-1]]).rstrip()
+
+
+def _object(entry: SettingEntry) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": entry.name, "value": _shown(entry), "source": entry.source}
+    return fields | {"note": entry.note} if entry.note else fields

@@ -1,0 +1,224 @@
+"""SageMaker's secure mode: what a model that is not trusted may bring. Source: contracts/lmi.md section 11.1.
+
+Each check is a function of what was read and of directories, and gives one line for each thing that it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from container.settings.parsers import TRUE
+from container.settings.properties import Value, quoted
+
+_PLAIN = (
+    "engine job_queue_size max_idle_time batch_size max_batch_delay max_dynamic_batch_size minWorkers maxWorkers "
+    "load_on_devices"
+)
+_GENERAL = (
+    "mpi_mode entryPoint pythonExecutable task model_id revision dtype trust_remote_code batch_size rolling_batch "
+    "max_rolling_batch_size tensor_parallel_degree pipeline_parallel_degree parallel_loading "
+    "model_loading_timeout output_formatter tgi_compat enable_streaming low_cpu_mem_usage"
+)
+_VLLM = (
+    "max_rolling_batch_prefill_tokens max_model_len load_format enforce_eager gpu_memory_utilization quantize "
+    "speculative_draft_model speculative_length draft_model_tp_size draft_model_compiled_path "
+    "record_acceptance_rate enable_lora max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size "
+    "enable_chunked_prefill enable_prefix_caching cpu_offload_gb_per_gpu disable_sliding_window"
+)
+_NEURON = (
+    "n_positions load_in_8bit unroll context_length_estimate load_split_model compiled_graph_path "
+    "group_query_attention enable_mixed_precision_accumulation enable_saturate_infinity"
+)
+_TENSORRT_LLM = (
+    "max_input_len max_output_len max_num_tokens max_num_sequences use_custom_all_reduce tokens_per_block "
+    "batch_scheduler_policy kv_cache_free_gpu_mem_fraction enable_trt_overlap enable_kv_cache_reuse "
+    "multi_block_mode use_fused_mlp use_fp8_context_fmha logits_dtype trtllm_checkpoint_path load_by_shard "
+    "baichuan_model_version chatglm_model_version gpt_model_version rotary_base rotary_dim rotary_scaling_type "
+    "rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel multi_query_mode "
+    "awq_format awq_calib_size q_format calib_size calib_batch_size"
+)
+
+ALLOWED_KEYS = frozenset(_PLAIN.split()) | frozenset(
+    f"option.{name}" for group in (_GENERAL, _VLLM, _NEURON, _TENSORRT_LLM) for name in group.split()
+)
+"""Exact, upper and lower case told apart; everything else is refused."""
+
+
+MODE, CONTROLS, CHANNELS = "SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"
+SCRIPTS = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
+REQUIREMENTS = "DISALLOW_REQUIREMENTS_TXT"
+REMOTE_CODE = "DISALLOW_TRUST_REMOTE_CODE"
+PICKLES = "DISALLOW_PICKLE_FILES"
+CHAT_TEMPLATE = "DISALLOW_CHAT_TEMPLATE"
+KNOWN_CONTROLS = frozenset({SCRIPTS, REQUIREMENTS, REMOTE_CODE, PICKLES, CHAT_TEMPLATE})
+
+_PYTHON = frozenset({"/opt/djl/vllm_venv/bin/python", "/usr/bin/python3"})
+_INTERPRETERS = (("option.pythonExecutable", "PYTHON_EXECUTABLE"), ("option.python_executable", ""))
+_ENTRY_POINTS = (("option.entryPoint", "DJL_ENTRY_POINT"),)
+_TRUST = (("option.trust_remote_code", ""),)
+_OURS = "djl_python."
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE_FILES = frozenset({"chat_template.jinja", "chat_template.json"})
+"""Where newer tokenizers have what was a key of `tokenizer_config.json`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecureMode:
+    """The controls that are on."""
+
+    controls: frozenset[str]
+    channels: tuple[Path, ...] = ()
+    """Directories that are not trusted; none: those of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenModel:
+    """What somebody brought."""
+
+    keys: Mapping[str, Value]
+    """Settings as they were written, by key: from serving.properties, the environment and the management API."""
+    variables: Mapping[str, Value]
+    directories: tuple[Path, ...]
+    """The model directory, and that of the weights if it is another."""
+    fetched: tuple[Path, ...] = ()
+    """Directories of models that were fetched from S3, which no channel can hold."""
+
+
+def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
+    """The mode that the environment asks for; None where it is off. What is wrong is added to `problems`."""
+    mode = variables.get(MODE)
+    if mode is None or mode.text.strip().lower() != "true":
+        return None
+    controls = frozenset(_listed(variables, CONTROLS))
+    if not controls:
+        problems.append(f"{MODE} is true, but {CONTROLS} is not set; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
+    for name in sorted(controls - KNOWN_CONTROLS):
+        # One that is not known cannot be kept, and to go on would pretend that it is.
+        problems.append(f"{CONTROLS} has {quoted('', name)}; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
+    channels = tuple(Path(text) for text in _listed(variables, CHANNELS))
+    for channel in channels:
+        if not channel.is_dir():
+            problems.append(f"{CHANNELS} has {quoted('', str(channel))}: there is no such directory")
+    return SecureMode(controls, channels)
+
+
+def check_model(mode: SecureMode, model: GivenModel) -> list[str]:
+    """What of a model the mode refuses, a line each."""
+    found = [*_unknown_keys(model), *_interpreter(model)]
+    if SCRIPTS in mode.controls:
+        found += _scripts(model)
+    if REQUIREMENTS in mode.controls:
+        found += _requirements(model.directories)
+    if REMOTE_CODE in mode.controls:
+        found += _remote_code(model)
+    channels = tuple(dict.fromkeys((*(mode.channels or model.directories), *model.fetched)))
+    if PICKLES in mode.controls:
+        found += _pickles(channels)
+    if CHAT_TEMPLATE in mode.controls:
+        found += _chat_templates(channels)
+    return found
+
+
+def check_adapter(mode: SecureMode, directory: Path) -> list[str]:
+    """What of an adapter's directory the mode refuses, a line each."""
+    found: list[str] = []
+    if SCRIPTS in mode.controls:
+        found += _model_code((directory,))
+    if REQUIREMENTS in mode.controls:
+        found += _requirements((directory,))
+    if PICKLES in mode.controls:
+        found += _pickles((directory,))
+    return found
+
+
+def _unknown_keys(model: GivenModel) -> Iterator[str]:
+    for key, value in model.keys.items():
+        if key not in ALLOWED_KEYS:
+            yield f"{key} ({value.source}) is not allowed in the secure mode"
+
+
+def _interpreter(model: GivenModel) -> Iterator[str]:
+    for value in _values(model, _INTERPRETERS):
+        if value.text.strip() not in _PYTHON:
+            allowed = ", ".join(sorted(_PYTHON))
+            yield f"the interpreter is {quoted('', value.text)} ({value.source}); allowed in the secure mode: {allowed}"
+
+
+def _scripts(model: GivenModel) -> Iterator[str]:
+    for value in _values(model, _ENTRY_POINTS):
+        if not value.text.strip().startswith(_OURS):
+            yield f"{SCRIPTS}: the entry point is {quoted('', value.text)} ({value.source}); allowed: {_OURS}<module>"
+    yield from _model_code(model.directories)
+
+
+def _model_code(directories: Iterable[Path]) -> Iterator[str]:
+    """Beside an entry point of ours as well: formatters of a `model.py` are code all the same."""
+    for directory in directories:
+        for name in dict.fromkeys(("model.py", f"{directory.name}.py")):
+            if os.path.lexists(directory / name):
+                yield f"{SCRIPTS}: there is a {name}"
+
+
+def _requirements(directories: Iterable[Path]) -> Iterator[str]:
+    for directory in directories:
+        if os.path.lexists(directory / "requirements.txt"):
+            yield f"{REQUIREMENTS}: there is a requirements.txt"
+
+
+def _remote_code(model: GivenModel) -> Iterator[str]:
+    for value in _values(model, _TRUST):
+        if value.text.strip().lower() in TRUE:
+            yield f"{REMOTE_CODE}: option.trust_remote_code is {quoted('', value.text)} ({value.source})"
+
+
+def _pickles(channels: Iterable[Path]) -> Iterator[str]:
+    for channel, path in _files(channels):
+        # A link may have any name; what it leads to is what is read.
+        if any(name.lower().endswith(_PICKLE_SUFFIXES) for name in (path.name, os.path.realpath(path))):
+            yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_SUFFIXES)} are not allowed)"
+
+
+def _chat_templates(channels: Iterable[Path]) -> Iterator[str]:
+    for channel, path in _files(channels):
+        if path.name in _TEMPLATE_FILES:
+            yield f"{CHAT_TEMPLATE}: there is {path.relative_to(channel)}"
+        elif path.name == _TOKENIZER_CONFIG and (fault := _template_in(path)):
+            yield f"{CHAT_TEMPLATE}: {path.relative_to(channel)} {fault}"
+
+
+def _template_in(path: Path) -> str:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return "cannot be read"
+    return "has a chat_template" if isinstance(document, dict) and "chat_template" in document else ""
+
+
+def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Each channel with each file below it, those behind links included, once."""
+    seen: set[str] = set()
+    for channel in channels:
+        for folder, subfolders, names in os.walk(channel, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                subfolders.clear()
+                continue
+            seen.add(real)
+            yield from ((channel, Path(folder, name)) for name in names)
+
+
+def _values(model: GivenModel, names: Iterable[tuple[str, str]]) -> Iterator[Value]:
+    for key, variable in names:
+        value = model.keys.get(key) or model.variables.get(variable)
+        if value is not None:
+            yield value
+
+
+def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
+    value = variables.get(name)
+    return [part.strip() for part in value.text.split(",") if part.strip()] if value is not None else []

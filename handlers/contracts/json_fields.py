@@ -1,0 +1,192 @@
+"""Reading typed values out of a JSON object of parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from handlers.errors import InvalidParameter
+
+_KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
+
+
+def json_kind(value: Any) -> str:
+    """ "a string", "an array", ...; "null" for None."""
+    return _KINDS.get(type(value), "null")
+
+
+_TRUNCATED = "Input data was truncated"
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+"""The first half of a character beyond 16 bits, without its second half; a text that ends here may be cut off."""
+
+
+def json_fault(text: bytes | str, error: Exception) -> str:
+    """The reason that `error` gives for refusing `text`, corrected where msgspec's own misleads.
+
+    Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
+    """
+    reason = str(error)
+    if reason != _TRUNCATED:
+        return reason
+    found = _LONE_SURROGATE.search(text.encode("utf-8", "replace") if isinstance(text, str) else text)
+    if found is None:
+        return reason
+    return f"JSON is malformed: {found[1].decode()} is half of a utf-16 surrogate pair (byte {found.start(1)})"
+
+
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+"""What engines can carry; no parameter means anything beyond."""
+
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
+"""Engines look for each of them after each token."""
+
+_DIGITS = re.compile("[0-9]{1,19}").fullmatch
+
+
+class ParameterReader:
+    """Takes parameters by name, type and range; null counts as absent.
+
+    All readers raise `InvalidParameter` with a message that names what is allowed and what came.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the parameter was given."""
+        return name in self._values
+
+    def unread(self) -> set[str]:
+        """Names given but never asked for."""
+        return self._values.keys() - self._read
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """A JSON true or false."""
+        value = self._take(name, default)
+        if isinstance(value, bool):
+            return value
+        raise _wrong(name, "true or false", value)
+
+    def integer(self, name: str, default: int, *, minimum: int | None = None, maximum: int | None = None) -> int:
+        """A whole number within bounds, both included."""
+        value = self.optional_integer(name, minimum=minimum, maximum=maximum)
+        return default if value is None else value
+
+    def optional_integer(
+        self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
+    ) -> int | None:
+        """The same, or None if absent. `digits`: a string of digits will do as well."""
+        value = self._take(name, None)
+        if value is None:
+            return None
+        if digits and isinstance(value, str) and _DIGITS(value):
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _wrong(name, "a whole number", value)
+        _check_range(name, value, MIN_INT64 if minimum is None else minimum, maximum or MAX_INT64, None)
+        return value
+
+    def number(
+        self,
+        name: str,
+        default: float,
+        *,
+        minimum: float | None = None,
+        maximum: float | None = None,
+        above: float | None = None,
+    ) -> float:
+        """A finite number within bounds; `above` is a bound that is itself excluded."""
+        value = self._take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong(name, "a number", value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise _wrong(name, "a finite number", value) from None
+        if not math.isfinite(number):
+            raise _wrong(name, "a finite number", value)
+        _check_range(name, number, minimum, maximum, above)
+        return number
+
+    def optional_string(self, name: str) -> str | None:
+        """A string, or None if absent."""
+        value = self._take(name, None)
+        if value is None or isinstance(value, str):
+            return value
+        raise _wrong(name, "a string", value)
+
+    def optional_object(self, name: str) -> dict[str, Any] | None:
+        """An object, or None if absent."""
+        value = self._take(name, None)
+        if value is None or isinstance(value, dict):
+            return value
+        raise _wrong(name, "an object", value)
+
+    def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
+        """A list of strings, none empty; one string alone stands for a list of it."""
+        value = self._take(name, [])
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise _wrong(name, "a list of strings", value)
+        if "" in value:
+            raise InvalidParameter(name, "must not contain an empty string")
+        if len(value) > most or any(len(item) > longest for item in value):
+            raise InvalidParameter(name, f"may hold {most} strings of {longest} characters at most")
+        return tuple(value)
+
+    def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        value = self._take(name, [])
+        if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+            raise _wrong(name, "a list of whole numbers", value)
+        for item in value:
+            _check_range(name, item, minimum, MAX_INT64, None)
+        return tuple(value)
+
+    def logit_bias(self, name: str) -> dict[int, float] | None:
+        """An object of token ids (as strings, JSON has no other keys) and numbers from -100 to 100."""
+        value = self._take(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise _wrong(name, "an object of token ids and numbers", value)
+        biases = {}
+        for token_id, bias in value.items():
+            numeric = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not (_DIGITS(token_id) and numeric and -100 <= bias <= 100):
+                raise InvalidParameter(
+                    name, f"must map token ids to numbers from -100 to 100, got {_show({token_id: bias})}"
+                )
+            biases[int(token_id)] = float(bias)
+        return biases
+
+    def _take(self, name: str, default: Any) -> Any:
+        self._read.add(name)
+        return self._values.get(name, default)
+
+
+def _check_range(name: str, value: float, minimum: float | None, maximum: float | None, above: float | None) -> None:
+    if minimum is not None and value < minimum:
+        raise InvalidParameter(name, f"must be at least {minimum:g}, got {value}")
+    if above is not None and value <= above:
+        raise InvalidParameter(name, f"must be greater than {above:g}, got {value}")
+    if maximum is not None and value > maximum:
+        raise InvalidParameter(name, f"must be at most {maximum:g}, got {value}")
+
+
+def _wrong(name: str, expected: str, value: Any) -> InvalidParameter:
+    return InvalidParameter(name, f"must be {expected}, got {_show(value)}")
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,84 @@
+"""What one call may have tokenized or decoded on routes that generate nothing.
+
+Where text is generated, the model's context bounds the prompt. Here nothing else would: a tokenizer takes up to 200
+bytes of memory and 2 µs for each byte of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from handlers.contracts.family import Texts
+from handlers.contracts.protocol import Call
+from handlers.errors import InvalidParameter, InvalidRequest
+
+
+class NoChatTemplate(Exception):
+    """The model has none."""
+
+
+class TemplateRefusal(Exception):
+    """The template does not take these messages; the text of the exception is its reason."""
+
+
+def render(
+    texts: Texts,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt. `messages` have a string as `content`.
+
+    Raises:
+        NoChatTemplate: the model has none.
+        TemplateRefusal: it does not take these messages.
+    """
+    if not texts.has_chat_template:
+        raise NoChatTemplate
+    try:
+        return texts.chat(messages, tools, add_generation_prompt)
+    except Exception as error:  # a template is the model's own code, and says in any way that it cannot take them
+        raise TemplateRefusal(str(error) or type(error).__name__) from error
+
+
+MOST_BYTES = 1 << 20
+"""Of a text, in UTF-8: about 300,000 tokens of English."""
+PLACED_BYTES = MOST_BYTES // 2
+"""The same where each token is told with its place: that takes more memory and twice the time."""
+MOST_IDS = 1 << 19
+MOST_BODY = 4 * MOST_BYTES
+"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
+
+
+def check_body(call: Call) -> None:
+    """Refuse a body that cannot hold an allowed text, before it is read.
+
+    Raises:
+        InvalidRequest: it is too long.
+    """
+    if len(call.body) > MOST_BODY:
+        raise InvalidRequest(f"the body has {len(call.body)} bytes; this route takes at most {MOST_BODY}")
+
+
+def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
+    """The text, which `name` holds or is made into.
+
+    Raises:
+        InvalidParameter: it is too long.
+    """
+    size = len(text) if len(text) > most or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if size > most:
+        raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")
+    return text
+
+
+def check_count(name: str, ids: Any) -> None:
+    """Refuse a list of too many ids; whether it is one at all is looked at later.
+
+    Raises:
+        InvalidParameter: it is too long.
+    """
+    if isinstance(ids, list) and len(ids) > MOST_IDS:
+        raise InvalidParameter(name, f"may have at most {MOST_IDS} token ids, got {len(ids)}")

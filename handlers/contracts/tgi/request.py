@@ -1,0 +1,345 @@
+"""TGI's generation parameters: their ranges, with TGI's own words for what is wrong, and what they mean to an engine.
+
+Source: contracts/tgi.md section 2; TGI's router, `validation.rs`, whose order of checks is kept: the first counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import getrandbits
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from handlers.contracts.family import LoadedModel
+from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, json_fault
+from handlers.contracts.protocol import Call
+from handlers.contracts.tgi.errors import DOES_NOT_FIT, NO_JSON_TYPE, NOT_JSON, unreadable
+from handlers.errors import InvalidRequest
+from handlers.model_settings import ModelSettings
+from handlers.request import Constraint, SamplingParameters
+
+Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
+"""msgspec knows no bounds beyond 63 bits; who reads the number looks at its upper end."""
+
+_decode = msgspec.json.Decoder().decode
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_LARGEST_SINGLE = 3.4028234e38
+
+T = TypeVar("T")
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """`parameters` as sent; null counts as absent throughout."""
+
+    best_of: Unsigned64 | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: Signed32 | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool | None = None
+    max_new_tokens: Unsigned32 | None = None
+    return_full_text: bool | None = None
+    stop: tuple[str, ...] | None = None
+    truncate: Unsigned64 | None = None
+    watermark: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: Unsigned64 | None = None
+    top_n_tokens: Unsigned32 | None = None
+    grammar: dict[str, Any] | None = None
+    adapter_id: str | None = None
+
+
+class Body(msgspec.Struct, frozen=True):
+    """A request of /generate and its like."""
+
+    inputs: str
+    parameters: Parameters | None = None
+    """None: decode as TGI does where they are missing altogether, which is sampling."""
+    stream: bool | None = None
+    """Only / reads it."""
+
+
+def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
+    """The body in its shape, and as it came.
+
+    Raises:
+        ContractError: with the reply that TGI's web framework gives.
+    """
+    kind = call.content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise unreadable(NO_JSON_TYPE, "Expected request with `Content-Type: application/json`")
+    try:
+        document = _decode(call.body)
+    except (ValueError, RecursionError) as error:  # ValueError: also what msgspec raises, and numbers too long to read
+        raise unreadable(
+            NOT_JSON, f"Failed to parse the request body as JSON: {json_fault(call.body, error)}"
+        ) from None
+    try:
+        return msgspec.convert(document, shape), document
+    except msgspec.ValidationError as error:
+        raise _unfit(str(error)) from None
+
+
+def _unfit(message: str) -> Exception:
+    place = _PLACE.fullmatch(message)
+    if place is not None:
+        message = f"{place[2]}: {place[1]}" if place[2] else place[1]
+    return unreadable(DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: {message}")
+
+
+def unknown_fields(document: dict[str, Any]) -> tuple[str, ...]:
+    """Names in the body that mean nothing here, those of parameters first."""
+    values = document.get("parameters")
+    unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
+    return (*unknown, *sorted(document.keys() - set(Body.__struct_fields__)))
+
+
+def beyond_single_precision(value: float) -> bool:
+    """Whether a number is infinite to TGI, which reads single precision."""
+    return abs(value) > _LARGEST_SINGLE
+
+
+MAX_TOP_N_TOKENS = 5
+"""TGI's default."""
+MOST_RESERVED = 1024
+"""New tokens for which TGI wants room in the context at once; more than that are generated as far as they fit."""
+_SEED_BITS = 63
+_UINT64 = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRules:
+    """What of a model and its settings decides how parameters are read."""
+
+    max_input_tokens: int
+    max_best_of: int
+    max_stop_sequences: int
+    do_sample_inferred: bool
+    """`temperature` and its like switch sampling on, as TGI's model server does; otherwise `do_sample` alone does."""
+    special_ids: Mapping[str, int]
+    """The model's special tokens, by their texts."""
+    eos_token_ids: frozenset[int]
+    adapters: bool = False
+    """Whether there are adapters (`option.enable_lora`)."""
+
+
+def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
+    """What decides how this model's parameters are read."""
+    return ParameterRules(
+        max_input_tokens=max_input_tokens(model, settings),
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        do_sample_inferred=settings.do_sample_inferred,
+        special_ids=model.texts.special_tokens,
+        eos_token_ids=model.eos_token_ids,
+        adapters=settings.enable_lora,
+    )
+
+
+def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
+    """Tokens of the longest prompt that is taken."""
+    context = model.max_model_len - 1
+    return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TgiParameters:
+    """One request's `parameters`, validated and translated."""
+
+    sampling: SamplingParameters
+    best_of: int
+    details: bool
+    prefill: bool
+    top_tokens: int
+    truncate: int | None
+    room: int
+    adapter: str | None = None
+
+    def seeded(self) -> SamplingParameters:
+        """With a seed, where the request samples and names none: whoever sees it can have the same text again."""
+        if self.sampling.greedy or self.sampling.seed is not None:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS))
+
+
+def shown_seed(sampling: SamplingParameters) -> int | None:
+    """The seed as details show it; None for greedy decoding."""
+    return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
+
+
+def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, streams: bool) -> TgiParameters:
+    """Check all values, and translate them.
+
+    Raises:
+        InvalidRequest: with TGI's text, but for its prefix.
+    """
+    parameters = Parameters(do_sample=True) if given is None else given
+    best_of = _best_of(parameters, rules, streams)
+    sampling = _sampling(parameters, rules, best_of)
+    top_tokens = parameters.top_n_tokens or 0
+    if top_tokens > MAX_TOP_N_TOKENS:
+        raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {top_tokens}")
+    if not inputs:
+        raise InvalidRequest("`inputs` cannot be empty")
+    prefill = bool(parameters.decoder_input_details)
+    return TgiParameters(
+        sampling=msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar)),
+        best_of=best_of,
+        details=bool(parameters.details) or prefill,
+        prefill=prefill,
+        top_tokens=top_tokens,
+        truncate=_truncate(parameters.truncate, rules.max_input_tokens),
+        room=min(sampling.max_tokens or 1, MOST_RESERVED),
+        adapter=parameters.adapter_id or None,
+    )
+
+
+def _best_of(parameters: Parameters, rules: ParameterRules, streams: bool) -> int:
+    best_of = 1 if parameters.best_of is None else parameters.best_of
+    if streams and best_of != 1:
+        raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+    if streams and parameters.decoder_input_details:
+        raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+    if not 0 < best_of <= rules.max_best_of:
+        raise InvalidRequest(f"`best_of` must be > 0 and <= {rules.max_best_of}. Given: {best_of}")
+    if best_of > 1 and not (parameters.do_sample or _names_sampling(parameters)):
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    return best_of
+
+
+def _names_sampling(parameters: Parameters) -> bool:
+    p = parameters
+    return not (p.temperature is p.top_k is p.top_p is p.typical_p is None)
+
+
+def _samples(parameters: Parameters, rules: ParameterRules, best_of: int) -> bool:
+    if parameters.do_sample or best_of > 1:
+        return True
+    return rules.do_sample_inferred and (
+        parameters.temperature not in (None, 1.0)
+        or not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
+    )
+
+
+def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> SamplingParameters:
+    temperature = _strictly_positive("temperature", parameters.temperature, 1.0)
+    repetition_penalty = _strictly_positive("repetition_penalty", parameters.repetition_penalty, 1.0)
+    frequency_penalty = 0.0 if parameters.frequency_penalty is None else parameters.frequency_penalty
+    if not -2.0 <= frequency_penalty <= 2.0:
+        raise InvalidRequest("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    top_p = _share("top_p", parameters.top_p)
+    typical_p = _share("typical_p", parameters.typical_p)
+    top_k = _strictly_positive("top_k", parameters.top_k, 0)
+    if parameters.max_new_tokens == 0:
+        raise InvalidRequest("`max_new_tokens` must be strictly positive")
+    stop = _stop(parameters.stop or (), rules.max_stop_sequences)
+    seed = _seed(parameters.seed, best_of)
+    _refuse_what_is_not_here(parameters, rules)
+    samples = _samples(parameters, rules, best_of)
+    return SamplingParameters(
+        max_tokens=parameters.max_new_tokens,
+        temperature=temperature if samples else 0.0,
+        top_k=int(top_k) if samples else 0,
+        top_p=top_p if samples else 1.0,
+        typical_p=typical_p if samples else 1.0,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(text for text in stop if text not in rules.special_ids),
+        stop_token_ids=_stop_token_ids(stop, rules),
+        include_stop_str_in_output=True,
+    )
+
+
+def _strictly_positive(name: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if value <= 0:
+        raise InvalidRequest(f"`{name}` must be strictly positive")
+    if beyond_single_precision(value):
+        raise InvalidRequest(f"`{name}` must be a number of single precision")
+    return value
+
+
+def _share(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if not 0.0 < value < 1.0:
+        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0")
+    return value
+
+
+def _stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
+    if len(stop) > most:
+        raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
+    if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
+        raise InvalidRequest(f"`stop` must hold texts of 1 to {MAX_STRING_LENGTH} characters")
+    return stop
+
+
+def _stop_token_ids(stop: tuple[str, ...], rules: ParameterRules) -> tuple[int, ...]:
+    """Stop texts that are a special token, which no text shows; the model's end tokens end the text anyway."""
+    ids = dict.fromkeys(rules.special_ids[text] for text in stop if text in rules.special_ids)
+    return tuple(token_id for token_id in ids if token_id not in rules.eos_token_ids)
+
+
+def _seed(seed: int | None, best_of: int) -> int | None:
+    if seed is None:
+        return None
+    if best_of > 1:
+        raise InvalidRequest("`seed` must not be set when `best_of` > 1")
+    if seed >= _UINT64:
+        raise InvalidRequest(f"`seed` must be below {_UINT64}")
+    return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
+
+
+def _refuse_what_is_not_here(parameters: Parameters, rules: ParameterRules) -> None:
+    if parameters.watermark:
+        raise InvalidRequest("`watermark` is not supported by this server")
+    if parameters.adapter_id is not None and not rules.adapters:
+        raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
+
+
+def _truncate(truncate: int | None, most: int) -> int | None:
+    if truncate is not None and not 0 < truncate <= most:
+        raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
+    return truncate
+
+
+def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
+    if grammar is None:
+        return None
+    kind, value = grammar.get("type"), grammar.get("value")
+    if kind == "regex":
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest("grammar is not valid: `value` must be a regular expression")
+        return Constraint(parameter="grammar", regex=value)
+    if kind in ("json", "json_object"):
+        return _schema(_parsed(value) if isinstance(value, str) else value)
+    if kind == "json_schema":
+        return _schema(value.get("schema") if isinstance(value, dict) else None)
+    raise InvalidRequest("grammar is not valid: `type` must be `json`, `json_schema` or `regex`")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"grammar is not valid: {error}") from None
+
+
+def _schema(schema: Any) -> Constraint:
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar is not valid: `value` must be a JSON schema")
+    if "properties" not in schema:
+        raise InvalidRequest("grammar is not valid: Grammar must have a 'properties' field")
+    # TGI's documents have no white space but single blanks.
+    return Constraint(parameter="grammar", json_schema=msgspec.json.encode(schema).decode(), any_whitespace=False)

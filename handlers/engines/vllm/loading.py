@@ -1,0 +1,257 @@
+"""From a model's settings to vLLM's engine process with that model in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import vllm.platforms
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.tokenizers import cached_tokenizer_from_config, registry
+from vllm.transformers_utils import processor
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils import func_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from handlers.daemon_thread import LastingThread
+from handlers.engines.cpu_memory import kv_cache_size, memory_limits, smaller_size
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
+from handlers.engines.start_failure import failure_of
+from handlers.engines.texts import copied
+from handlers.engines.vllm.arguments import cache_demand, engine_arguments, serve_defaults
+from handlers.engines.vllm.constraints import CheckingLLM, choose_backend
+from handlers.engines.vllm.frontend_arguments import frontend_arguments
+from handlers.engines.vllm.output import end_output_loop
+from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
+from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL
+from handlers.engines.vllm.typical import load_typical
+from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
+from handlers.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+_SWITCH = "TORCH_COMPILE_DISABLE"
+_COMPILER = "g++"
+_INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
+
+
+def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
+    """Have torch compile nothing where there is no compiler; returns whether that was done.
+
+    vLLM's sampler calls torch.compile at the first log probability, also when it runs the model eagerly, and its
+    process dies where that fails. torch reads the variable when it is imported, so it is for processes that are still
+    to be started. One that is set already stays as it is.
+    """
+    compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
+    if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
+        return False
+    environ[_SWITCH] = "1"
+    logger.info("there is no C++ compiler (%s), so torch.compile is off (%s=1)", compiler, _SWITCH)
+    return True
+
+
+def _cache(module: Any, name: str) -> Any:
+    function = getattr(module, name, None)
+    if not hasattr(function, "cache_clear"):
+        raise EngineStartError(f"this vLLM is not one that Slipway knows: {module.__name__}.{name} is no cache")
+    return function
+
+
+_CACHES = (
+    _cache(registry, "cached_get_tokenizer"),
+    _cache(processor, "cached_get_processor"),
+    _cache(func_utils, "_supports_kw"),
+)
+
+
+def forget_tokenizers() -> None:
+    """Let go of the tokenizers of models that are gone."""
+    for cache in _CACHES:
+        cache.cache_clear()
+
+
+SHUTDOWN_SECONDS = 1.0
+"""What vLLM's processes have to end by themselves; by then nothing runs in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """vLLM with a model, and what its OpenAI front end is to be told."""
+
+    llm: CheckingLLM
+    frontend_arguments: dict[str, Any]
+    typical_refusal: str
+    """Why `typical_p` is refused; "" if it is not."""
+
+
+class VllmLoader:
+    """Loads one model, once."""
+
+    def __init__(self, settings: ModelSettings, thread: LastingThread) -> None:
+        """`thread`: starts vLLM's processes; the kernel kills those that are spawned with it."""
+        self._settings = settings
+        self._thread = thread
+        self._abandoned = False
+        self._cannot = f"vLLM cannot load {settings.model_id}"
+
+    async def load(self) -> LoadedModel:
+        """Takes half a minute and more; other tasks go on meanwhile.
+
+        Raises:
+            EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
+        """
+        try:
+            return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            raise
+        except TimeoutError:
+            self._abandoned = True
+            limit = self._settings.model_loading_timeout
+            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        except EngineStartError:
+            raise
+        except Exception as error:
+            raise failure_of(error).error(self._cannot) from error
+
+    def _load(self) -> LoadedModel:
+        use_fork_server()
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        if on_cpu:
+            go_without_compiler(os.environ)
+        arguments = engine_arguments(self._settings, on_cpu)
+        # Read here, so that what is wrong is said before the model is loaded.
+        frontend = frontend_arguments(self._settings)
+        engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
+        if not on_cpu:
+            choose_devices(engine_args, self._settings)
+        # Batch sizes depend on it: these are the defaults of `vllm serve`.
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        choose_backend(config)
+        refusal = load_typical(config) if self._settings.rolling_batch in TYPICAL else NO_TYPICAL
+        if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+            llm = self._start_on_cpu(config)
+        else:
+            llm = self._start(config)
+        if self._abandoned:
+            # Nobody waits for it any more, and the server may go on with others.
+            end_processes(llm, SHUTDOWN_SECONDS)
+            forget_tokenizers()
+        return LoadedModel(llm, frontend, refusal)
+
+    def _start(self, config: VllmConfig) -> CheckingLLM:
+        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
+            try:
+                llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+            except Exception as error:  # vLLM's own says that a process has failed, and not why
+                if (failure := reports.first()) is None:
+                    raise
+                raise failure.error(self._cannot) from error
+        return llm
+
+    def _start_on_cpu(self, config: VllmConfig) -> CheckingLLM:
+        """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
+        demand = cache_demand(config, self._settings)
+        parallel = config.parallel_config
+        engines = max(parallel.data_parallel_size_local, 1)
+        chosen = kv_cache_size(demand, memory_limits(parallel.local_world_size, engines, os.environ))
+        logger.info("KV cache: %s", chosen)
+        config.cache_config.kv_cache_memory_bytes = chosen.bytes
+        try:
+            return self._start(config)
+        except EngineOutOfMemory as error:
+            smaller = smaller_size(demand, str(error))
+            if smaller is None or self._abandoned:
+                raise
+            logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
+        config.cache_config.kv_cache_memory_bytes = smaller
+        return self._start(config)
+
+
+async def shut_down(llm: AsyncLLM) -> None:
+    """End vLLM's processes, and keep nothing of the model's."""
+    await end_output_loop(llm)
+    await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
+    forget_tokenizers()
+
+
+def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
+    """Set how many GPUs share each layer, unless that is given, and which GPUs vLLM takes: the first of `devices`.
+
+    Raises:
+        EngineStartError: there are fewer than the model needs.
+    """
+    visible = range(vllm.platforms.current_platform.device_count())
+    devices = visible if settings.devices is None else settings.devices
+    if settings.devices == ():
+        raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
+    if settings.tensor_parallel_degree is None:
+        share_layers(engine_args, devices, settings.tensor_parallel_max)
+    if settings.devices is None or engine_args.device_ids:
+        return
+    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
+    stages = engine_args.pipeline_parallel_size * engine_args.prefill_context_parallel_size
+    count = engine_args.tensor_parallel_size * stages * replicas
+    if count > len(devices) and len(devices) < len(visible):
+        raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
+    chosen = sorted(devices[:count])  # neighbours are often connected
+    if chosen != list(visible):
+        engine_args.device_ids = chosen
+        logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), len(visible))
+
+
+def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
+    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    platform = vllm.platforms.current_platform
+    gpus = len(devices)
+    stages = engine_args.pipeline_parallel_size
+    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
+    if gpus // (stages * replicas) <= 1:
+        return
+    model = engine_args.create_model_config()
+    config = model.hf_config.to_dict()
+    sizes = tensor_parallel_sizes(config, gpus // (stages * replicas))
+    if most:
+        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
+    else:
+        memory = ModelMemory(
+            config,
+            weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision),
+            stages=stages,
+            memory_share=engine_args.gpu_memory_utilization,
+            # With -1 vLLM itself fits the length to the memory.
+            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
+            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
+        )
+        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
+        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
+    logger.info(
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas): %s; the model allows %s; "
+        "option.tensor_parallel_degree sets it by hand",
+        engine_args.tensor_parallel_size,
+        gpus,
+        stages,
+        replicas,
+        why,
+        ", ".join(map(str, sizes)),
+    )
+
+
+def own_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer, outside vLLM's pool, and a copy of the one from which that copies."""
+    return copied(cached_tokenizer_from_config(config))
+
+
+def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
+    """The tokens that end a text, by the model's generation config and by its tokenizer."""
+    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
+    ids = configured if isinstance(configured, list) else [configured]
+    own = llm.get_tokenizer().eos_token_id
+    return frozenset(ids if own is None else [*ids, own])

@@ -1,0 +1,337 @@
+"""LoRA adapters on vLLM: which of them are in its memory, and who uses them.
+
+vLLM reads an adapter from its directory whenever a step needs one that is not in memory, and its engine process dies if
+that fails; it also takes adapters of one name for one and the same. So
+
+- what is in memory is decided here: never more than vLLM's cache holds, so that it never drops one by itself, and none
+  is dropped while a request has it. vLLM then never reads a file within a step, and a failure to load is an answer;
+- each adapter has a name of its own in vLLM, for ever: an adapter that comes again, from the same directory or another,
+  neither meets requests of the former one in a batch nor finds its blocks in the prefix cache.
+
+vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
+filling batches with as many adapters as there are slots.
+
+Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
+tests/live/test_adapters_live.py: `AsyncLLM.add_lora`, which raises what loading raises, and `remove_lora`;
+`OutputProcessor.request_states`, whose states have `lora_request`; and `VllmConfig.lora_config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import re
+import time
+from collections.abc import Coroutine, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestState
+
+from handlers.engines.protocol import EngineAdapter, EngineStartError
+from handlers.engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
+from handlers.errors import (
+    AdapterFailed,
+    AdapterUnusable,
+    EngineDead,
+    NoRoomForAdapter,
+    Overloaded,
+    UnknownAdapter,
+)
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.05
+"""Seconds between looks at what runs; also what an abort has to reach the engine before its adapter is removed."""
+_REMOVE_SECONDS = 30.0
+"""How long `remove` waits for requests."""
+_FAILURE = "Call to add_lora method failed: "
+"""What vLLM writes before an error of its engine process."""
+_WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
+"""What it writes around that of a worker."""
+
+
+def check_seam() -> None:
+    """Refuse to start on a vLLM whose internals have moved.
+
+    Raises:
+        EngineStartError: naming what is missing.
+    """
+    wanted: tuple[tuple[Any, str], ...] = (
+        (AsyncLLM.add_lora, "lora_request"),
+        (AsyncLLM.remove_lora, "lora_id"),
+        (RequestState.__init__, "lora_request"),
+    )
+    for function, parameter in wanted:
+        if parameter not in inspect.signature(function).parameters:
+            raise EngineStartError(
+                f"this vLLM is not one that Slipway knows: {function.__qualname__} has no parameter {parameter}"
+            )
+
+
+def has_prompt_logprobs(llm: AsyncLLM) -> bool:
+    """Whether the engine survives requests for log probabilities of the prompt.
+
+    With adapters on a CPU it does not: `LogitsProcessorWithLoRA` gives all tokens of the prompt to
+    `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
+    several sequences, and the engine process ends.
+    """
+    from vllm.platforms import current_platform
+
+    return llm.vllm_config.lora_config is None or not current_platform.is_cpu()
+
+
+class PublicAdapters(dict[str, LoRARequest]):
+    """Adapters by the names that requests give, as vLLM's front end looks them up.
+
+    It goes through `values` only to give a chat an adapter that is called like one of its content types, such as
+    "text"; ours are chosen by name alone.
+    """
+
+    def values(self) -> Any:
+        """None of them."""
+        return ()
+
+
+class Claim:
+    """A request's hold on its adapter, until the engine has the request."""
+
+    __slots__ = ("_held", "_open")
+
+    def __init__(self, held: _Held) -> None:
+        held.claims += 1
+        self._held, self._open = held, True
+
+    @property
+    def request(self) -> LoRARequest:
+        """What vLLM is told."""
+        return self._held.request
+
+    def release(self) -> None:
+        """Let go; harmless when that has been done."""
+        if self._open:
+            self._open = False
+            self._held.claims -= 1
+
+
+class _Held:
+    """One adapter."""
+
+    __slots__ = ("adapter", "claims", "loading", "request", "resident", "used")
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self.adapter = adapter
+        self.request = LoRARequest(f"{adapter.name}#{adapter.id}", adapter.id, str(adapter.path))
+        self.claims = 0
+        self.resident = False
+        self.used = 0.0
+        self.loading: asyncio.Task[None] | None = None
+
+
+class VllmAdapters:
+    """See `handlers.engines.protocol.EngineAdapters`."""
+
+    def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
+        """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
+        places that vLLM has stay empty. Raises EngineStartError on a vLLM that this is not written for."""
+        check_seam()
+        lora: Any = llm.vllm_config.lora_config
+        self._llm, self._patience = llm, patience
+        self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
+        self._max_rank: int = lora.max_lora_rank
+        self._held: dict[int, _Held] = {}
+        self._by_name: dict[str, _Held] = {}
+        self.public = PublicAdapters()
+        self._turn = asyncio.Lock()
+        """Adapters are loaded one by one: each stops the engine's steps for as long as it takes."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def _base(self) -> Shapes:
+        return base_shapes(Path(self._llm.model_config.model))
+
+    async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
+        """See `EngineAdapters.add`."""
+        await asyncio.to_thread(self._check, adapter.path)
+        held = self._held[adapter.id] = _Held(adapter)
+        try:
+            if adapter.pin:
+                self._check_pins(held)
+            if preload:
+                await self._loaded(held)
+        except asyncio.CancelledError:
+            await self.remove(adapter.id, wait=False)  # whoever cancels is not to wait until it is loaded
+            raise
+        except BaseException:
+            await self.remove(adapter.id)
+            raise
+        self._by_name[adapter.name] = held
+        self.public[adapter.name] = LoRARequest(adapter.name, adapter.id, str(adapter.path))
+
+    async def change(self, adapter: EngineAdapter, *, preload: bool) -> None:
+        """See `EngineAdapters.change`."""
+        held = self._held[adapter.id]
+        before, held.adapter = held.adapter, adapter
+        try:
+            if adapter.pin:
+                self._check_pins(held)
+            if preload or adapter.pin:
+                await self._loaded(held)
+        except BaseException:
+            held.adapter = before
+            raise
+
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
+        """See `EngineAdapters.remove`."""
+        held = self._held.get(adapter_id)
+        if held is None:
+            return
+        if self._by_name.get(held.adapter.name) is held:
+            del self._by_name[held.adapter.name], self.public[held.adapter.name]
+        freeing = self._spawn(self._free(held))
+        if wait:
+            await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
+
+    async def claim(self, name: str) -> Claim:
+        """The adapter of this name, in memory, where it stays until the claim is released and no request has it.
+
+        Raises:
+            UnknownAdapter: there is none.
+            AdapterUnusable: it cannot be loaded any more.
+            Overloaded: there is no place for it.
+            EngineDead: the engine is gone.
+        """
+        held = self._by_name.get(name)
+        if held is None:
+            raise UnknownAdapter(name)
+        return await self._claimed(held)
+
+    async def stop(self) -> None:
+        """End what waits for something."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _claimed(self, held: _Held) -> Claim:
+        claim = Claim(held)
+        held.used = time.monotonic()
+        if held.resident:
+            return claim
+        try:
+            await self._loaded(held)
+        except NoRoomForAdapter as error:
+            claim.release()
+            raise Overloaded(error.message) from None
+        except AdapterFailed as error:
+            claim.release()
+            raise AdapterUnusable(held.adapter.name, error.message) from None
+        except BaseException:
+            claim.release()
+            raise
+        return claim
+
+    async def _loaded(self, held: _Held) -> None:
+        """Have the adapter in memory. Whoever waits may leave; loading goes on for others."""
+        if held.resident:
+            return
+        loading = held.loading
+        if loading is None or loading.done():
+            loading = held.loading = self._spawn(self._load(held))
+        await asyncio.wait({loading}, timeout=self._patience)
+        if not loading.done():
+            raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._settings()}")
+        if loading.cancelled():
+            raise EngineDead
+        loading.result()
+
+    async def _load(self, held: _Held) -> None:
+        async with self._turn:
+            await asyncio.to_thread(self._check, held.adapter.path)
+            await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
+            await self._make_place()
+            started = time.monotonic()
+            try:
+                await asyncio.wait_for(self._llm.add_lora(held.request), self._patience)
+            except EngineDeadError:
+                raise EngineDead from None
+            except TimeoutError:
+                await self._drop(held)
+                raise AdapterFailed(f"loading took longer than {self._patience:g} s") from None
+            except Exception as error:
+                await self._drop(held)  # it may be half in place
+                raise AdapterFailed(_reason(error)) from None
+            held.resident, held.used = True, time.monotonic()
+        logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
+
+    def _check(self, directory: Path) -> None:
+        check_adapter(directory, self._max_rank, self._base)
+
+    def _check_pins(self, held: _Held) -> None:
+        pinned = sum(other.adapter.pin for other in self._held.values() if other is not held)
+        if pinned >= self._places:
+            raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
+
+    async def _make_place(self) -> None:
+        """Drop the adapter that was not used for the longest time, unless there is a place.
+
+        Raises:
+            NoRoomForAdapter: all are pinned, or in use for as long as it may take.
+        """
+        deadline = time.monotonic() + self._patience
+        while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
+            movable = [held for held in resident if not held.adapter.pin]
+            if not movable:
+                raise NoRoomForAdapter(f"every adapter in memory is pinned {self._settings()}")
+            if time.monotonic() > deadline:
+                raise NoRoomForAdapter(f"every adapter in memory is in use {self._settings()}")
+            idle = self._idle(movable)
+            await asyncio.sleep(_POLL)
+            if still_idle := self._idle(held for held in idle if held.resident):
+                await self._drop(min(still_idle, key=lambda held: held.used))
+
+    def _idle(self, some: Iterable[_Held]) -> list[_Held]:
+        states = self._llm.output_processor.request_states.values()
+        running = {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
+        return [held for held in some if not held.claims and held.adapter.id not in running]
+
+    async def _drop(self, held: _Held) -> None:
+        held.resident = False  # first: who claims it now has it loaded again
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            await asyncio.wait_for(self._llm.remove_lora(held.adapter.id), self._patience)
+
+    async def _free(self, held: _Held) -> None:
+        """Drop an adapter that has no name any more, once nothing uses it."""
+        if held.loading is not None:
+            await asyncio.wait({held.loading})
+        while not self._idle([held]) and not self._llm.errored:
+            await asyncio.sleep(_POLL)
+        await asyncio.sleep(_POLL)
+        if held.resident:
+            await self._drop(held)
+        self._held.pop(held.adapter.id, None)
+
+    def _settings(self) -> str:
+        return f"({self._places}: option.max_cpu_loras, or else option.max_loras)"
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("an adapter could not be loaded: %s", error)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).removeprefix(_FAILURE)
+    found = _WORKER_FAILURE.fullmatch(text)
+    return (text if found is None else found[1]) or "vLLM refuses it and does not say why; the log has more"

@@ -1,0 +1,380 @@
+"""The seam with vLLM's output processing: the one file that touches what vLLM does not document.
+
+vLLM's `OutputProcessor` keeps a `RequestState` for each request and calls it for each engine step. We register a state
+of our own that hands the step's tokens straight to the request's sink: no queue, no task switch and no
+`RequestOutput` for each token, and log probabilities read from the raw arrays. Everything else stays vLLM's: stop
+strings, detokenizing, aborts.
+
+Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
+tests/live/test_vllm_seam.py:
+- `RequestState.from_new_request(...)`, whose result has `detokenizer`, `logprobs_processor`, `queue`;
+- `OutputProcessor.process_outputs` calls `detokenizer.update`, `logprobs_processor.update_from_output`,
+  `make_request_output`, in this order, for each request of a step;
+- the renderer's `get_eos_token_id()` is asked for each request;
+- the engine core client reads `decoder` once, when its output task starts;
+- `AsyncLLM.output_handler` is the task that reads the engine's messages, and ends when it is cancelled;
+- `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`;
+- `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` hold, for each token, the chosen one's log
+  probability first and then those of the most probable, and beside them the chosen one's rank, from 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import (
+    FastIncrementalDetokenizer,
+    SlowIncrementalDetokenizer,
+    uses_fast_detokenizer,
+)
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from handlers.engines.protocol import EngineStartError, Sink
+from handlers.engines.texts import split_text
+from handlers.errors import EngineDead, GenerationFailed
+from handlers.meter import Meter
+from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+def check_seam() -> None:
+    """Refuse to start on a vLLM whose internals have moved.
+
+    Raises:
+        EngineStartError: naming what is missing.
+    """
+    wanted: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+        "RequestState.from_new_request": (
+            RequestState.from_new_request,
+            ("tokenizer", "request", "prompt", "parent_req", "request_index", "queue", "log_stats", "stream_interval"),
+        ),
+        "RequestState.make_request_output": (
+            RequestState.make_request_output,
+            ("new_token_ids", "pooling_output", "finish_reason", "stop_reason"),
+        ),
+        "OutputProcessor.abort_requests": (OutputProcessor.abort_requests, ("request_ids", "internal")),
+    }
+    for name, (function, parameters) in wanted.items():
+        missing = [p for p in parameters if p not in inspect.signature(function).parameters]
+        if missing:
+            raise EngineStartError(
+                f"this vLLM is not one that Slipway knows: {name} has no parameter {', '.join(missing)}"
+            )
+    for arrays, field in ((LogprobsLists, "sampled_token_ranks"), (LogprobsTensors, "selected_token_ranks")):
+        if field not in arrays._fields:
+            raise EngineStartError(f"this vLLM is not one that Slipway knows: {arrays.__name__} has no field {field}")
+
+
+class LeanDecoder(MsgpackDecoder):
+    """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
+
+    def dec_hook(self, t: type, obj: Any) -> Any:
+        """Convert what msgspec cannot; see `MsgpackDecoder`."""
+        if t is not np.ndarray:
+            return super().dec_hook(t, obj)
+        dtype, shape, data = obj
+        return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
+
+
+def use_lean_decoder(engine_core: Any) -> None:
+    """Read the engine's messages with `LeanDecoder`; to be called before the first message is read."""
+    engine_core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=engine_core.decoder.oob_tensor_provider)
+
+
+async def end_output_loop(llm: AsyncLLM) -> None:
+    """Read no message of the engine's any more: the loop would take the engine's end for a crash, and log it as one."""
+    if (loop := llm.output_handler) is not None:
+        loop.cancel()
+        await asyncio.wait([loop])
+
+
+def remember_end_token(renderer: Any) -> None:
+    """The end token's id, which vLLM asks its pool of tokenizers for with each request, does not change."""
+    end_token_id = renderer.get_eos_token_id()
+    renderer.get_eos_token_id = lambda: end_token_id
+
+
+class _RecordingFast(FastIncrementalDetokenizer):
+    """Keeps what each token of the step added to the text."""
+
+    pieces: list[str]
+
+    def decode_next(self, next_token_id: int) -> str:
+        piece: str = super().decode_next(next_token_id)
+        self.pieces.append(piece)
+        return piece
+
+
+class _RecordingSlow(SlowIncrementalDetokenizer):
+    """The same for tokenizers that are not `tokenizers`' own."""
+
+    pieces: list[str]
+
+    def decode_next(self, next_token_id: int) -> str:
+        piece: str = super().decode_next(next_token_id)
+        self.pieces.append(piece)
+        return piece
+
+
+class _StepReader:
+    """Stands where vLLM's log-prob processor stands; keeps the step's raw arrays."""
+
+    __slots__ = ("logprobs", "prompt_logprobs", "queue_time", "queued_at")
+
+    def __init__(self) -> None:
+        self.logprobs: Any = None
+        self.prompt_logprobs: list[Any] = []
+        self.queued_at: float | None = None
+        self.queue_time: float | None = None
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        self.logprobs = output.new_logprobs
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
+        if output.events:
+            self._read(output.events)
+
+    def _read(self, events: Sequence[Any]) -> None:
+        for event in events:
+            if event.type == EngineCoreEventType.QUEUED:
+                self.queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and self.queued_at is not None and self.queue_time is None:
+                self.queue_time = event.timestamp - self.queued_at
+
+
+class _ErrorQueue:
+    """Stands where vLLM's output queue stands; only errors ever reach it."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: PushedState) -> None:
+        self._state = state
+
+    def put(self, output: Any) -> None:
+        if isinstance(output, Exception):
+            self._state.fail(EngineDead())
+
+
+class _Nobody:
+    """Stands where the error queue stood once a sequence has ended."""
+
+    def put(self, output: Any) -> None:
+        """Drop it: whoever waited has been told."""
+
+
+_NOBODY = _Nobody()
+
+
+class PushedState(RequestState):
+    """One sequence of one request."""
+
+    sink: Sink
+    meter: Meter
+    sequence: int
+    stream: bool
+    want_tokens: bool
+    top_tokens: int
+    special_ids: frozenset[int]
+    tokenizer: Any
+    own_stop_ids: tuple[int, ...]
+    ended: bool
+
+    def attach(
+        self,
+        generation: GenerationRequest,
+        sequence: int,
+        sink: Sink,
+        meter: Meter,
+        tokenizer: Any,
+        special_ids: frozenset[int],
+        request: EngineCoreRequest,
+    ) -> None:
+        """Set up what vLLM's constructor does not know."""
+        self.sink, self.meter, self.sequence = sink, meter, sequence
+        self.stream, self.want_tokens = generation.stream, generation.want_tokens
+        self.top_tokens, self.special_ids = generation.top_tokens, special_ids
+        self.want_ranks = generation.want_ranks
+        self.own_stop_ids = generation.sampling.stop_token_ids
+        self.tokenizer = tokenizer
+        self.reader = self.logprobs_processor = _StepReader()
+        self.queue: _ErrorQueue | _Nobody = _ErrorQueue(self)
+        self.pieces: list[str] | None = None
+        if self.want_tokens:
+            recording = _RecordingFast if uses_fast_detokenizer(tokenizer) else _RecordingSlow
+            self.detokenizer = recording(tokenizer, request)
+            self.detokenizer.pieces = self.pieces = []
+        self.may_clip = bool(generation.sampling.stop)
+        self.pending: list[Token] = []  # tokens not handed over yet
+        self.free = 0  # characters that vLLM has let go and no token of ours has taken yet
+        self.prompt_tokens_due = generation.want_prompt_tokens
+        self.token_count = 0
+        self.cumulative_logprob: float | None = None
+        self.started_at = self.last_at = time.monotonic()
+        self.ended = False
+
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: int | str | None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Called by vLLM for each step; pushes to the sink and returns nothing for vLLM to queue."""
+        if self.ended:
+            return
+        # An exception here would end vLLM's output loop and with it every other request.
+        try:
+            if new_token_ids:
+                self._count(new_token_ids)
+            self._advance(finish_reason, stop_reason)
+        except Exception:
+            logger.exception("request %s: internal error while handling a token", self.external_req_id)
+            self.ended = False  # it may have been set just before the last delta failed
+            self.fail(GenerationFailed("internal error while handling a token"))
+
+    def abort(self) -> None:
+        """End the sequence with what there is of it, as vLLM's own abort does."""
+        self.make_request_output([], None, VllmFinishReason.ABORT, None)
+
+    def fail(self, error: GenerationFailed | EngineDead) -> None:
+        """End the sequence with an error."""
+        if not self.ended:
+            self.end()
+            self.meter.failed_requests += 1
+            self.sink.on_error(error)
+
+    def end(self) -> None:
+        """Nothing more reaches the sink."""
+        self.ended = True
+        self.queue = _NOBODY  # the former one refers to us; without the cycle we are freed at once
+
+    def _count(self, new_token_ids: list[int]) -> None:
+        now, count, meter = time.monotonic(), len(new_token_ids), self.meter
+        meter.tokens += count
+        if self.token_count:
+            meter.inter_token.observe((now - self.last_at) / count)
+        else:
+            meter.time_to_first_token.observe(now - self.started_at)
+            if self.reader.queue_time is not None:
+                meter.queue_time.observe(self.reader.queue_time)
+        self.last_at = now
+        self.token_count += count
+        logprobs = self._logprobs(count)
+        if self.want_tokens:
+            self._collect(new_token_ids, logprobs)
+
+    def _logprobs(self, count: int) -> list[float] | None:
+        raw = self.reader.logprobs
+        if raw is None:
+            return None
+        # The sampler puts the chosen token first in each row.
+        values: list[float] = [raw.logprobs[0, 0].item()] if count == 1 else raw.logprobs[:count, 0].tolist()
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(values)
+        return values
+
+    def _collect(self, token_ids: list[int], logprobs: list[float] | None) -> None:
+        pieces = self.pieces
+        assert pieces is not None
+        special = self.special_ids
+        for i, token_id in enumerate(token_ids):
+            # The token that ended the sequence is not detokenized and so has no piece.
+            piece = pieces[i] if i < len(pieces) else ""
+            top = self._top(i) if self.top_tokens else ()
+            logprob = logprobs[i] if logprobs is not None else None
+            rank = self.reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
+            self.pending.append(Token(token_id, piece, logprob, token_id in special, top, rank))
+        pieces.clear()
+
+    def _top(self, row: int) -> tuple[Token, ...]:
+        raw = self.reader.logprobs
+        ids = raw.logprob_token_ids[row, 1 : 1 + self.top_tokens].tolist()
+        values = raw.logprobs[row, 1 : 1 + self.top_tokens].tolist()
+        return tuple(
+            Token(i, self.tokenizer.decode([i]), v, i in self.special_ids, (), place if self.want_ranks else None)
+            for place, (i, v) in enumerate(zip(ids, values, strict=True), start=1)
+        )
+
+    def _advance(self, finish_reason: Any, stop_reason: int | str | None) -> None:
+        finished = finish_reason is not None
+        if not (finished or self.stream):
+            return
+        detokenizer = self.detokenizer
+        text = detokenizer.get_next_output_text(finished, True)
+        tokens = self._release(len(text), finished)
+        if not (text or tokens or finished or self.prompt_tokens_due):
+            return
+        delta = TokenDelta(
+            text, tokens, self.sequence, None, self.prompt_len, self.token_count, self.cumulative_logprob
+        )
+        if self.prompt_tokens_due:
+            self.prompt_tokens_due = False
+            delta.prompt_tokens = self._prompt_tokens()
+        if finished:
+            if finish_reason == VllmFinishReason.ERROR:
+                self.fail(GenerationFailed("the engine reported an internal error for this request"))
+                return
+            self.end()
+            delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
+            delta.last = True
+            if delta.finish_reason is FinishReason.ABORT:
+                self.meter.aborted_requests += 1
+            else:
+                self.meter.finished_requests += 1
+        self.sink.on_delta(delta)
+
+    def _release(self, characters: int, finished: bool) -> list[Token]:
+        """Hand over the tokens whose text has been let go.
+
+        With stop strings vLLM holds the last characters back, since they may turn out to begin a stop string; the
+        tokens that they belong to wait with them.
+        """
+        pending = self.pending
+        if not self.may_clip:
+            self.pending = []
+            return pending
+        self.free += characters
+        released = 0
+        for token in pending:
+            if len(token.text) > self.free:
+                if not finished:
+                    break
+                token.text = token.text[: self.free]  # the rest belongs to a stop string and is not shown
+            self.free -= len(token.text)
+            released += 1
+        self.pending = pending[released:]
+        return pending[:released]
+
+    def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
+        if reason == VllmFinishReason.LENGTH:
+            return FinishReason.LENGTH
+        if reason == VllmFinishReason.ABORT:
+            return FinishReason.ABORT
+        # The model may have several end tokens; vLLM reports all but one of them as stop tokens.
+        if stop_reason is None or (isinstance(stop_reason, int) and stop_reason not in self.own_stop_ids):
+            return FinishReason.EOS
+        return FinishReason.STOP
+
+    def _prompt_tokens(self) -> list[Token]:
+        tokens = split_text(self.tokenizer, self.prompt_token_ids or (), self.special_ids, skip_special_tokens=False)
+        values = [value for chunk in self.reader.prompt_logprobs for value in chunk.logprobs[:, 0].tolist()]
+        for token, value in zip(tokens[1:], values, strict=False):
+            token.logprob = value
+        if self.want_ranks:
+            ranks = [rank for chunk in self.reader.prompt_logprobs for rank in chunk.selected_token_ranks.tolist()]
+            for token, rank in zip(tokens[1:], ranks, strict=False):
+                token.rank = rank
+        return tokens

@@ -1,0 +1,305 @@
+"""vLLM's processes: how they are started, how they end with the server, and what they say when they cannot start.
+
+vLLM starts its processes through multiprocessing: the server starts the engine process with
+`EngineCoreProc.run_engine_core` (and, for several data-parallel ranks, the coordinator with
+`DPCoordinatorProc.run_coordinator`), and the engine process starts its workers with `WorkerProc.worker_main`. Each of
+them runs a function of ours first.
+
+Start: they are forked from a process that has imported vLLM (`vllm_fork_server`), where that is possible. A forked
+process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
+they are loaded is done again (`vllm_fork_server.apply_environment`).
+
+End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
+server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
+process only between two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a
+server and finds nothing left.
+
+Failures: the engine process reports what `run_engine_core` raises, and its workers what `WorkerProc()` raises; vLLM
+writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
+
+Each engine process is a process group of its own: Ctrl-C in a terminal goes to a whole group, and would end the engine
+while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
+Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
+`python -m benchmarks` on two cores counted a fifth of the one-token requests.
+
+Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+from vllm.model_executor.models import registry
+from vllm.utils import cpu_resource_utils
+from vllm.v1.engine import coordinator
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.coordinator import DPCoordinatorProc
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+from handlers.engines.cpu_memory import page_cache
+from handlers.engines.protocol import EngineStartError
+from handlers.engines.start_failure import StartFailure, failure_of
+from handlers.engines.vllm import fork_server as vllm_fork_server
+
+
+def _original(owner: Any, name: str) -> Any:
+    function = getattr(owner, name, None)
+    if not callable(function):
+        raise EngineStartError(f"this vLLM is not one that Slipway knows: {owner.__name__} has no {name}")
+    return function
+
+
+_run_engine_core = _original(EngineCoreProc, "run_engine_core")
+_run_coordinator = _original(DPCoordinatorProc, "run_coordinator")
+_worker_main = _original(WorkerProc, "worker_main")
+_run_in_subprocess = _original(registry, "_run_in_subprocess")
+_contexts = {module: _original(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)}
+_cgroup_usage = _original(cpu_resource_utils, "get_cgroup_memory_usage")
+
+
+class Reports:
+    """What the processes that are started meanwhile say of their failures."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+
+    @property
+    def writer(self) -> Connection:
+        """What a process is given to say it with."""
+        return self._writer
+
+    def first(self) -> StartFailure | None:
+        """The cause of the others; None where none of the processes that have ended by now has said anything."""
+        with contextlib.suppress(EOFError, OSError):
+            if self._reader.poll():
+                failure: StartFailure = self._reader.recv()
+                return failure
+        return None
+
+    def close(self) -> None:
+        """What is said from now on goes nowhere."""
+        self._reader.close()
+        self._writer.close()
+
+
+class _Target:
+    """What a process runs, with the environment of the moment in which it is started."""
+
+    def __init__(self, function: Callable[..., None], report: Connection) -> None:
+        self.function, self.report = function, report
+
+    def __reduce__(self) -> Any:
+        # Pickled by `Process.start`, around which vLLM sets variables for one process alone.
+        return _InEnvironment, (self.function, self.report, dict(os.environ))
+
+
+class _InEnvironment:
+    """A `_Target` in the process that runs it."""
+
+    def __init__(self, function: Callable[..., None], report: Connection, environment: Mapping[str, str]) -> None:
+        self._function, self._report, self._environment = function, report, environment
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        if vllm_fork_server.is_forked():
+            vllm_fork_server.apply_environment(self._environment)
+        self._function(self._report, *arguments, **options)
+
+
+class _ForThisThread:
+    """An attribute of a class of vLLM's: ours for threads that ask for it, and vLLM's for others.
+
+    Several threads may start engines at a time, one for each model.
+    """
+
+    def __init__(self, ours: Callable[..., None], vllms: Callable[..., None]) -> None:
+        self._ours, self._vllms = ours, vllms
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        reports: Reports | None = getattr(_this_thread, "reports", None)
+        return self._vllms if reports is None else _Target(self._ours, reports.writer)
+
+
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
+    """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
+
+    `spawned`: they are, whether there is a fork server or not. vLLM binds a process to a NUMA node as it is spawned.
+    """
+    EngineCoreProc.run_engine_core = _ForThisThread(run_engine_core, _run_engine_core)
+    DPCoordinatorProc.run_coordinator = _ForThisThread(run_coordinator, _run_coordinator)
+    reports = Reports()
+    _this_thread.reports, _this_thread.spawned = reports, spawned
+    try:
+        yield reports
+    finally:
+        _this_thread.reports, _this_thread.spawned = None, False
+        reports.close()
+
+
+def end_processes(llm: Any, seconds: float) -> None:
+    """End vLLM's processes for a model; those that have not ended by themselves within `seconds` are killed."""
+    manager = llm.engine_core.resources.engine_manager
+    engines = [process.pid for process in getattr(manager, "processes", ())]  # Ray's has none here
+    llm.shutdown(seconds)
+    for engine in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(engine, signal.SIGKILL)
+
+
+def use_fork_server() -> None:
+    """Have vLLM fork its processes from the fork server, and look at model classes there too."""
+    for module in (engine_utils, coordinator):
+        module.get_mp_context = _server_context
+    registry._run_in_subprocess = _in_fork_server
+
+
+def _server_context() -> BaseContext:
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
+    vllms: BaseContext = _contexts[engine_utils]()
+    if getattr(_this_thread, "spawned", False):
+        return vllms
+    return vllm_fork_server.context() or vllms
+
+
+def _engine_context() -> BaseContext:
+    """For the workers: from the fork server that the engine process is from."""
+    vllm_fork_server.start_no_other()
+    return multiprocessing.get_context("forkserver")
+
+
+def _in_fork_server(function: Callable[[], Any]) -> Any:
+    """Call `function` in a process of its own: vLLM looks at model classes, which may initialize CUDA.
+
+    Raises:
+        RuntimeError: with the traceback, as vLLM's own does.
+    """
+    context = vllm_fork_server.context()
+    if context is None:
+        return _run_in_subprocess(function)
+    import cloudpickle
+
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(writer, dict(os.environ), cloudpickle.dumps(function)))
+    process.start()
+    writer.close()
+    with reader:
+        try:
+            done, result = reader.recv()
+        except EOFError:
+            done, result = False, "it ended without an answer"
+    process.join()
+    if not done:
+        raise RuntimeError(f"Error raised in subprocess:\n{result}")
+    return result
+
+
+def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) -> None:
+    import pickle
+
+    from vllm.plugins import load_general_plugins
+
+    vllm_fork_server.apply_environment(environment)
+    try:
+        load_general_plugins()
+        answer = True, pickle.loads(pickled)()
+    except Exception:
+        answer = False, traceback.format_exc()
+    writer.send(answer)
+
+
+def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
+    """What the engine process runs in the place of vLLM's function, which it then calls."""
+    _end_with_parent()
+    os.setpgid(0, 0)
+    WorkerProc.worker_main = _Target(worker_main, report)
+    if vllm_fork_server.is_forked():
+        multiproc_executor.get_mp_context = _engine_context
+    with _telling(report):
+        _run_engine_core(*arguments, **options)
+
+
+def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None:
+    """The same in the coordinator of data-parallel ranks."""
+    _end_with_parent()
+    os.setpgid(0, 0)
+    with _telling(report):
+        _run_coordinator(*arguments, **options)
+
+
+def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
+    """The same in a worker of the engine process."""
+    _end_with_parent()
+    if vllm_fork_server.is_forked():
+        _end_with_engine()
+    cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
+    start = WorkerProc.__init__
+
+    def telling_start(*own: Any, **named: Any) -> None:
+        with _telling(report):
+            start(*own, **named)
+
+    WorkerProc.__init__ = telling_start
+    _worker_main(*arguments, **options)
+
+
+def usage_without_page_cache() -> int | None:
+    """What a container uses of its memory, where vLLM's worker looks whether its KV cache fits.
+
+    vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
+    """
+    used: int | None = _cgroup_usage()
+    if used is None:
+        return None
+    return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)
+
+
+@contextlib.contextmanager
+def _telling(report: Connection) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # it had started before, so nobody reads it any more
+            report.send(failure_of(error))
+        raise
+
+
+def _end_with_parent() -> None:
+    vllm_fork_server.end_with_parent()
+    if vllm_fork_server.is_forked():
+        from handlers.engines.vllm import preload as vllm_preload
+
+        expected: int | None = vllm_preload.PROCESS
+    else:
+        starter = multiprocessing.parent_process()
+        expected = None if starter is None else starter.pid
+    if os.getppid() != expected:  # it had ended before the kernel was asked
+        os._exit(1)
+
+
+def _end_with_engine() -> None:
+    """End a worker with the engine process, which is not its parent where the fork server is."""
+    engine = multiprocessing.parent_process()
+    assert engine is not None
+    assert engine.pid is not None
+    os.setpgid(0, engine.pid)  # as a spawned worker; `end_processes` ends the whole group
+
+    def wait() -> None:
+        engine.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="engine-watch", daemon=True).start()

@@ -1,0 +1,148 @@
+"""An endpoint and a client that leaves while its call is still on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from container.http.endpoint import Endpoint, Site, Target
+from container.metrics import HttpCounts
+from container.models.registry import Models
+from container.settings.load import ServerSettings
+from handlers.contracts.protocol import Call, Reply
+from handlers.errors import GenerationFailed
+from handlers.reply import ReplyWriter, Running
+
+pytestmark = pytest.mark.asyncio
+
+SCOPE = {
+    "type": "http",
+    "headers": [],
+    "query_string": b"",
+    "method": "POST",
+    "path": "/x",
+    "raw_path": b"/x",
+    "client": None,
+}
+
+
+class Counts(HttpCounts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statuses: list[int] = []
+
+    def count(self, route: str, status: int, seconds: float) -> None:
+        self.statuses.append(status)
+
+
+class Client:
+    """Sends an empty body, then nothing until it leaves, or until it has its reply."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self._asked = 0
+
+    async def receive(self) -> dict[str, Any]:
+        self._asked += 1
+        if self._asked == 1:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            self.left.set()
+
+
+class Generating:
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+Answering = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
+
+
+def endpoint(answer: Answering) -> tuple[Endpoint, Counts]:
+    counts = Counts()
+    site = Site(Models(), ServerSettings(), counts)
+    return Endpoint(site, "/x", [Target(answer, lambda error: Reply(424, "", error.message.encode()))]), counts
+
+
+async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return None
+
+    client, (served, counts) = Client(), endpoint(answer)
+    serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
+    await asyncio.sleep(0.01)
+    assert not cancelled.is_set()
+    client.left.set()
+    await asyncio.wait_for(serving, 1)
+    assert cancelled.is_set()
+    assert (counts.statuses, client.sent) == ([499], [])
+
+
+async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_leaves_later() -> None:
+    running = Generating()
+
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        writer.start(200, "text/plain")
+        return running
+
+    client, (served, _) = Client(), endpoint(answer)
+    serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
+    await asyncio.sleep(0.05)
+    assert running.cancelled == 0
+    client.left.set()
+    await asyncio.wait_for(serving, 1)
+    assert running.cancelled == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(waits: bool) -> None:
+    async def replying(call: Call, writer: ReplyWriter) -> Running | None:
+        if waits:
+            await asyncio.sleep(0.01)
+        writer.reply(Reply(200, "text/plain", b"whole"))
+        return None
+
+    async def refusing(call: Call, writer: ReplyWriter) -> Running | None:
+        if waits:
+            await asyncio.sleep(0.01)
+        raise GenerationFailed("no")
+
+    for answer, status, body in ((replying, 200, b"whole"), (refusing, 424, b"no")):
+        client, (served, counts) = Client(), endpoint(answer)
+        await asyncio.wait_for(served(SCOPE, client.receive, client.send), 1)
+        assert (counts.statuses, client.sent[-1]["body"]) == ([status], body)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+        await asyncio.sleep(60)
+        return None
+
+    client, (served, _) = Client(), endpoint(answer)
+    serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
+    await asyncio.sleep(0.01)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving

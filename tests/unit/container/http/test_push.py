@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from container.http import reply as push
+from container.http.reply import PushedReply, StreamCork
+from handlers.contracts.protocol import Reply
+
+pytestmark = pytest.mark.asyncio
+
+
+class Server:
+    """An ASGI server's send: keeps messages, and waits while the client's socket is full."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+    async def send(self, message: Any) -> None:
+        await self._drained()
+        self.messages.append(message)
+
+    async def _drained(self) -> None:
+        if not self.writable.is_set():
+            await self.writable.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m["body"] for m in self.messages if m["type"] == "http.response.body")
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
+    server = Server()
+    PushedReply(server.send, [(b"x", b"y")], StreamCork(0)).reply(Reply(424, "application/json", b"abc"))
+    start, body = server.messages
+    assert start["status"] == 424
+    assert start["headers"] == [(b"content-type", b"application/json"), (b"content-length", b"3"), (b"x", b"y")]
+    assert (body["body"], body["more_body"]) == (b"abc", False)
+
+
+async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [], StreamCork(0))
+    reply.start(200, "text/event-stream")
+    reply.write(b"a")
+    reply.write(b"b")
+    reply.end(b"c")
+    assert [m.get("body") for m in server.messages] == [None, b"a", b"b", b"c"]
+    assert [m.get("more_body") for m in server.messages[1:]] == [True, True, False]
+    assert (reply.status, reply.finished, reply.bytes_sent) == (200, True, 3)
+
+
+async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [], StreamCork(0))
+    reply.start(200, "text/plain")
+    reply.write(b"a")
+    server.writable.clear()
+    for piece in (b"b", b"c", b"d"):
+        reply.write(piece)
+    reply.end(b"e")
+    assert server.body == b"a"
+    server.writable.set()
+    await settle()
+    assert [m["body"] for m in server.messages[1:]] == [b"a", b"b", b"cde"]
+    assert server.messages[-1]["more_body"] is False
+
+
+async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [], StreamCork(0))
+    reply.start(200, "text/plain")
+    expected = b""
+    for number in range(50):
+        if number % 3 == 0:
+            server.writable.clear()
+        reply.write(b"%d," % number)
+        expected += b"%d," % number
+        if number % 3 == 2:
+            server.writable.set()
+            await settle()
+    server.writable.set()
+    await settle()
+    reply.end(b"end")
+    assert server.body == expected + b"end"
+    assert server.messages[-1]["more_body"] is False
+
+
+async def test_in_a_crowd_what_one_turn_writes_to_a_stream_is_one_part_that_goes_out_in_that_turn() -> None:
+    server, cork = Server(), StreamCork(1)
+    reply = PushedReply(server.send, [], cork)
+    reply.start(200, "text/plain")
+    reply.write(b"first,")
+    await asyncio.sleep(0)
+    reply.write(b"a,")
+    reply.write(b"b,")
+    assert server.body == b"first,"
+    await asyncio.sleep(0)
+    assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,"]
+    reply.write(b"c,")
+    reply.end(b"last")
+    assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,", b"c,last"]
+    assert server.messages[-1]["more_body"] is False
+    assert cork.open_streams == 0
+    await settle()
+    assert len(server.messages) == 4
+
+
+async def test_a_stream_that_breaks_off_sends_what_it_had_written_and_makes_room() -> None:
+    server, cork = Server(), StreamCork(1)
+    reply = PushedReply(server.send, [], cork)
+    reply.start(200, "text/plain")
+    reply.write(b"first,")
+    reply.write(b"held")
+    for _ in range(2):
+        reply.close()
+    await settle()
+    assert (server.body, cork.open_streams, reply.finished) == (b"first,held", 0, False)
+    assert [m["more_body"] for m in server.messages[1:]] == [True]
+
+
+async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinned() -> None:
+    server, other, cork = Server(), Server(), StreamCork(2)
+    stream, neighbour = PushedReply(server.send, [], cork), PushedReply(other.send, [], cork)
+    for reply in (stream, neighbour):
+        reply.start(200, "text/plain")
+        reply.write(b"1")
+    stream.write(b"2")
+    neighbour.end(b"")
+    stream.write(b"3")
+    stream.end(b"4")
+    assert server.body == b"1234"
+
+
+async def test_in_a_crowd_too_whoever_drains_waits_for_what_was_just_written() -> None:
+    server = Server()
+    reply = PushedReply(server.send, [], StreamCork(1))
+    reply.start(200, "text/plain")
+    server.writable.clear()
+    reply.write(b"a")
+    drained = asyncio.create_task(reply.drain())
+    await settle()
+    assert (server.body, drained.done()) == (b"", False)
+    reply.write(b"b")
+    reply.end(b"c")
+    server.writable.set()
+    await drained
+    assert server.body == b"abc"
+
+
+async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_latest_alone() -> None:
+    made: list[int] = []
+
+    def part(number: int) -> Callable[[], bytes]:
+        def make() -> bytes:
+            made.append(number)
+            return b"%d," % number
+
+        return make
+
+    server = Server()
+    reply = PushedReply(server.send, [], StreamCork(0))
+    reply.start(200, "text/plain")
+    reply.write_latest(part(0))
+    server.writable.clear()
+    for number in range(1, 1000):
+        reply.write_latest(part(number))
+    server.writable.set()
+    await settle()
+    assert server.body == b"0,1,999,"
+    server.writable.clear()
+    for number in (1000, 1001, 1002):
+        reply.write_latest(part(number))
+    reply.end(b"end")
+    server.writable.set()
+    await settle()
+    assert server.body == b"0,1,999,1000,end"
+    assert made == [0, 1, 999, 1000]
+    assert reply.bytes_sent == len(server.body)
+
+
+async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(push, "MAX_UNSENT", 1000)
+    server, broken = Server(), []
+    reply = PushedReply(server.send, [], StreamCork(0), lambda: broken.append(True))
+    reply.start(200, "text/plain")
+    server.writable.clear()
+    for _ in range(1000):
+        reply.write(b"x" * 100)
+    reply.end(b"end")
+    assert broken == [True]
+    assert sum(map(len, reply._backlog)) == 0
+    assert not reply.finished
+    whole = PushedReply(server.send, [], StreamCork(0), lambda: broken.append(True))
+    whole.reply(Reply(200, "text/plain", b"x" * 5000))
+    assert broken == [True]
+    server.writable.set()
+    await settle()

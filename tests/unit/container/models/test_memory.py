@@ -1,0 +1,299 @@
+"""What memory a model needs, whether it is there, and which GPUs the model is placed on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container.devices import GpusUnknown, gpu_count
+from container.models import memory
+from container.models.memory import Free, Need, OutOfMemory, check_room, free_memory, needed, placed
+from container.settings import model as model_fields
+from container.settings.load import Settings, load_settings
+from handlers.engines.cpu_memory import Limit
+from handlers.engines.parallelism import MEMORY_SHARE
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+
+MEBIBYTE = 1 << 20
+GIBIBYTE = 1 << 30
+MAIN = Free(100 * MEBIBYTE, 1000 * MEBIBYTE, gpu=False)
+GPU = Free(100 * MEBIBYTE, 1000 * MEBIBYTE, gpu=True)
+EMPTY = Free(79 * GIBIBYTE, 80 * GIBIBYTE, gpu=True)
+FULL = Free(GIBIBYTE, 80 * GIBIBYTE, gpu=True)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    sparse(tmp_path / "model.safetensors", 10 * MEBIBYTE - 2)
+    return tmp_path
+
+
+@pytest.fixture
+def large_model(tmp_path: Path) -> Path:
+    """Has 100 GiB of weights, so that it needs two GPUs of 80 GiB. They take no room on the disk."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    sparse(tmp_path / "model.safetensors", 100 * GIBIBYTE)
+    return tmp_path
+
+
+def sparse(path: Path, size: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def load(model_dir: Path, properties: str = "") -> Settings:
+    (model_dir / "serving.properties").write_text(properties)
+    return load_settings(model_dir, {})
+
+
+def each(settings: Settings, *gpus: Free) -> int:
+    return needed(settings, gpus).of(gpus[0] if gpus else MAIN)
+
+
+def test_without_a_declaration_it_is_the_files_and_a_fifth_more(model_dir: Path) -> None:
+    assert needed(load(model_dir), ()) == Need(0, 12 * MEBIBYTE - 3)
+
+
+def test_a_declaration_goes_before_the_estimate_and_that_of_the_device_before_the_general(model_dir: Path) -> None:
+    assert each(load(model_dir, "required_memory_mb=3")) == 3 * MEBIBYTE
+    device = "gpu" if gpu_count() else "cpu"
+    properties = f"required_memory_mb=3\n{device}.required_memory_mb=4\n{device}.reserved_memory_mb=0"
+    settings = load(model_dir, properties)
+    assert each(settings) == 4 * MEBIBYTE
+    assert settings.memory.reserved == 0
+    assert settings.warnings == ()
+    two = load(model_dir, "required_memory_mb=3\noption.tensor_parallel_degree=2")
+    assert needed(two, (GPU, GPU)) == Need(2, 3 * MEBIBYTE)
+
+
+def test_weights_in_a_second_format_and_other_files_are_not_counted(model_dir: Path) -> None:
+    alone = each(load(model_dir))
+    sparse(model_dir / "pytorch_model.bin", 10 * MEBIBYTE)
+    sparse(model_dir / "original" / "consolidated.00.pth", 10 * MEBIBYTE)
+    sparse(model_dir / ".git" / "pack", 10 * MEBIBYTE)
+    assert each(load(model_dir)) == alone
+
+
+def test_adapters_are_counted_as_far_as_they_are_in_memory_together(model_dir: Path) -> None:
+    for name, size in (("a", 10), ("b", 20), ("c", 30)):
+        (model_dir / "adapters").mkdir(exist_ok=True)
+        sparse(model_dir / "adapters" / name / "adapter_model.safetensors", size * MEBIBYTE)
+    without = each(load(model_dir))
+    assert each(load(model_dir, "option.enable_lora=true")) - without == pytest.approx(72 * MEBIBYTE, abs=2)
+    two = load(model_dir, "option.enable_lora=true\noption.max_loras=2")
+    assert each(two) - without == pytest.approx(60 * MEBIBYTE, abs=2)
+
+
+def test_a_custom_handlers_model_counts_all_its_files_where_none_is_known_to_hold_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def handle(inputs): ...")
+    sparse(tmp_path / "model.onnx", 10 * MEBIBYTE)
+    sparse(tmp_path / ".git" / "pack", 50 * MEBIBYTE)
+    assert each(load(tmp_path)) // MEBIBYTE == 12
+
+
+def test_the_kv_cache_is_added_where_its_size_is_known(model_dir: Path) -> None:
+    without = each(load(model_dir))
+    settings = load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}")
+    assert each(settings) - without == MEBIBYTE
+    two = load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}\noption.data_parallel_size=2")
+    assert each(two) == pytest.approx(2 * (without + MEBIBYTE), abs=2)
+
+
+def test_on_a_gpu_it_is_at_least_what_vllm_will_ask_for(model_dir: Path) -> None:
+    files = each(load(model_dir))
+    assert each(load(model_dir), GPU) == int(MEMORY_SHARE * 1000 * MEBIBYTE)
+    assert each(load(model_dir, "option.gpu_memory_utilization=0.5"), GPU) == 500 * MEBIBYTE
+    assert each(load(model_dir, "option.gpu_memory_utilization=x"), GPU) == files
+    assert each(load(model_dir, "option.rolling_batch=disable"), GPU) == files
+    assert each(load(model_dir, "option.rolling_batch=scheduler"), GPU) == each(load(model_dir), GPU)
+
+
+@pytest.mark.parametrize(
+    ("properties", "gpus", "count", "gibibytes"),
+    [
+        ("", 4, 2, 73),
+        ("option.tensor_parallel_degree=4", 4, 4, 73),
+        ("option.tensor_parallel_degree=1", 4, 1, 120),
+        ("option.tensor_parallel_degree=max", 8, 8, 73),
+        ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, 4, 73),
+        ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, 4, 73),
+        ("option.tensor_parallel_degree=2\noption.gpu_memory_utilization=0.2", 4, 2, 60),
+        ("option.rolling_batch=scheduler", 4, 2, 73),
+        ("option.rolling_batch=disable", 4, 1, 120),
+        ("option.rolling_batch=disable\noption.device_map=auto", 4, 4, 30),
+    ],
+)
+def test_a_large_model_is_shared_out_to_the_gpus_that_it_takes(
+    large_model: Path, properties: str, gpus: int, count: int, gibibytes: int
+) -> None:
+    found = needed(load(large_model, properties), [EMPTY] * gpus)
+    assert (found.gpus, found.of(EMPTY) // GIBIBYTE) == (count, gibibytes)
+
+
+def test_what_has_to_stay_free_is_added(model_dir: Path) -> None:
+    check_room(load(model_dir, "required_memory_mb=60\nreserved_memory_mb=40"), (MAIN,))
+    with pytest.raises(OutOfMemory, match=r"needs 60 MiB of memory and 41 MiB have to stay free .* 100 MiB are free"):
+        check_room(load(model_dir, "required_memory_mb=60\nreserved_memory_mb=41"), (MAIN,))
+    with pytest.raises(OutOfMemory, match=r"needs 1 MiB of GPU memory and 500 MiB .* free are 100 MiB of GPU 0$"):
+        check_room(load(model_dir, "required_memory_mb=1"), (GPU, MAIN))
+
+
+def test_a_model_larger_than_one_gpu_fits_on_two_with_room(large_model: Path) -> None:
+    settings = load(large_model)
+    check_room(settings, (FULL, EMPTY, EMPTY, MAIN))
+    assert placed(settings.model, (FULL, EMPTY, EMPTY, MAIN)).devices == (1, 2, 0)
+    with pytest.raises(OutOfMemory) as caught:
+        check_room(settings, (FULL, EMPTY, FULL, MAIN))
+    assert str(caught.value).split(" needs ")[1] == (
+        "75366 MiB of memory on each of 2 GPUs and 500 MiB have to stay free (reserved_memory_mb); "
+        "free are 1024 MiB of GPU 0, 80896 MiB of GPU 1, 1024 MiB of GPU 2"
+    )
+
+
+def test_of_each_gpu_the_share_of_its_own_memory_counts(model_dir: Path) -> None:
+    smaller = Free(23 * GIBIBYTE, 24 * GIBIBYTE, gpu=True)
+    check_room(load(model_dir, "option.tensor_parallel_degree=2"), (EMPTY, smaller, MAIN))
+    with pytest.raises(OutOfMemory, match=r"needs 22609 MiB of memory on each of 2 GPUs"):
+        check_room(
+            load(model_dir, "option.tensor_parallel_degree=2"), (EMPTY, replace(smaller, free=22 * GIBIBYTE), MAIN)
+        )
+
+
+def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_fields, "gpu_count", lambda: 4)
+    room = (EMPTY, EMPTY, FULL, EMPTY, MAIN)
+    settings = load(large_model, "load_on_devices=1;gpu3")
+    assert settings.model.devices == (1, 3)
+    check_room(settings, room)
+    assert placed(settings.model, room).devices == (1, 3)
+    with pytest.raises(OutOfMemory, match=r"on each of 2 GPUs .* 80896 MiB of GPU 0, 1024 MiB of GPU 2$"):
+        check_room(load(large_model, "load_on_devices=0;2"), room)
+    with pytest.raises(EngineStartError, match="needs 4 GPUs, and load_on_devices allows 2"):
+        check_room(load(large_model, "load_on_devices=0;1\noption.tensor_parallel_degree=4"), room)
+
+
+def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_fields, "gpu_count", lambda: 2)
+    settings = load(large_model, "load_on_devices=cpu\noption.rolling_batch=disable")
+    assert settings.model.devices == ()
+    with pytest.raises(OutOfMemory, match=r"needs 122880 MiB of memory and 500 MiB .* 100 MiB are free"):
+        check_room(settings, (EMPTY, EMPTY, MAIN))
+    assert placed(settings.model, (EMPTY, EMPTY, MAIN)).devices == ()
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        "option.distributed_executor_backend=ray",
+        "option.data_parallel_backend=ray",
+        "option.nnodes=2",
+        "option.device_ids=1",
+    ],
+)
+def test_where_vllm_or_ray_choose_the_gpus_they_go_on_to(model_dir: Path, properties: str) -> None:
+    model = load(model_dir, properties).model
+    assert placed(model, (FULL, EMPTY, MAIN)) is model
+
+
+def test_a_custom_handlers_workers_keep_their_devices_and_all_of_them_need_room(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def handle(inputs): ...")
+    settings = load(tmp_path, "required_memory_mb=2000")
+    handler = settings.model.handler
+    assert handler is not None
+    on_gpus = replace(settings, model=replace(settings.model, handler=replace(handler, devices=("0,1", "3,4"))))
+    room = (EMPTY, EMPTY, FULL, EMPTY, EMPTY, MAIN)
+    check_room(on_gpus, room)
+    assert placed(on_gpus.model, room) is on_gpus.model
+    with pytest.raises(OutOfMemory, match="needs 2000 MiB of memory on each of 4 GPUs"):
+        check_room(on_gpus, (EMPTY, EMPTY, FULL, FULL, EMPTY, MAIN))
+
+
+@given(
+    st.lists(st.integers(0, 80), max_size=8),
+    st.one_of(st.none(), st.lists(st.integers(0, 9), unique=True)),
+    st.integers(1, 8),
+)
+def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
+    gibibytes: list[int], allowed: list[int] | None, count: int
+) -> None:
+    room = (*(Free(one * GIBIBYTE, 80 * GIBIBYTE, gpu=True) for one in gibibytes), MAIN)
+    model = ModelSettings(
+        name="m", model_dir=Path("/m"), model_id="/m", devices=None if allowed is None else tuple(allowed)
+    )
+    found = placed(model, room).devices
+    may = set(range(len(gibibytes))) & (set(allowed) if allowed is not None else set(range(8)))
+    if not may:
+        assert found == model.devices
+        return
+    assert found is not None
+    assert sorted(found) == sorted(may)
+    taken, left = found[:count], found[count:]
+    assert all(gibibytes[one] >= gibibytes[other] for one in taken for other in left)
+
+
+def test_gpus_that_are_about_as_free_are_taken_in_their_order(model_dir: Path) -> None:
+    room = [Free(79 * GIBIBYTE + free, 80 * GIBIBYTE, gpu=True) for free in (3, 400 * MEBIBYTE, 0)]
+    assert placed(load(model_dir).model, (*room, MAIN)).devices == (0, 1, 2)
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_fields, "gpu_count", lambda: 2)
+    with pytest.raises(Exception, match=r'load_on_devices is "0;5": there is no device 5; allowed: .* from 0 to 1'):
+        load(model_dir, "load_on_devices=0;5")
+    monkeypatch.setattr(model_fields, "gpu_count", lambda: 0)
+    assert load(model_dir, "load_on_devices=0;5").model.devices is None
+
+
+def test_a_size_counts_every_file_once_and_a_hub_id_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").write_bytes(b"xx")
+    (tmp_path / "y").write_bytes(b"yyy")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x").write_bytes(b"xx")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert memory.size_of(str(tmp_path)) == 5
+    assert memory.size_of("org/name") == 0
+
+
+def test_without_a_gpu_main_memory_counts_within_its_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_count", lambda: 0)
+    assert 0 < free_memory()[0].free <= psutil.virtual_memory().total
+    found = [Limit("the machine", 9 * MEBIBYTE, 10 * MEBIBYTE), Limit("the control group /", MEBIBYTE, 4 * MEBIBYTE)]
+    monkeypatch.setattr(memory, "machine_limits", lambda: found)
+    assert free_memory() == (Free(MEBIBYTE, 4 * MEBIBYTE, gpu=False),)
+
+
+def test_the_memory_of_each_gpu_comes_before_main_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "gpu_count", lambda: 2)
+    monkeypatch.setattr(memory, "gpu_memory", lambda: ((9, 10), (1, 10)))
+    first, second, main = free_memory()
+    assert (first, second, main.gpu) == (Free(9, 10, gpu=True), Free(1, 10, gpu=True), False)
+    assert caplog.text == ""
+
+    def unknown() -> tuple[tuple[int, int], ...]:
+        raise GpusUnknown("there is no program nvidia-smi")
+
+    monkeypatch.setattr(memory, "gpu_memory", unknown)
+    assert [one.gpu for one in free_memory()] == [False]
+    assert "main memory is counted instead: there is no program nvidia-smi" in caplog.text

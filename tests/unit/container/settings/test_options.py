@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container.settings import options, server_options
+from container.settings import options as leftovers
+from container.settings.aliases import ALIASES, Alias
+from container.settings.load import ServerSettings
+from container.settings.options import Option
+from container.settings.parsers import (
+    BOOLEAN,
+    DTYPE,
+    HEADER_NAME,
+    HTTP_ERROR,
+    MODEL_NAME,
+    SECONDS,
+    TEXT,
+    Parser,
+    choice,
+    integer,
+    integer_or,
+    names,
+)
+from container.settings.properties import SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
+from handlers.model_settings import ModelSettings
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "configuration.md"
+ALL_OPTIONS = (*options.MODEL_OPTIONS, *server_options.SERVER_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "expected"),
+    [
+        (BOOLEAN, "TRUE", True),
+        (BOOLEAN, "yes", True),
+        (BOOLEAN, "On", True),
+        (BOOLEAN, "1", True),
+        (BOOLEAN, "False ", False),
+        (BOOLEAN, "no", False),
+        (BOOLEAN, "OFF", False),
+        (BOOLEAN, "0", False),
+        (integer(1, 10), " 10 ", 10),
+        (integer(0), "+007", 7),
+        (integer_or("max", 1), "MAX", "max"),
+        (integer_or("max", 1), "4", 4),
+        (SECONDS, "1.5", 1.5),
+        (SECONDS, "120\t", 120.0),
+        (SECONDS, "1e3", 1000.0),
+        (DTYPE, "FP16", "float16"),
+        (DTYPE, "bf16", "bfloat16"),
+        (DTYPE, "fp32", "float32"),
+        (DTYPE, "bfloat16", "bfloat16"),
+        (DTYPE, "half", "float16"),
+        (DTYPE, "auto", "auto"),
+        (choice(("json", "sse")), "Json", "json"),
+        (TEXT, " a b ", "a b"),
+        (MODEL_NAME, "my-model_1.0", "my-model_1.0"),
+        (HTTP_ERROR, "429", 429),
+        (HEADER_NAME, "X-Request-Id", "X-Request-Id"),
+    ],
+)
+def test_a_parser_takes_what_it_allows(parser: Parser, text: str, expected: Any) -> None:
+    value = parser(text)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (BOOLEAN, ""),
+        (BOOLEAN, "2"),
+        (BOOLEAN, "maybe"),
+        (integer(1, 10), "0"),
+        (integer(1, 10), "11"),
+        (integer(1), "1.0"),
+        (integer(1), "1_000"),
+        (integer(1), "\u0661"),
+        (integer(1), "9" * 5000),
+        (integer(1), ""),
+        (integer_or("max", 1), "min"),
+        (integer_or("max", 1), "0"),
+        (SECONDS, "0"),
+        (SECONDS, "-1"),
+        (SECONDS, "nan"),
+        (SECONDS, "inf"),
+        (SECONDS, "1e999"),
+        (SECONDS, "2 s"),
+        (DTYPE, "int8"),
+        (DTYPE, "fp8"),
+        (TEXT, " "),
+        (MODEL_NAME, "a/b"),
+        (HTTP_ERROR, "200"),
+        (HEADER_NAME, "a b"),
+        (HEADER_NAME, "a\r\nb"),
+    ],
+)
+def test_a_parser_refuses_what_it_does_not_allow(parser: Parser, text: str) -> None:
+    with pytest.raises(ValueError):
+        parser(text)
+
+
+@given(option=st.sampled_from(ALL_OPTIONS), text=st.text())
+def test_any_text_is_a_value_or_a_value_error(option: Option, text: str) -> None:
+    try:
+        value = option.parser(text)
+    except ValueError:
+        return
+    assert isinstance(value, str | int | float)
+
+
+@given(option=st.sampled_from(ALL_OPTIONS), text=st.text(), blanks=st.text(" \t", max_size=3))
+def test_blanks_at_the_ends_do_not_count(option: Option, text: str, blanks: str) -> None:
+    def parsed(given_text: str) -> Any:
+        try:
+            return option.parser(given_text)
+        except ValueError:
+            return ValueError
+
+    assert parsed(f"{blanks}{text}{blanks}") == parsed(text)
+
+
+def test_no_key_means_two_things() -> None:
+    for table in (options.MODEL_OPTIONS, server_options.SERVER_OPTIONS):
+        keys = [key for option in table for key in (option.key, *option.aliases)]
+        assert len(keys) == len(set(keys))
+
+
+def defaults(settings: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(settings)}
+
+
+@pytest.mark.parametrize(
+    ("option", "settings"),
+    [
+        *(
+            (option, ModelSettings)
+            for option in options.SERVED
+            if option.field not in (None, "model_id", "stop_sequence", "served_model_name")
+        ),
+        *((option, ServerSettings) for option in server_options.SERVED),
+    ],
+    ids=lambda parameter: getattr(parameter, "key", None),
+)
+def test_the_table_and_the_typed_settings_have_the_same_default(option: Option, settings: type) -> None:
+    assert option.field is not None
+    expected = defaults(settings)[option.field]
+    value = option.parser(option.default) if option.default else None
+    assert (names(str(value)) if isinstance(expected, tuple) else value) == expected
+
+
+def test_every_field_of_the_server_settings_can_be_set() -> None:
+    assert {option.field for option in server_options.SERVED} == defaults(ServerSettings).keys()
+
+
+def test_every_refusal_says_what_to_do_instead() -> None:
+    for option in ALL_OPTIONS:
+        assert (option.serves is None) == (not option.advice), option.key
+
+
+def test_every_leftover_is_remarked_on() -> None:
+    for option in (*leftovers.LEFTOVERS, *server_options.LEFTOVERS):
+        assert option.ignored
+        assert option.remark
+
+
+def code(words: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def model_row(option: Option) -> str:
+    overwriting = [name for name, key in SAGEMAKER_MODEL_KEYS if key == option.key]
+    sources = code([*option.aliases, *option.variables, *overwriting])
+    default = code((option.default,)) if option.default else "none"
+    return f"| `{option.key}` | {sources or '-'} | {default} | {option.allowed} | {option.meaning} |"
+
+
+def server_row(option: Option) -> str:
+    sources = code([f"SERVING_{option.key.upper()}", *option.variables])
+    default = code((option.default,)) if option.default else "none"
+    return f"| {sources} | {default} | {option.allowed} | {option.meaning} |"
+
+
+def refused_row(option: Option, name: str) -> str:
+    variables = f", {code(option.variables)}" if option.variables else ""
+    return f"| `{name}`{variables} | {option.allowed} | {option.meaning} | {option.advice} |"
+
+
+def leftover_row(option: Option, name: str) -> str:
+    return f"| `{name}` | {option.remark.removeprefix('ignored: ')} |"
+
+
+def server_name(option: Option) -> str:
+    return f"SERVING_{option.key.upper()}"
+
+
+def alias_row(alias: Alias) -> str:
+    how = {"_inverted": ", the other way round", "_chat_format": "`=openai`, if true"}.get(alias.convert.__name__, "")
+    return f"| `{alias.variable}` | {alias.of} | `{alias.target}`{how} |"
+
+
+TABLES = {
+    "aliases": ["| variable | of | stands for |", "| --- | --- | --- |", *(alias_row(alias) for alias in ALIASES)],
+    "model": [
+        "| option | also | default | allowed | meaning |",
+        "| --- | --- | --- | --- | --- |",
+        *(model_row(option) for option in options.SERVED),
+    ],
+    "handler": [
+        "| setting | also | default | allowed | meaning |",
+        "| --- | --- | --- | --- | --- |",
+        *(model_row(option) for option in options.HANDLER),
+    ],
+    "server": [
+        "| variable | default | allowed | meaning |",
+        "| --- | --- | --- | --- |",
+        *(server_row(option) for option in (*server_options.SERVED, *server_options.FOR_MODEL)),
+    ],
+    "refused": [
+        "| setting | served | what it is | instead |",
+        "| --- | --- | --- | --- |",
+        *(refused_row(option, option.key) for option in options.NOT_SERVED),
+        *(refused_row(option, server_name(option)) for option in server_options.NOT_SERVED),
+    ],
+    "leftovers": [
+        "| setting | why it has no effect |",
+        "| --- | --- |",
+        *(leftover_row(option, option.key) for option in leftovers.LEFTOVERS),
+        *(leftover_row(option, server_name(option)) for option in server_options.LEFTOVERS),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_documentation_has_the_table_of_options(name: str) -> None:
+    """`UPDATE_DOCS=1 pytest tests/unit/container/settings/test_options.py` writes the tables anew."""
+    begin, end = f"<!-- table {name} -->\n", f"<!-- end of table {name} -->\n"
+    before, rest = DOCUMENT.read_text(encoding="utf-8").split(begin)
+    table, after = rest.split(end)
+    expected = "\n".join(TABLES[name]) + "\n"
+    if os.environ.get("UPDATE_DOCS"):
+        DOCUMENT.write_text(before + begin + expected + end + after, encoding="utf-8")
+        return
+    assert table == expected
+
+
+def test_server_defaults_name_keys_that_the_model_has() -> None:
+    assert set(SERVER_DEFAULTS_OF_MODEL_KEYS.values()) <= options.BY_KEY.keys()

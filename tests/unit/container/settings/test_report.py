@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container.settings.load import ServerSettings, SettingEntry, Settings
+from container.settings.properties import masked, quoted
+from container.settings.report import render_json, render_text
+from handlers.model_settings import ModelSettings
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
+
+
+def settings(*entries: SettingEntry, warnings: tuple[str, ...] = ()) -> Settings:
+    model = ModelSettings(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
+    return Settings(ServerSettings(), model, entries, warnings)
+
+
+def test_the_table_is_aligned() -> None:
+    text = render_text(
+        settings(
+            SettingEntry("port", 9000, "command line: --port"),
+            SettingEntry("option.trust_remote_code", False, "default"),
+            SettingEntry("option.revision", None, "default"),
+            SettingEntry("drain_timeout", 2.5, "default", "a note"),
+            warnings=("careful",),
+        )
+    )
+    assert text.splitlines() == [
+        "setting                   value  source",
+        "port                      9000   command line: --port",
+        "option.trust_remote_code  false  default",
+        "option.revision           -      default",
+        "drain_timeout             2.5    default (a note)",
+        "warning: careful",
+    ]
+
+
+def test_json_keeps_types() -> None:
+    report = json.loads(
+        render_json(
+            settings(
+                SettingEntry("port", 9000, "default"),
+                SettingEntry("fail_fast", True, "default", "a note"),
+                SettingEntry("option.revision", None, "default"),
+                warnings=("careful",),
+            )
+        )
+    )
+    assert report == {
+        "settings": [
+            {"name": "port", "value": 9000, "source": "default"},
+            {"name": "fail_fast", "value": True, "source": "default", "note": "a note"},
+            {"name": "option.revision", "value": None, "source": "default"},
+        ],
+        "aliases": [],
+        "warnings": ["careful"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("option.hf_token", "s3cret"),
+        ("HF_TOKEN", "s3cret"),
+        ("option.api_key", "s3cret"),
+        ("option.some_password", "s3cret"),
+        ("option.env", "A=s3cret"),
+    ],
+)
+def test_a_credential_is_hidden_by_its_name(name: str, text: str) -> None:
+    report = settings(SettingEntry(name, text, "environment"))
+    assert "s3cret" not in render_text(report) + render_json(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TOKEN, "***"),
+        (f'{{"token": "{TOKEN}"}}', '{"token": "***"}'),
+        ("http://user:pass@host/x", "http://***@host/x"),
+        ("AKIAABCDEFGHIJKLMNOP", "***"),
+        ('{"hf_overrides_text": 1}', '{"hf_overrides_text": 1}'),
+        ("org/name", "org/name"),
+    ],
+)
+def test_a_credential_is_hidden_by_its_look(text: str, expected: str) -> None:
+    assert masked("option.other", text) == expected
+
+
+@pytest.mark.parametrize("name", ["option.max_num_batched_tokens", "option.max_rolling_batch_prefill_tokens"])
+def test_counts_of_tokens_are_shown(name: str) -> None:
+    assert masked(name, "4096") == "4096"
+
+
+def test_an_empty_credential_is_shown_as_empty() -> None:
+    assert masked("HF_TOKEN", "") == ""
+
+
+def test_a_long_value_is_cut_short_in_a_message() -> None:
+    assert quoted("x", "a" * 300) == '"' + "a" * 200 + '..."'
+
+
+@given(st.text(), st.text())
+def test_no_value_breaks_the_table(name: str, value: str) -> None:
+    lines = render_text(settings(SettingEntry("option.x", value, "default"), warnings=(name,))).splitlines()
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
+
+
+@given(st.text())
+def test_a_quoted_value_is_one_printable_line(value: str) -> None:
+    assert quoted("x", value).isprintable()

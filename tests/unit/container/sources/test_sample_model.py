@@ -1,0 +1,28 @@
+"""Who may read the sample model: everybody, such as the user of a container that has it mounted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from container.sources.sample_model import make_once
+
+
+def modes(directory: Path) -> list[int]:
+    return [path.stat().st_mode & 0o777 for path in (directory, *sorted(directory.iterdir()))]
+
+
+def write(directory: Path) -> None:
+    for name, mode in (("config.json", 0o644), ("model.safetensors", 0o600)):
+        (directory / name).write_text("{}")
+        (directory / name).chmod(mode)
+
+
+def test_every_user_can_read_what_was_made(tmp_path: Path) -> None:
+    assert modes(make_once(tmp_path / "model", write)) == [0o755, 0o644, 0o644]
+
+
+def test_every_user_can_read_what_an_earlier_version_made(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir(mode=0o755)
+    write(target)
+    assert modes(make_once(target, write)) == [0o755, 0o644, 0o644]

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container import devices as container_devices
+from container.devices import (
+    GpusUnknown,
+    SliceNotChosen,
+    allowed_devices,
+    device_groups,
+    gpu_count,
+    gpu_memory,
+    visible_memory,
+)
+from handlers.workers.pool import Devices, on_device
+from handlers.workers.runtime.messages import LoadOrder
+from handlers.workers.worker import ProcessPlan, WorkerPlan
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "load_on", "groups"),
+    [
+        (0, 1, "*", ()),
+        (4, 1, "*", ("0", "1", "2", "3")),
+        (4, 2, "*", ("0,1", "2,3")),
+        (3, 2, "*", ("0,1",)),
+        (4, 1, "1;gpu3", ("1", "3")),
+        (4, 1, "cpu", ()),
+        (4, 1, "-1", ()),
+        (0, 1, "0", ()),
+    ],
+)
+def test_workers_get_the_devices_that_the_settings_name(
+    gpus: int, each: int, load_on: str, groups: tuple[str, ...]
+) -> None:
+    assert device_groups(gpus, each, load_on) == groups
+
+
+def test_a_device_that_is_named_twice_is_one() -> None:
+    assert allowed_devices(4, "2;gpu2;0") == (2, 0)
+    assert allowed_devices(4, "*") == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("each", "load_on"), [(3, "*"), (1, "2"), (1, "x"), (2, "0")])
+def test_devices_that_are_not_there_are_an_error(each: int, load_on: str) -> None:
+    with pytest.raises(ValueError, match=r"there (is|are)"):
+        device_groups(2, each, load_on)
+
+
+def test_gpus_are_counted_by_their_files_and_by_what_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
+    assert gpu_count({}) == 2
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+
+def test_a_mig_slice_counts_as_the_one_gpu_that_cuda_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": f"{SLICES[0]},{SLICES[1]}"}) == 1
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Replace the driver's tool by a shell script."""
+
+    def write(script: str) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+
+    container_devices._listed_gpus.cache_clear()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return write
+
+
+def test_under_wsl2_the_drivers_tool_counts_the_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia_smi: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "dxg").touch()
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path / "dev")
+    nvidia_smi("echo 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA T400 (UUID: GPU-b)'")
+    assert gpu_count({}) == 2
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert caplog.text == ""
+    container_devices._listed_gpus.cache_clear()
+    nvidia_smi("echo 'Failed to initialize NVML: GPU access blocked'; exit 17")
+    assert gpu_count({}) == 0
+    assert "WSL2 with /dev/dxg, but no NVIDIA GPU is used: nvidia-smi -L failed with 17: Failed to ini" in caplog.text
+
+
+SLICES = ("MIG-11111111-aaaa", "MIG-22222222-bbbb")
+LISTING = f"""GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-abbb)
+  MIG 2g.20gb     Device  0: (UUID: {SLICES[0]})
+  MIG 1g.10gb     Device  1: (UUID: {SLICES[1]})
+"""
+
+
+def usage(free: str, total: str) -> str:
+    return f"<fb_memory_usage><total>{total}</total><used>5 MiB</used><free>{free}</free></fb_memory_usage>"
+
+
+def gpu(uuid: str, free: str, total: str, mig: str = "N/A", slices: str = "None") -> str:
+    return (
+        f"<gpu id='0'><mig_mode><current_mig>{mig}</current_mig></mig_mode><mig_devices>{slices}</mig_devices>"
+        f"<uuid>{uuid}</uuid>{usage(free, total)}</gpu>"
+    )
+
+
+def report(*gpus: str) -> str:
+    return (
+        '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>'
+        f"<attached_gpus>{len(gpus)}</attached_gpus>{''.join(gpus)}</nvidia_smi_log>"
+    )
+
+
+MIG_DEVICES = "".join(
+    f"<mig_device><index>{index}</index>{usage(free, total)}</mig_device>"
+    for index, (free, total) in enumerate([("19000 MiB", "20096 MiB"), ("9000 MiB", "9984 MiB")])
+)
+DIVIDED = gpu("GPU-abbb", "N/A", "81559 MiB", "Enabled", MIG_DEVICES)
+WHOLE = gpu("GPU-aaaa", "80000 MiB", "81559 MiB", "Disabled")
+OLDER = gpu("GPU-cccc", "100 MiB", "23034 MiB")
+MEBIBYTE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "free"),
+    [
+        ((WHOLE, OLDER), None, (80000, 100)),
+        ((WHOLE, OLDER), "1,0", (100, 80000)),
+        ((WHOLE, OLDER), " 1", (100,)),
+        ((WHOLE, OLDER), "GPU-c,GPU-aaaa", (100, 80000)),
+        ((WHOLE, OLDER), "0,7,1", (80000,)),
+        ((WHOLE, OLDER), "", ()),
+        ((WHOLE, OLDER), "-1", ()),
+        ((WHOLE, DIVIDED), "0", (80000,)),
+        ((WHOLE, DIVIDED), "1", (19000,)),
+        ((DIVIDED,), None, (19000,)),
+        ((WHOLE, DIVIDED), SLICES[1], (9000,)),
+        ((WHOLE, DIVIDED), f"{SLICES[1]},{SLICES[0]}", (9000,)),
+        ((), None, ()),
+    ],
+)
+def test_the_memory_of_what_is_visible_is_read_in_the_order_of_cuda(
+    gpus: tuple[str, ...], visible: str | None, free: tuple[int, ...]
+) -> None:
+    found = visible_memory(report(*gpus), LISTING, visible)
+    assert tuple(one // MEBIBYTE for one, _ in found) == free
+
+
+def test_a_slice_has_the_memory_of_the_slice_alone() -> None:
+    assert visible_memory(report(DIVIDED), "", None) == ((19000 * MEBIBYTE, 20096 * MEBIBYTE),)
+
+
+@pytest.mark.parametrize("visible", [None, "0,1", "GPU-abbb,GPU-aaaa"])
+def test_a_divided_gpu_beside_others_has_to_be_chosen(visible: str | None) -> None:
+    with pytest.raises(SliceNotChosen, match=r"2 GPUs are visible, and 1 of them are divided .* set CUDA_VISIBLE_DEV"):
+        visible_memory(report(WHOLE, DIVIDED), LISTING, visible)
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "message"),
+    [
+        ("NVIDIA-SMI has failed", None, "is not XML"),
+        (report(gpu("GPU-a", "N/A", "N/A")), None, "does not tell the memory of GPU 0: N/A"),
+        (report(gpu("GPU-a", "[Insufficient Permissions]", "1 MiB")), None, "GPU 0: .Insufficient Permissions"),
+        (report(gpu("GPU-a", "N/A", "9 MiB", "Enabled")), None, "MIG is on, but the GPU has no MIG slice"),
+        (report(WHOLE, DIVIDED), "MIG-3", "CUDA_VISIBLE_DEVICES is MIG-3, and nvidia-smi -L lists no such MIG slice"),
+    ],
+)
+def test_what_cannot_be_read_is_said(text: str, visible: str | None, message: str) -> None:
+    with pytest.raises(GpusUnknown, match=message):
+        visible_memory(text, LISTING, visible)
+
+
+def test_the_drivers_tool_is_asked_and_its_failures_are_said(tmp_path: Path, nvidia_smi: Callable[[str], None]) -> None:
+    with pytest.raises(GpusUnknown, match="there is no program nvidia-smi"):
+        gpu_memory({})
+    nvidia_smi("echo 'No devices were found'; exit 6")
+    with pytest.raises(GpusUnknown, match="nvidia-smi -q -x failed with 6: No devices were found"):
+        gpu_memory({})
+    (tmp_path / "report").write_text(report(WHOLE, DIVIDED))
+    (tmp_path / "listing").write_text(LISTING)
+    nvidia_smi(f"cd {tmp_path} && case $* in (-L) cat listing;; ('-q -x') cat report;; (*) exit 2;; esac")
+    assert gpu_memory({"CUDA_VISIBLE_DEVICES": "0"}) == ((80000 * MEBIBYTE, 81559 * MEBIBYTE),)
+    assert gpu_memory({"CUDA_VISIBLE_DEVICES": SLICES[1]}) == ((9000 * MEBIBYTE, 9984 * MEBIBYTE),)
+
+
+@given(st.lists(st.sampled_from(["0", "1", "2"]), unique=True, min_size=1), st.integers(1, 12), st.data())
+def test_workers_are_spread_over_the_devices_also_after_some_have_ended(
+    groups: list[str], workers: int, data: st.DataObject
+) -> None:
+    devices = Devices(groups)
+    running = [devices.take() for _ in range(workers)]
+    ended = data.draw(st.lists(st.sampled_from(range(workers)), unique=True))
+    for index in ended:
+        devices.give_back(running[index])
+    for index in ended:
+        running[index] = devices.take()
+    counts = [Counter(running)[group] for group in groups]
+    assert max(counts) - min(counts) <= 1 + len(ended)
+    assert len(running) == workers
+
+
+def test_a_worker_is_told_its_device_and_sees_only_its_own_of_several() -> None:
+    order = LoadOrder(
+        model_dir="/m", entry_point="x", function="handle", async_mode=False, properties=(), standing_properties=()
+    )
+    plan = WorkerPlan(
+        process=ProcessPlan(python="python", directory=Path("/m"), environment={"A": "1"}), order=order, load_timeout=1
+    )
+    assert on_device(plan, "2").order.standing_properties == (("device_id", "2"),)
+    assert on_device(plan, "2").process.environment == {"A": "1"}
+    several = on_device(plan, "2,3")
+    assert several.process.environment == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert several.order.standing_properties == (("device_id", "0"),)
+    hidden = replace(plan, process=replace(plan.process, environment={"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"}))
+    assert on_device(hidden, "2,3").process.environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}

@@ -1,0 +1,85 @@
+"""Routes that generate nothing: long bodies are answered beside the event loop, few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from container.families import family_endpoints, model_of
+from container.http.endpoint import Site
+from container.models.lifecycle import Lifecycle
+from container.models.registry import Model, Models
+from container.settings.load import ServerSettings, Settings
+from handlers.contracts.families import FAMILIES
+from handlers.contracts.family import Family, ModelView, Tells
+from handlers.contracts.protocol import Call, Reply
+from handlers.model_settings import ModelSettings
+
+pytestmark = pytest.mark.asyncio
+
+
+class Text:
+    """A route that takes its time, and keeps where it was answered and how many were at a time."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+
+    def tell(self, call: Call, view: ModelView) -> Reply:
+        with self._lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        self.threads.append(threading.current_thread())
+        time.sleep(0.02)
+        with self._lock:
+            self.at_once -= 1
+        return Reply(200, "", b"")
+
+    async def ask(self, *lengths: int) -> None:
+        family = Family(
+            name="f",
+            routes=(Tells(path="/t", tell=self.tell, methods=("POST",)),),
+            refuse=lambda error: Reply(500, "", b""),
+            wrong_method=lambda call: Reply(405, "", b""),
+        )
+        model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
+        models = SimpleNamespace(single=True, startup=lambda: model)
+        site = cast(Site, SimpleNamespace(models=models, cors_headers=()))
+        target = family_endpoints(site, [family])["/t", "POST"]._targets[0]
+        writer: Any = SimpleNamespace(reply=lambda reply: None)
+        calls = [Call(body=b"x" * length, request_id="r") for length in lengths]
+        await asyncio.gather(*(target.answer(call, writer) for call in calls))
+
+
+async def test_however_many_long_bodies_come_two_are_answered_at_a_time() -> None:
+    text = Text()
+    await text.ask(*[5000] * 12)
+    assert len(text.threads) == 12
+    assert text.most_at_once == 2
+    assert threading.current_thread() not in text.threads
+
+
+async def test_a_short_body_is_answered_at_once() -> None:
+    text = Text()
+    await text.ask(100)
+    assert text.threads == [threading.current_thread()]
+
+
+async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None:
+    def version(number: str, *adapters: str) -> Model:
+        life: Any = Lifecycle(Settings(ServerSettings(), ModelSettings(name="m", model_dir=Path(), model_id="m")))
+        registry = SimpleNamespace(all=lambda: [SimpleNamespace(name=name) for name in adapters])
+        life.service = SimpleNamespace(adapters=registry)
+        return Model(life, "m", number, at_startup=False)
+
+    models = Models([version("1"), version("2", "poet")])
+    openai = next(family for family in FAMILIES if family.body_names_model)
+    assert {model_of(models, openai, {}, b'{"model": "poet"}').version for _ in range(4)} == {"2"}
+    assert {model_of(models, openai, {}, b'{"model": "m"}').version for _ in range(4)} == {"1", "2"}

@@ -1,0 +1,113 @@
+"""The series that dashboards made for other servers read."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from container.metrics import known_metrics, labelled
+from handlers.engines.protocol import EngineStatus
+from handlers.meter import Meter
+
+
+class _Collector(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _meter() -> Meter:
+    meter = Meter()
+    meter.started_requests, meter.finished_requests = 5, 4
+    meter.prompt_tokens, meter.tokens = 50, 60
+    meter.time_to_first_token.observe(0.02)
+    meter.inter_token.observe(0.002)
+    meter.queue_time.observe(0.5)
+    meter.calls.count(2.0, failed=False)
+    meter.calls.count(1.0, failed=False)
+    meter.calls.count(0.5, failed=True)
+    return meter
+
+
+def _samples() -> dict[str, tuple[dict[str, str], float]]:
+    """Samples by name, from the text as Prometheus reads it; of histograms the widest bucket."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(list(known_metrics("model", _meter(), EngineStatus(3, 2, 0.25)))))
+    text = generate_latest(registry).decode()
+    return {
+        sample.name: (sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_two_versions_of_a_model_share_no_series() -> None:
+    families = {f"m:{version}": known_metrics("m", _meter(), EngineStatus(3, 2, 0.25), version) for version in "12"}
+    series = [(sample.name, *sorted(sample.labels.items())) for one in labelled(families) for sample in one.samples]
+    assert len(series) == len(set(series))
+    assert ("nv_inference_count", ("model", "m"), ("version", "2")) in series
+    assert ("vllm:num_requests_running", ("engine", "0"), ("model_name", "m"), ("version", "2")) in series
+
+
+def test_vllms_series_have_its_names_and_labels() -> None:
+    samples, labels = _samples(), {"model_name": "model", "engine": "0"}
+    expected = {
+        "vllm:num_requests_running": 3.0,
+        "vllm:num_requests_waiting": 2.0,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:gpu_cache_usage_perc": 0.25,
+        "vllm:prompt_tokens_total": 50.0,
+        "vllm:generation_tokens_total": 60.0,
+        "vllm:request_success_total": 4.0,
+        "vllm:time_to_first_token_seconds_count": 1.0,
+        "vllm:time_to_first_token_seconds_sum": 0.02,
+        "vllm:inter_token_latency_seconds_sum": 0.002,
+        "vllm:time_per_output_token_seconds_sum": 0.002,
+        "vllm:request_queue_time_seconds_sum": 0.5,
+    }
+    assert {name: samples[name] for name in expected} == {name: (labels, value) for name, value in expected.items()}
+
+
+def test_tritons_series_have_its_names_and_labels() -> None:
+    samples, labels = _samples(), {"model": "model", "version": "1"}
+    expected = {
+        "nv_inference_request_success": 2.0,
+        "nv_inference_request_failure": 1.0,
+        "nv_inference_count": 5.0,
+        "nv_inference_request_duration_us": 3e6,
+        "nv_inference_queue_duration_us": 5e5,
+        "nv_inference_pending_request_count": 2.0,
+    }
+    assert {name: samples[name] for name in expected} == {name: (labels, value) for name, value in expected.items()}
+
+
+def test_tgis_series_have_its_names() -> None:
+    samples = _samples()
+    expected = {
+        "tgi_request_count": ({}, 3.0),
+        "tgi_request_success": ({}, 2.0),
+        "tgi_request_failure": ({}, 1.0),
+        "tgi_request_duration_count": ({}, 2.0),
+        "tgi_request_duration_sum": ({}, 3.0),
+        "tgi_request_queue_duration_sum": ({}, 0.5),
+        "tgi_batch_current_size": ({}, 3.0),
+        "tgi_queue_size": ({}, 2.0),
+    }
+    assert {name: samples[name] for name in expected} == expected
+
+
+def test_histograms_count_what_is_not_above_their_bounds() -> None:
+    registry = CollectorRegistry()
+    registry.register(_Collector(list(known_metrics("model", _meter(), EngineStatus(0, 0, 0.0)))))
+    text = generate_latest(registry).decode()
+    head = 'vllm:time_to_first_token_seconds_bucket{engine="0",le="'
+    assert f'{head}0.01",model_name="model"}} 0.0\n' in text
+    assert f'{head}0.025",model_name="model"}} 1.0\n' in text
+    assert f'{head}+Inf",model_name="model"}} 1.0\n' in text

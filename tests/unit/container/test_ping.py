@@ -1,0 +1,82 @@
+"""/ping: LMI's map of what is wrong, by what the life cycle says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container.error_rates import ErrorRates
+from container.health import ping
+from container.models.lifecycle import State
+from container.models.registry import Model, Models
+from container.settings.load import ServerSettings
+from handlers.model_settings import ModelSettings
+
+MODEL = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+STALLED = "the engine is stalled"
+
+
+@dataclass
+class Life:
+    """What /ping asks of a life cycle."""
+
+    state: State = State.READY
+    stalled: str = ""
+    reason: str = ""
+    short_of_workers: bool = False
+    model: ModelSettings = MODEL
+
+
+def models(*lives: Any) -> Models:
+    return Models(Model(life, "") for life in lives)
+
+
+def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple[int, dict[str, str]]:
+    reply = ping(models(life), ServerSettings(**settings), rates or ErrorRates({}, frozenset()))
+    return reply.status, json.loads(reply.body)["m"]
+
+
+@pytest.mark.parametrize(
+    ("life", "settings", "status", "model"),
+    [
+        (Life(State.STARTING), {}, 503, {"status": "PENDING"}),
+        (Life(State.STARTING), {"allow_multi_status": True}, 207, {"status": "PENDING"}),
+        (Life(), {}, 200, {"status": "Healthy"}),
+        (Life(short_of_workers=True), {}, 200, {"status": "Unhealthy"}),
+        (Life(short_of_workers=True), {"workers_health_check": True}, 500, {"status": "Unhealthy"}),
+        (Life(stalled=STALLED), {}, 500, {"status": "Unhealthy", "reason": STALLED}),
+        (Life(State.FAILED, reason="dead"), {}, 500, {"status": "FAILED", "reason": "dead"}),
+        (Life(State.DRAINING), {}, 503, {"status": "DRAINING"}),
+    ],
+)
+def test_each_state_has_its_status_and_text(
+    life: Life, settings: dict[str, Any], status: int, model: dict[str, str]
+) -> None:
+    assert asked(life, **settings) == (status, model)
+
+
+def test_the_bytes_are_lmis() -> None:
+    reply = ping(models(Life()), ServerSettings(), ErrorRates({}, frozenset()))
+    assert reply.body == b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n'
+
+
+def test_too_many_errors_go_before_everything_else() -> None:
+    rates = ErrorRates({"any": "0"}, frozenset())
+    rates.count(500)
+    reason = "more than 0 errors in 60 s (error_rate_any)"
+    assert asked(Life(), rates) == (503, {"status": "Healthy", "reason": reason})
+    assert asked(Life(State.FAILED, reason="dead"), rates) == (503, {"status": "FAILED", "reason": "dead"})
+
+
+def test_one_model_that_is_not_well_makes_the_server_unhealthy_and_its_entry_alone_says_so() -> None:
+    other = ModelSettings(name="other", model_dir=Path("."), model_id="m")
+    reply = ping(models(Life(), Life(stalled=STALLED, model=other)), ServerSettings(), ErrorRates({}, frozenset()))
+    assert reply.status == 500
+    assert json.loads(reply.body) == {
+        "m": {"status": "Healthy"},
+        "other": {"status": "Unhealthy", "reason": STALLED},
+    }

@@ -1,0 +1,345 @@
+"""Routing over ASGI: which family answers what, and how the server itself refuses in each family's own words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from container.app import create_app
+from container.models.lifecycle import Lifecycle, State
+from container.models.registration import Registrar
+from container.models.registry import Models
+from container.settings.load import ServerSettings, Settings
+from handlers import entry_point
+from handlers.contracts.families import FAMILIES
+from handlers.contracts.family import ContractSetting, Generates, Tells
+from handlers.contracts.lmi.rolling_batch import LmiContract
+from handlers.contracts.protocol import Call, Contract
+from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engines.protocol import EngineHealth
+from handlers.entry_point import Service
+from handlers.model_settings import HandlerSettings
+from handlers.reply import ReplyWriter, Running
+from tests.contracts.exchange import MODEL
+from tests.unit.handlers.test_engine_handler import ScriptedEngine
+
+pytestmark = pytest.mark.asyncio
+
+ROUTES = [(family, route, method) for family in FAMILIES for route in family.routes for method in route.methods]
+POSTS = [
+    "/v2/models/model/generate",
+    "/v2/models/model/generate_stream",
+    "/v1/generate",
+    "/v1/generate_stream",
+    "/generate",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/invocations",
+]
+ERROR_KEYS = {
+    "/v2/models/model/generate": {"error"},
+    "/v2/models/model/generate_stream": {"error"},
+    "/v1/generate": {"detail"},
+    "/v1/generate_stream": {"detail"},
+    "/generate": {"error", "error_type"},
+    "/v1/completions": {"error"},
+    "/v1/chat/completions": {"error"},
+    "/invocations": {"code", "type", "message"},
+}
+
+
+class Faulty:
+    """A handler with a bug."""
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        raise ZeroDivisionError("a bug with a secret")
+
+
+class Custom:
+    """The runtime of a custom handler, as far as routing sees it."""
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(True)
+
+    async def stop(self) -> None: ...
+
+
+def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
+    settings = ServerSettings(**server)
+    lifecycle = Lifecycle(Settings(settings, MODEL))
+    lifecycle._state = state
+    models = Models.of(lifecycle)
+    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, {})).main)
+    return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
+    engine = ScriptedEngine()
+    handler = ContractHandler(EngineHandler(engine, 4), LmiContract(MODEL))
+    lifecycle.service = Service(MODEL, handler, engine, engine=engine, engine_handler=EngineHandler(engine, 4))
+    return engine
+
+
+@pytest_asyncio.fixture
+async def starting() -> AsyncIterator[httpx.AsyncClient]:
+    _, client = make(State.STARTING)
+    async with client:
+        yield client
+
+
+def fill(path: str) -> str:
+    return path.replace("{model}", "model").replace("{version:int}", "1")
+
+
+async def test_no_two_families_declare_one_route_unless_the_body_decides() -> None:
+    seen: dict[tuple[str, str], str] = {}
+    for family, route, method in ROUTES:
+        if isinstance(route, Tells) and route.where is not None:
+            continue
+        assert (route.path, method) not in seen, (
+            f"{route.path} is {seen.get((route.path, method))}'s and {family.name}'s"
+        )
+        seen[route.path, method] = family.name
+
+
+async def test_every_declared_route_is_served(starting: httpx.AsyncClient) -> None:
+    for _, route, method in ROUTES:
+        response = await starting.request(method, fill(route.path), content=b"{}")
+        assert response.status_code not in (404, 405), f"{method} {route.path}: {response.status_code}"
+        assert "x-request-id" in response.headers
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_model_that_is_loading_is_said_in_the_words_of_each_family(
+    starting: httpx.AsyncClient, path: str
+) -> None:
+    response = await starting.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x", "model": "model"})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "5"
+    assert response.json().keys() == ERROR_KEYS[path]
+    assert "not loaded yet" in response.text
+
+
+@pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])
+async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_is_loading(
+    starting: httpx.AsyncClient, path: str
+) -> None:
+    response = await starting.post(path, json={"text_input": "x"})
+    assert response.status_code == 404
+    assert "Request for unknown model" in response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/docs", "/docs/plain", "/openapi.json"])
+async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
+    page, head = await starting.get(path), await starting.head(path)
+    assert (page.status_code, head.status_code) == (200, 200)
+    assert head.headers["content-type"] == page.headers["content-type"]
+    assert (await starting.delete(path)).status_code == 404
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path: str) -> None:
+    lifecycle, client = make(max_request_size=100)
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post(path, content=b"x" * 101)
+    assert response.status_code == (400 if path.startswith("/v2") else 413)
+    if path not in ("/invocations", "/generate"):  # LMI's has no body, TGI's is plain text
+        assert response.json().keys() == ERROR_KEYS[path]
+        assert "100 bytes" in response.text
+
+
+async def begun() -> AsyncIterator[bytes]:
+    """A body whose client never goes on."""
+    yield b'{"inputs":'
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", [*POSTS, "/v2/tokenizer", "/models"])
+async def test_a_body_that_does_not_go_on_is_408_in_the_words_of_each_family_and_ends_the_connection(path: str) -> None:
+    lifecycle, client = make(request_read_timeout=0.05)
+    with_engine(lifecycle)
+    async with client:
+        response = await asyncio.wait_for(client.post(path, content=begun()), 5)
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+    assert "nothing of the body's rest has come for 0.05 s (request_read_timeout)" in response.text.replace(
+        "\\u0027", "'"
+    )
+    if path in ERROR_KEYS and path != "/generate":  # TGI's is plain text
+        assert response.json().keys() == ERROR_KEYS[path]
+
+
+async def test_a_body_that_comes_slowly_has_time_from_piece_to_piece() -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        for piece in (b'{"inputs"', b": ", b'"x", ', b'"parameters": 1}'):
+            yield piece
+            await asyncio.sleep(0.3)
+
+    lifecycle, client = make(request_read_timeout=1.0)
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post("/invocations", content=slowly())
+    assert response.status_code == 424
+
+
+@pytest.mark.parametrize("path", [path for path in POSTS if "completions" not in path])
+async def test_a_fault_of_our_own_is_500_without_its_traceback(path: str) -> None:
+    lifecycle, client = make()
+    engine = ScriptedEngine()
+    generation = {r.path: Faulty() for f in FAMILIES for r in f.routes if isinstance(r, Generates)}
+    lifecycle.service = Service(MODEL, Faulty(), engine, engine=engine, generation=generation)
+    async with client:
+        response = await client.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x"})
+    assert response.status_code == (424 if path == "/generate" else 500)
+    happy = {"error", "messages"}  # what happy_vllm answers under EXPLICIT_ERRORS
+    assert response.json().keys() == (happy if path.startswith("/v1") else ERROR_KEYS[path])
+    assert "secret" not in response.text
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize("path", [path for path in POSTS if path not in ("/invocations", "/v1/chat/completions")])
+async def test_a_model_with_a_handler_of_its_own_refuses_other_contracts_and_says_why(path: str) -> None:
+    lifecycle, client = make()
+    lifecycle.model = MODEL.__class__(
+        name="model", model_dir=MODEL.model_dir, model_id="model", handler=HandlerSettings(entry_point="/x/model.py")
+    )
+    custom: Any = Custom()
+    lifecycle.service = Service(lifecycle.model, Faulty(), custom, custom=custom)
+    async with client:
+        response = await client.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x", "model": "model"})
+    assert 400 <= response.status_code <= 501
+    assert response.json().keys() == ERROR_KEYS[path]
+    assert "handler of its own" in response.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/v2/models/model/generate", 405, "POST"),
+        ("HEAD", "/v2/health/live", 405, "GET"),
+        ("GET", "/v1/generate", 405, "POST"),
+        ("GET", "/generate", 405, "POST"),
+        ("DELETE", "/v1/models", 405, "GET"),
+        ("PUT", "/v1/chat/completions", 405, "POST"),
+    ],
+)
+async def test_a_wrong_method_is_405_and_says_what_is_allowed(
+    starting: httpx.AsyncClient, method: str, path: str, status: int, allow: str
+) -> None:
+    response = await starting.request(method, path)
+    assert response.status_code == status
+    assert allow in response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [("/v2/nope", "text/plain"), ("/nope", "application/json"), ("/v2//health/live", "text/plain")],
+)
+async def test_an_unknown_path_is_404_in_the_words_of_whose_prefix_it_has(
+    starting: httpx.AsyncClient, path: str, content_type: str
+) -> None:
+    response = await starting.get(path)
+    assert response.status_code == 404
+    assert response.headers["content-type"].startswith(content_type)
+
+
+async def test_refusals_of_paths_and_methods_have_an_id_cors_and_a_count() -> None:
+    _, client = make(cors_allowed_origin="*")
+    async with client:
+        for method, path in (("GET", "/nope"), ("GET", "/generate"), ("GET", "/v2/nope")):
+            response = await client.request(method, path, headers={"x-request-id": "mine"})
+            assert response.headers["x-request-id"] == "mine"
+            assert response.headers["access-control-allow-origin"] == "*"
+        text = (await client.get("/metrics")).text
+    assert 'slipway_requests_total{route="unknown",status="404"} 2.0' in text
+    assert 'slipway_requests_total{route="/generate",status="405"} 1.0' in text
+
+
+async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: ContractSetting) -> Contract:
+        raise ValueError("a tokenizer that it cannot do with")
+
+    works = Generates(path="/works", contract=lambda _: LmiContract(MODEL))
+    families = [replace(FAMILIES[0], routes=(route,)) for route in (Generates(path="/broken", contract=broken), works)]
+    monkeypatch.setattr(entry_point, "FAMILIES", families)
+    assert entry_point._generation(MODEL, EngineHandler(ScriptedEngine(), 4)).keys() == {"/works"}
+
+
+async def test_a_route_that_a_model_cannot_have_says_so() -> None:
+    lifecycle, client = make()
+    with_engine(lifecycle)
+    async with client:
+        response = await client.post("/generate", json={"inputs": "x"})
+    assert response.status_code >= 400
+    assert "cannot be served with this model" in response.text
+
+
+async def test_a_route_that_tells_something_refuses_in_its_own_words(starting: httpx.AsyncClient) -> None:
+    response = await starting.post("/v1/abort_request", content=b"no json")
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["type"] == "json_invalid"
+
+
+async def test_tokenize_is_tgis_for_inputs_and_vllms_for_anything_else(starting: httpx.AsyncClient) -> None:
+    tgi = await starting.post("/tokenize", json={"inputs": "x"})
+    vllm = await starting.post("/tokenize", json={"prompt": '"inputs": is only in the text'})
+    assert "error_type" in tgi.json()
+    assert "error_type" not in vllm.json()
+    assert isinstance(vllm.json()["error"], dict)
+
+
+async def test_preflight_requests_are_answered_where_cors_is_set() -> None:
+    _, client = make(cors_allowed_origin="*")
+    async with client:
+        response = await client.options("/v1/chat/completions")
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+async def test_metrics_count_routes_and_not_what_stands_in_them(starting: httpx.AsyncClient) -> None:
+    await starting.post("/v2/models/model/generate", json={"text_input": "x"})
+    await starting.post("/v2/models/a-secret-name/generate", json={"text_input": "x"})
+    text = (await starting.get("/metrics")).text
+    assert 'slipway_requests_total{route="/v2/models/{model}/generate"' in text
+    assert "secret" not in text
+
+
+async def test_the_api_description_shows_every_family(starting: httpx.AsyncClient) -> None:
+    document = json.loads((await starting.get("/openapi.json")).text)
+    for path in ("/invocations", "/v2/models/{model}/generate", "/v1/generate", "/generate", "/v1/models"):
+        assert path in document["paths"], path
+    page = await starting.get("/docs")
+    assert "swagger-ui" in page.text
+    for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        assert (await starting.get(f"/docs/{asset}")).status_code == 200
+    plain = await starting.get("/docs/plain")
+    assert "/v2/models/{model}/generate" in plain.text
+
+
+@pytest.mark.parametrize("prefix", ["", "/models/model"])
+async def test_adapters_are_refused_in_lmis_words_where_they_are_off(prefix: str) -> None:
+    lifecycle, client = make()
+    with_engine(lifecycle)
+    async with client:
+        for method, path in (("GET", ""), ("POST", "?name=a&src=/x"), ("DELETE", "/a"), ("POST", "/a/update")):
+            response = await client.request(method, f"{prefix}/adapters{path}")
+            assert (response.status_code, response.json()["type"]) == (400, "BadRequestException")
+            assert "option.enable_lora" in response.json()["message"]
+        refused = await client.put(f"{prefix}/adapters")
+        assert (refused.status_code, refused.json()["type"]) == (405, "MethodNotAllowedException")
+        unknown = await client.get("/models/nope/adapters")
+        assert (unknown.status_code, unknown.json()["type"]) == (404, "ModelNotFoundException")
+        vllms = await client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/x"})
+        assert (vllms.status_code, vllms.json()["error"]["type"]) == (404, "NotFoundError")
+
+
+async def test_adapters_of_a_model_that_is_loading_are_not_ready(starting: httpx.AsyncClient) -> None:
+    response = await starting.post("/adapters?name=a&src=/x")
+    assert (response.status_code, response.json()["type"]) == (503, "ServiceUnavailableException")

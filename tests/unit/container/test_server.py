@@ -1,0 +1,87 @@
+"""What the process does about a stalled engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container import server
+from container.models.lifecycle import State
+from container.models.registry import Models
+from container.settings.load import ServerSettings, Startup
+from handlers.model_settings import ModelSettings
+
+
+class Stalled:
+    """A life cycle whose engine stands still."""
+
+    state = State.READY
+    reason = ""
+    open_calls = 0
+    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+    stalled = "the engine is stalled"
+    drained = False
+
+    async def drain(self, limit: float) -> None:
+        self.drained = True
+
+
+async def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int | None:
+    """The exit code, None where the process goes on."""
+    monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
+    lifecycle: Any = Stalled()
+    process = server.Process(Startup(ServerSettings(**settings), ()))
+    process._models = Models.of(lifecycle)
+    try:
+        await asyncio.wait_for(process._watch_engines(), 0.2)
+    except TimeoutError:
+        return None
+    assert lifecycle.drained
+    assert all(listener.server.should_exit for listener in process._listeners)
+    return process._exit_code
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({}, None),
+        ({"fail_fast": True}, None),
+        ({"fail_fast_when_stalled": True}, None),
+        ({"fail_fast": True, "fail_fast_when_stalled": True}, 137),
+    ],
+)
+async def test_a_stalled_engine_ends_the_process_only_if_both_settings_say_so(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], code: int | None
+) -> None:
+    assert await watched(monkeypatch, **settings) == code
+
+
+@pytest.mark.asyncio
+async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_are_broken_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_LAST_SECONDS", 0.05)
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+        await asyncio.sleep(0.5)
+
+    listener = server.listen("127.0.0.1", 0)
+    http = server.http_server(slow_to_end)
+    serving = asyncio.create_task(http.serve([listener]))
+    _, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.wait_for(begun.wait(), 5)
+    writer.close()
+    await asyncio.wait_for(left.wait(), 5)
+    http.should_exit = True
+    await asyncio.wait_for(serving, 10)
+    assert "broken off" not in caplog.text

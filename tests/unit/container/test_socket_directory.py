@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from container.server import socket_directory
+
+VARIABLE = "VLLM_RPC_BASE_PATH"
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def test_what_vllm_leaves_in_its_directory_goes_with_it() -> None:
+    with socket_directory():
+        directory = Path(os.environ[VARIABLE])
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(directory / "3b155a26-d96f-4f6a-8192-9f0803f196d9"))
+    assert not directory.exists()
+    assert VARIABLE not in os.environ
+
+
+def test_a_directory_that_somebody_has_named_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with socket_directory():
+        assert os.environ[VARIABLE] == str(tmp_path)
+    assert os.environ[VARIABLE] == str(tmp_path)
+    assert tmp_path.exists()
+
+
+def test_a_path_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with socket_directory():
+        assert VARIABLE not in os.environ
+    assert not list(deep.iterdir())

@@ -1,0 +1,180 @@
+"""Asynchronous invocations of the local endpoint: a bounded queue, results in a folder, and what cannot be done."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.local.asynchronous import Folder, StoreError, split_s3
+from tests.unit.deploy.local.local_endpoint import ScriptedContainer, Seen, always, answer, local_endpoint
+
+pytestmark = pytest.mark.asyncio
+
+ASYNC = "/endpoints/e/async-invocations"
+X = "x-amzn-sagemaker-"
+
+
+async def result(response: httpx.Response, kind: str) -> bytes:
+    """What comes to be at a location."""
+    assert response.status_code == 202
+    path = Path(response.headers[X + kind].removeprefix("file://"))
+    async with asyncio.timeout(10):
+        while (data := written(path)) is None:
+            await asyncio.sleep(0.01)
+    return data
+
+
+def written(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+async def test_an_answer_comes_to_the_folder_and_the_container_gets_an_id(tmp_path: Path) -> None:
+    container = ScriptedContainer(always(answer("200 OK", b"done")))
+    async with local_endpoint(container, async_output=str(tmp_path)) as client:
+        headers = {f"{X}content-type": "text/plain", f"{X}accept": "text/csv", "content-type": "not/this"}
+        response = await client.post(ASYNC, content=b"body", headers=headers)
+        assert await result(response, "outputlocation") == b"done"
+    (seen,) = container.seen
+    assert (seen.body, seen.headers["content-type"], seen.headers["accept"]) == (b"body", "text/plain", "text/csv")
+    assert seen.headers[f"{X}inference-id"] == response.json()["InferenceId"]
+    assert seen.headers[f"{X}forwarded-api"] == "InvokeEndpointAsync"
+    assert [name[36:] for name in names(tmp_path)] == [".out"]
+
+
+async def test_an_answer_may_be_larger_than_that_of_a_real_time_call(tmp_path: Path) -> None:
+    container = ScriptedContainer(always(answer("200 OK", b"x" * 2000)))
+    async with local_endpoint(container, async_output=str(tmp_path), max_payload=1000) as client:
+        assert await result(await client.post(ASYNC, content=b"x"), "outputlocation") == b"x" * 2000
+
+
+async def test_a_call_has_its_own_time_limit_and_fails_in_the_other_place(tmp_path: Path) -> None:
+    async def slow(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(1.5)
+        writer.write(answer("200 OK", b"late"))
+
+    async with local_endpoint(ScriptedContainer(slow), async_output=str(tmp_path), answer_timeout=0.1) as client:
+        patient = await client.post(ASYNC, content=b"x")
+        hasty = await client.post(ASYNC, content=b"x", headers={f"{X}invocationtimeoutseconds": "1"})
+        assert b"timed out" in await result(hasty, "failurelocation")
+        assert await result(patient, "outputlocation") == b"late"
+
+
+async def test_a_call_waits_for_a_container_that_is_still_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.local.asynchronous._AGAIN_SECONDS", 0.05)
+    loading = b"HTTP/1.1 503 X\r\ncontent-length: 0\r\n\r\n"
+    container = ScriptedContainer(always(answer("200 OK", b"done")), ping=loading)
+    async with local_endpoint(container, async_output=str(tmp_path)) as client:
+        response = await client.post(ASYNC, content=b"x")
+        await asyncio.sleep(0.3)
+        assert (names(tmp_path), container.seen) == ([], [])
+        container.ping = answer()
+        assert await result(response, "outputlocation") == b"done"
+
+
+async def test_what_waits_when_the_endpoint_stops_fails(tmp_path: Path) -> None:
+    async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
+        accepted = [await client.post(ASYNC, content=b"x") for _ in range(6)]
+        await asyncio.sleep(0.1)
+    for response in accepted:
+        assert b"stopped before the call was finished" in await result(response, "failurelocation")
+
+
+async def test_a_store_that_takes_nothing_does_not_hold_the_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.local.asynchronous._CLOSING_SECONDS", 0.2)
+    released = threading.Event()
+
+    async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    def write(*_: object) -> None:
+        released.wait(10)
+
+    monkeypatch.setattr("deploy.local.asynchronous.Folder.write", write)
+    try:
+        async with asyncio.timeout(5):
+            async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
+                assert [(await client.post(ASYNC, content=b"x")).status_code for _ in range(6)] == [202] * 6
+                await asyncio.sleep(0.1)
+    finally:
+        released.set()
+
+
+async def test_a_full_queue_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local.asynchronous.QUEUE_SIZE", 1)
+
+    async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
+        statuses = []
+        for _ in range(6):
+            statuses.append((await client.post(ASYNC, content=b"x")).status_code)
+            await asyncio.sleep(0.05)
+    assert statuses == [202] * 5 + [503]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "message"),
+    [
+        ({}, b"", "One of InputLocation and Body is required."),
+        ({"inputlocation": "s3://b/k"}, b"x", "InputLocation and Body cannot be given together."),
+        ({"inputlocation": "https://b/k"}, b"", "expected s3://bucket/key"),
+        ({"inputlocation": "s3://bucket"}, b"", "expected s3://bucket/key"),
+        ({"inputlocation": "ftp://b/k"}, b"", "at 'inputLocation' failed to satisfy"),
+        ({"s3outputpathextension": "a/../../b"}, b"x", "Member must not contain . or .. as a segment"),
+        ({"filename": "../x"}, b"x", "at 'filename' failed to satisfy"),
+        ({"filename": "a/b"}, b"x", "at 'filename' failed to satisfy"),
+        ({"requestttlseconds": "59"}, b"x", "Value '59' at 'requestTTLSeconds' failed to satisfy"),
+        ({"requestttlseconds": "x"}, b"x", "Value 'x' at 'requestTTLSeconds' failed to satisfy"),
+        ({"invocationtimeoutseconds": "3601"}, b"x", "Member must be between 1 and 3600"),
+    ],
+)
+async def test_a_wrong_call_is_refused_at_once(
+    tmp_path: Path, headers: dict[str, str], body: bytes, message: str
+) -> None:
+    async with local_endpoint(ScriptedContainer(always(answer())), async_output=str(tmp_path / "out")) as client:
+        response = await client.post(ASYNC, content=body, headers={X + name: value for name, value in headers.items()})
+    assert (response.status_code, response.headers["x-amzn-errortype"]) == (400, "ValidationError")
+    assert message in response.json()["Message"]
+    assert not (tmp_path / "out").exists()
+
+
+async def test_inline_bodies_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    async with local_endpoint(ScriptedContainer(always(answer())), async_output=str(tmp_path)) as client:
+        response = await client.post(ASYNC, content=b"x" * 128_001)
+    assert response.json() == {"Message": "HTTP content length exceeded 128000 bytes."}
+    assert response.status_code == 413
+
+
+async def test_a_folder_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(StoreError, match="cannot be written: Is a directory"):
+        Folder(tmp_path).write("a", b"x", "text/plain")
+    assert names(tmp_path) == ["a"]
+
+
+async def test_the_error_of_a_failed_call_is_json(tmp_path: Path) -> None:
+    async with local_endpoint(ScriptedContainer(always(answer("400 X", b"no"))), async_output=str(tmp_path)) as client:
+        failure = json.loads(await result(await client.post(ASYNC, content=b"x"), "failurelocation"))
+    assert (failure["OriginalStatusCode"], failure["OriginalMessage"]) == (400, "no")
+
+
+async def test_buckets_and_keys_are_told_apart() -> None:
+    assert split_s3("s3://bucket/a/b/") == ("bucket", "a/b")
+    assert split_s3("s3://bucket") == ("bucket", "")

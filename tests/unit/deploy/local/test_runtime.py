@@ -1,0 +1,566 @@
+"""The runtime API over real sockets: headers both ways, AWS's errors, limits, and containers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from botocore.eventstream import EventStreamBuffer
+
+from deploy.local import runtime as asgi
+from deploy.local.invocation import payload_part
+from tests.unit.deploy.local.local_endpoint import (
+    OK,
+    ScriptedContainer,
+    Seen,
+    always,
+    answer,
+    chunk,
+    endpoint_for,
+    local_endpoint,
+)
+
+pytestmark = pytest.mark.asyncio
+
+INVOKE, STREAM, ASYNC = (
+    f"/endpoints/e/{name}" for name in ("invocations", "invocations-response-stream", "async-invocations")
+)
+X = "x-amzn-sagemaker-"
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str]:
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.headers["x-amzn-requestid"]) == 36
+    return response.status_code, response.headers["x-amzn-errortype"], response.json()["Message"]
+
+
+def messages_of(body: bytes) -> list[tuple[str, bytes]]:
+    buffer: Any = EventStreamBuffer()
+    buffer.add_data(body)
+    return [(e.headers.get(":event-type") or e.headers[":exception-type"], e.payload) for e in buffer]
+
+
+async def test_a_call_reaches_the_container_with_the_headers_of_the_api_alone() -> None:
+    container = ScriptedContainer(always(answer()))
+    given = {
+        "content-type": "application/x-mine",
+        "accept": "text/plain",
+        "authorization": "AWS4-HMAC-SHA256 secret",
+        "x-amz-date": "20260101T000000Z",
+        "amz-sdk-request": "attempt=1",
+        "x-mine": "dropped",
+        f"{X}custom-attributes": "trace=1",
+        f"{X}inference-id": "id-1",
+        f"{X}session-id": "NEW_SESSION",
+        f"{X}enable-explanations": "`true`",
+        f"{X}target-variant": "AllTraffic",
+        f"{X}prefix-aware-id": "p",
+    }
+    async with local_endpoint(container) as client:
+        response = await client.post(INVOKE, content=b"\x00body", headers=given)
+    assert (response.status_code, response.content) == (200, b"{}")
+    (seen,) = container.seen
+    assert (seen.line, seen.body) == ("POST /invocations HTTP/1.1", b"\x00body")
+    assert {name: value for name, value in seen.headers.items() if name not in ("host", "connection")} == {
+        "content-length": "5",
+        "content-type": "application/x-mine",
+        "accept": "text/plain",
+        f"{X}forwarded-api": "InvokeEndpoint",
+        f"{X}custom-attributes": "trace=1",
+        f"{X}inference-id": "id-1",
+        f"{X}session-id": "NEW_SESSION",
+    }
+
+
+async def test_accept_of_a_stream_travels_in_a_header_of_its_own() -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        headers = {f"{X}accept": "application/jsonlines", "accept": "*/*"}
+        response = await client.post(STREAM, content=b"x", headers=headers)
+    assert response.headers["content-type"] == "application/vnd.amazon.eventstream"
+    assert response.headers[f"{X}content-type"] == "application/json"
+    assert messages_of(response.content) == [("PayloadPart", b"{}")]
+    assert container.seen[0].headers["accept"] == "application/jsonlines"
+    assert container.seen[0].headers[f"{X}forwarded-api"] == "InvokeEndpointWithResponseStream"
+
+
+@pytest.mark.parametrize(
+    ("sent", "session"),
+    [
+        (["X-Amzn-SageMaker-Session-Id: a-1; Expires=2026-01-01T00:00:00Z"], "a-1; Expires=2026-01-01T00:00:00Z"),
+        (
+            [
+                "X-Amzn-SageMaker-Session-Id: a-1; Expires=2026-01-01T00:00:00Z",
+                "X-Amzn-SageMaker-New-Session-Id: b-2; Expires=2026-01-01T00:00:00Z",
+            ],
+            "b-2; Expires=2026-01-01T00:00:00Z",
+        ),
+        (["X-Amzn-SageMaker-Session-Id: a-1"], None),
+    ],
+)
+async def test_a_new_session_is_shown_in_the_standards_header_whoever_made_it(
+    sent: list[str], session: str | None
+) -> None:
+    more = ["X-Amzn-SageMaker-Custom-Attributes: k=v", "X-Amzn-SageMaker-Closed-Session-Id: c", "X-Own: 1"]
+    async with local_endpoint(ScriptedContainer(always(answer("200 OK", b"{}", *sent, *more)))) as client:
+        response = await client.post(INVOKE, content=b"{}")
+    assert response.headers.get(f"{X}new-session-id") == session
+    assert response.headers[f"{X}closed-session-id"] == "c"
+    assert response.headers[f"{X}custom-attributes"] == "k=v"
+    assert response.headers["x-amzn-invoked-production-variant"] == "AllTraffic"
+    assert f"{X}session-id" not in response.headers
+    assert "x-own" not in response.headers
+
+
+@pytest.mark.parametrize("path", [INVOKE, STREAM])
+@pytest.mark.parametrize(
+    ("status", "message", "code"),
+    [
+        (400, 'Received client error (400) from primary with message "no ü". See https://', "CLIENT_ERROR_FROM_MODEL"),
+        (
+            503,
+            'Received server error (503) from primary with message "no ü". See https://',
+            "INTERNAL_FAILURE_FROM_MODEL",
+        ),
+        (
+            307,
+            'Received server error (307) from primary with message "no ü". See https://',
+            "INTERNAL_FAILURE_FROM_MODEL",
+        ),
+    ],
+)
+async def test_a_containers_error_is_a_model_error(path: str, status: int, message: str, code: str) -> None:
+    async with local_endpoint(ScriptedContainer(always(answer(f"{status} X", "no ü".encode())))) as client:
+        response = await client.post(path, content=b"{}")
+    found = error_of(response)
+    assert found[:2] == (424, "ModelError")
+    assert found[2].startswith(message)
+    assert found[2].endswith("/aws/sagemaker/Endpoints/e in account 000000000000 for more information.")
+    body = response.json()
+    assert (body["OriginalStatusCode"], body["OriginalMessage"], body["ErrorCode"]) == (status, "no ü", code)
+    assert body["LogStreamArn"] == "arn:aws:logs:us-east-1:000000000000:log-group:/aws/sagemaker/Endpoints/e"
+
+
+async def test_a_huge_error_is_not_shown() -> None:
+    async with local_endpoint(ScriptedContainer(always(answer("500 X", b"x" * 70_000)))) as client:
+        response = await client.post(INVOKE, content=b"{}")
+    assert "and could not load the entire response body." in response.json()["Message"]
+    assert response.json()["OriginalStatusCode"] == 500
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "message"),
+    [
+        ("/endpoints/nope/invocations", {}, "Endpoint nope of account 000000000000 not found."),
+        ("/endpoints/a_b/invocations", {}, "1 validation error detected: Value 'a_b' at 'endpointName' failed"),
+        (f"/endpoints/{'a' * 64}/invocations", {}, "Member must have length less than or equal to 63"),
+        ("/endpoints/nope/openai/v1/chat/completions", {}, "Endpoint nope of account 000000000000 not found."),
+        (STREAM, {f"{X}session-id": "NEW_SESSION"}, "Value 'NEW_SESSION' at 'sessionId' failed to satisfy"),
+        (INVOKE, {f"{X}session-id": "a b"}, "Value 'a b' at 'sessionId' failed to satisfy"),
+        (
+            INVOKE,
+            {f"{X}custom-attributes": "x" * 1025},
+            "at 'customAttributes' failed to satisfy constraint: Member mu",
+        ),
+        (INVOKE, {f"{X}inference-id": "x" * 65}, "at 'inferenceId' failed to satisfy constraint: Member must have"),
+        (INVOKE, {f"{X}target-variant": "Other"}, "Variant Other of endpoint e not found"),
+        (INVOKE, {f"{X}target-container-hostname": "c"}, "TargetContainerHostname c: endpoint e has one container"),
+        (INVOKE, {f"{X}target-model": "m"}, "TargetModel m: endpoint e is not a multi-model endpoint."),
+        (INVOKE, {f"{X}inference-component": "ic"}, "Inference component ic of account 000000000000 not found."),
+        (ASYNC, {}, "Endpoint e is not asynchronous"),
+    ],
+)
+async def test_a_wrong_call_is_a_validation_error(path: str, headers: dict[str, str], message: str) -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        status, name, text = error_of(await client.post(path, content=b"{}", headers=headers))
+    assert (status, name) == (400, "ValidationError")
+    assert message in text
+    assert container.seen == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", INVOKE), ("POST", "/endpoints/e/other"), ("POST", "/endpoints/e")]
+)
+async def test_what_the_api_does_not_have_is_404(method: str, path: str) -> None:
+    async with local_endpoint(ScriptedContainer(always(answer("404 Not Found", b"container")))) as client:
+        response = await client.request(method, path)
+    assert error_of(response)[:2] == (404, "UnknownOperationException")
+
+
+async def test_inference_components_are_the_base_model_or_an_adapter() -> None:
+    container = ScriptedContainer(always(answer()))
+    header = f"{X}inference-component"
+    async with local_endpoint(container, components=frozenset({"base"}), adapters={"fr": ""}) as client:
+        assert (await client.post(INVOKE, content=b"{}", headers={header: "base"})).status_code == 200
+        assert (await client.post(STREAM, content=b"{}", headers={header: "fr"})).status_code == 200
+        missing = await client.post(INVOKE, content=b"{}")
+    assert [seen.headers.get(f"{X}adapter-identifier") for seen in container.seen] == [None, "fr"]
+    assert header not in container.seen[0].headers
+    assert missing.json()["ErrorCode"] == "INFERENCE_COMPONENT_NAME_MISSING"
+
+
+async def test_an_adapter_with_a_source_is_registered_before_the_first_call() -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container, adapters={"fr": "/adapters/fr", "de": ""}) as client:
+        await asyncio.gather(*(client.post(INVOKE, content=b"{}") for _ in range(3)))
+    assert [seen.line.split()[1] for seen in container.seen] == ["/adapters", *["/invocations"] * 3]
+    assert json.loads(container.seen[0].body) == {"name": "fr", "src": "/adapters/fr"}
+
+
+async def test_a_target_model_is_loaded_once_and_others_make_room(tmp_path: Path) -> None:
+    for name in ("a", "b.tar.gz"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    loaded: set[str] = set()
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method, path, _ = seen.line.split()
+        if path == "/models" and loaded:
+            writer.write(answer("507 Insufficient Storage"))
+        elif path == "/models":
+            loaded.add(json.loads(seen.body)["model_name"])
+            writer.write(answer())
+        elif method == "DELETE":
+            loaded.remove(path.split("/")[2])
+            writer.write(answer())
+        else:
+            assert path.split("/")[2] in loaded
+            writer.write(answer())
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, models_dir=tmp_path / "models") as client:
+        for model in ("a.tar.gz", "a.tar.gz", "b.tar.gz", "/a.tar.gz"):
+            response = await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": model})
+            assert response.status_code == 200
+        for model in ("../secret", "c", ".", "/"):
+            response = await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": model})
+            assert error_of(response)[:2] == (400, "ValidationError")
+            assert "Failed to download model data" in response.json()["Message"]
+    kinds = [(seen.line.split()[0], seen.line.split()[1].split("/")[-1]) for seen in container.seen]
+    assert kinds[:3] == [("POST", "models"), ("POST", "invoke"), ("POST", "invoke")]
+    assert container.seen[1].headers[f"{X}target-model"] == "a.tar.gz"
+    urls = [json.loads(seen.body)["url"] for seen in container.seen if seen.line.startswith("POST /models ")]
+    assert urls[0] == str(tmp_path / "models" / "a")
+
+
+async def test_a_target_model_that_somebody_else_unloaded_is_loaded_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    loaded: set[str] = set()
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = seen.line.split()[1]
+        if path == "/models":
+            loaded.add(json.loads(seen.body)["model_name"])
+        known = path == "/models" or path.split("/")[2] in loaded
+        writer.write(answer("404 Not Found" if not known or seen.body == b"nothing" else "200 OK"))
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, models_dir=tmp_path) as client:
+
+        async def status(body: bytes) -> int:
+            return (await client.post(INVOKE, content=body, headers={f"{X}target-model": "a"})).status_code
+
+        assert await status(b"{}") == 200
+        loaded.clear()
+        assert await status(b"{}") == 200
+        assert await status(b"nothing") == 424  # a 404 of the model's own
+    paths = [(seen.line.split()[0], seen.line.split()[1].count("/")) for seen in container.seen]
+    load, invoke, look = ("POST", 1), ("POST", 3), ("GET", 2)
+    assert paths == [load, invoke, invoke, look, load, invoke, invoke, look]
+
+
+async def test_a_target_model_that_loads_slowly_is_not_ready_and_then_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    go_on = asyncio.Event()
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if seen.line.startswith("POST /models "):
+            await go_on.wait()
+        writer.write(answer())
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, models_dir=tmp_path, answer_timeout=0.3) as client:
+
+        async def invoke() -> httpx.Response:
+            return await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": "a"})
+
+        for _ in range(2):
+            assert error_of(await invoke())[:2] == (429, "ModelNotReadyException")
+        go_on.set()
+        assert (await invoke()).status_code == 200
+    assert [seen.line.split()[1] == "/models" for seen in container.seen] == [True, False]
+
+
+async def test_payloads_have_a_limit_both_ways() -> None:
+    container = ScriptedContainer(always(answer("200 OK", b"x" * 2000)))
+    async with local_endpoint(container, max_payload=1000) as client:
+        assert error_of(await client.post(INVOKE, content=b"x" * 1001)) == (
+            413,
+            "ValidationError",
+            "HTTP content length exceeded 1000 bytes.",
+        )
+
+        async def pieces() -> Any:
+            for _ in range(11):
+                yield b"x" * 100
+
+        assert (await client.post(INVOKE, content=pieces())).status_code == 413
+        assert container.seen == []
+        answered = await client.post(INVOKE, content=b"x" * 1000)
+        assert (answered.status_code, answered.json()["OriginalStatusCode"]) == (424, 200)
+        assert len(messages_of((await client.post(STREAM, content=b"x")).content)[0][1]) == 2000
+
+
+async def test_a_payload_that_does_not_go_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "READ_SECONDS", 0.1)
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        url = client.base_url
+        for path in (INVOKE, "/invocations"):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc".encode())
+            reply = await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+            assert reply.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close" in reply
+            assert b"Nothing of the body's rest has come for 0.1 seconds." in reply
+    assert container.seen == []
+
+
+@pytest.mark.parametrize(
+    "ping", [b"HTTP/1.1 503 Loading\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 207 X\r\ncontent-length: 0\r\n\r\n"]
+)
+async def test_a_model_that_is_loading_is_not_ready_and_then_it_is(ping: bytes) -> None:
+    container = ScriptedContainer(always(answer()), ping=ping)
+    async with local_endpoint(container) as client:
+        assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (429, "ModelNotReadyException")
+        assert container.seen == []
+        container.ping = answer()
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+
+
+async def test_a_container_that_was_started_again_is_waited_for_and_gets_its_adapters() -> None:
+    statuses = iter(("200 OK", "200 OK", "503 Service Unavailable", "200 OK", "200 OK"))
+
+    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(next(statuses)))
+
+    container = ScriptedContainer(script)
+    async with local_endpoint(container, adapters={"fr": "/adapters/fr"}) as client:
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 424
+        container.ping, serving = answer("503 Service Unavailable"), container.ping
+        assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (429, "ModelNotReadyException")
+        container.ping = serving
+        assert (await client.post(INVOKE, content=b"{}")).status_code == 200
+    paths = [seen.line.split()[1] for seen in container.seen]
+    assert paths == ["/adapters", "/invocations", "/invocations", "/adapters", "/invocations"]
+
+
+async def test_a_container_that_is_not_there_is_unavailable() -> None:
+    async with endpoint_for("http://127.0.0.1:9") as client:
+        for path in (INVOKE, STREAM):
+            status, name, message = error_of(await client.post(path, content=b"{}"))
+            assert (status, name) == (503, "ServiceUnavailable")
+            assert "http://127.0.0.1:9 cannot be reached" in message
+        assert (await client.get("/ping")).status_code == 503
+
+
+async def test_calls_beyond_the_limit_of_connections_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local.container._POOL_SECONDS", 0.1)
+    release = asyncio.Event()
+
+    async def waiting(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.write(answer())
+
+    async with local_endpoint(ScriptedContainer(waiting), max_connections=1) as client:
+        first = asyncio.create_task(client.post(INVOKE, content=b"{}"))
+        await asyncio.sleep(0.2)
+        assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (503, "ServiceUnavailable")
+        release.set()
+        assert (await first).status_code == 200
+
+
+async def silent(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+@pytest.mark.parametrize("path", [INVOKE, STREAM])
+@pytest.mark.parametrize("begin", [b"", OK + b"transfer-encoding: chunked\r\n\r\n"])
+async def test_a_container_that_does_not_answer_in_time_is_a_model_error(path: str, begin: bytes) -> None:
+    async def slow(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        await reader.read()
+
+    container = ScriptedContainer(slow)
+    async with local_endpoint(container, answer_timeout=0.3) as client:
+        response = await client.post(path, content=b"{}")
+        assert error_of(response)[:2] == (424, "ModelError")
+        assert "Your invocation timed out while waiting for a response from container primary" in response.text
+        assert response.json()["OriginalStatusCode"] == 0
+        while container.closed < 1:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", [INVOKE, STREAM])
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 ", OK + b"content-length: 10\r\n\r\n", b"nonsense\r\n\r\n"])
+async def test_a_container_that_breaks_off_before_its_first_byte_is_a_model_error(path: str, begin: bytes) -> None:
+    async def broken(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        raise ConnectionResetError
+
+    async with local_endpoint(ScriptedContainer(broken)) as client:
+        response = await client.post(path, content=b"{}")
+    assert error_of(response)[:2] == (424, "ModelError")
+    assert "could not get a response from the e endpoint" in response.json()["OriginalMessage"]
+
+
+async def test_a_stream_that_breaks_off_ends_with_stream_broken() -> None:
+    async def broken(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"one\n"))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        raise ConnectionResetError
+
+    async with local_endpoint(ScriptedContainer(broken)) as client:
+        response = await client.post(STREAM, content=b"{}")
+    (piece, failure) = messages_of(response.content)
+    assert (response.status_code, piece) == (200, ("PayloadPart", b"one\n"))
+    assert failure[0] == "ModelStreamError"
+    assert json.loads(failure[1])["ErrorCode"] == "StreamBroken"
+
+
+async def test_a_stream_that_takes_too_long_ends_with_time_exceeded_and_is_closed() -> None:
+    async def endless(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"transfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(chunk(b"x"))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    container = ScriptedContainer(endless)
+    async with local_endpoint(container, stream_timeout=0.5) as client:
+        *pieces, failure = messages_of((await client.post(STREAM, content=b"{}")).content)
+        assert len(pieces) > 3
+        assert json.loads(failure[1])["ErrorCode"] == "ModelInvocationTimeExceeded"
+        while container.closed < 1:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", [INVOKE, STREAM, "/invocations", "/endpoints/e/openai/v1/chat/completions"])
+async def test_a_client_that_leaves_closes_the_containers_connection_at_once(path: str) -> None:
+    container = ScriptedContainer(silent)
+    async with local_endpoint(container) as client:
+        call = asyncio.create_task(client.post(path, content=b"{}"))
+        while not container.seen:
+            await asyncio.sleep(0.01)
+        before = container.closed
+        call.cancel()
+        async with asyncio.timeout(10):
+            while container.closed == before:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_does_not_read_holds_the_container_back_until_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploy.local.invocation._LAST_WORD_SECONDS", 0.2)
+    piece = chunk(b"x" * 65536)
+    written = 0
+
+    async def flood(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        writer.write(OK + b"transfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            written += len(piece)
+
+    container = ScriptedContainer(flood)
+    async with (
+        local_endpoint(container, stream_timeout=2) as client,
+        client.stream("POST", STREAM, content=b"") as reply,
+    ):
+        pieces = reply.aiter_raw()
+        await anext(pieces)
+        await asyncio.sleep(0.7)
+        held_at = written
+        await asyncio.sleep(0.5)
+        assert written - held_at < 1 << 20
+        assert held_at < 32 << 20
+        await asyncio.sleep(1.8)
+        assert container.closed == 1
+        with pytest.raises(httpx.TransportError):  # it did not take the last message in time, and is cut off
+            _ = [piece async for piece in pieces]
+
+
+async def test_everything_else_passes_through_as_it_is() -> None:
+    container = ScriptedContainer(always(answer("201 Created", b"made", "X-Own: 1")))
+    async with local_endpoint(container) as client:
+        response = await client.put("/a%20b/%2Fc?q=1&r=%20", content=b"body", headers={"x-mine": "kept"})
+        chat = await client.post(
+            "/endpoints/e/openai/v1/chat/completions?x=1", content=b"{}", headers={"authorization": "Bearer secret"}
+        )
+    assert (response.status_code, response.content, response.headers["x-own"]) == (201, b"made", "1")
+    put, post = container.seen
+    assert (put.line, put.body, put.headers["x-mine"]) == ("PUT /a%20b/%2Fc?q=1&r=%20 HTTP/1.1", b"body", "kept")
+    assert post.line == "POST /openai/v1/chat/completions?x=1 HTTP/1.1"
+    assert "authorization" not in post.headers
+    assert chat.status_code == 201
+
+
+async def test_a_header_that_is_not_ascii_passes_through_as_the_bytes_that_came() -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        for path in ("/v1/models", "/endpoints/e/openai/v1/models"):
+            assert (await client.get(path, headers=[(b"x-mine", "Zoë".encode())])).status_code == 200
+    assert [seen.headers["x-mine"].encode("latin-1") for seen in container.seen] == 2 * ["Zoë".encode()]
+
+
+async def test_what_is_escaped_in_a_path_stays_escaped() -> None:
+    container = ScriptedContainer(always(answer()))
+    async with local_endpoint(container) as client:
+        for path in ("models/org%2Fmodel", "models/a%3Fb%20c"):
+            assert (await client.get(f"/endpoints/e/openai/v1/{path}")).status_code == 200
+        for path in ("/endpoints%2Fe/openai/v1/models", "/endpoints/e/openai%2Fv1%2Fmodels"):
+            assert (await client.get(path)).headers["x-amzn-errortype"] == "UnknownOperationException"
+    lines = [seen.line for seen in container.seen]
+    assert lines == [f"GET /openai/v1/models/{name} HTTP/1.1" for name in ("org%2Fmodel", "a%3Fb%20c")]
+
+
+async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("deploy.local.runtime.read_parameters", faulty)
+    async with local_endpoint(ScriptedContainer(always(answer()))) as client:
+        response = await client.post(INVOKE, content=b"{}")
+    assert error_of(response)[:2] == (500, "InternalFailure")
+    assert "secret" not in response.text
+
+
+async def test_a_fault_of_ours_in_the_middle_of_a_stream_is_its_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def two_pieces(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"one\n"))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.write(chunk(b"two\n") + b"0\r\n\r\n")
+
+    def faulty(data: bytes) -> bytes:
+        if data == b"two\n":
+            raise ZeroDivisionError("secret")
+        return payload_part(data)
+
+    monkeypatch.setattr("deploy.local.invocation.payload_part", faulty)
+    async with local_endpoint(ScriptedContainer(two_pieces)) as client:
+        response = await client.post(STREAM, content=b"{}")
+    piece, failure = messages_of(response.content)
+    assert (response.status_code, piece) == (200, ("PayloadPart", b"one\n"))
+    assert failure[0] == "InternalStreamFailure"
+    assert b"secret" not in failure[1]

@@ -1,0 +1,176 @@
+"""Settings of the dynamic batch's engine that are read before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from handlers.engines.protocol import EngineStartError
+from handlers.engines.transformers.model import (
+    _check_quantization,
+    _longest_context,
+    _max_model_len,
+    _model_arguments,
+    _pad_token_id,
+    boolean_argument,
+    check_kind,
+    check_rope,
+    check_weights,
+    integer_argument,
+)
+from handlers.model_settings import ModelSettings
+
+
+def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelSettings:
+    return ModelSettings(
+        name="m", model_dir=Path("/m"), model_id="/m", engine_arguments=engine_arguments or {}, **fields
+    )
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), (" 7 ", 7)])
+def test_an_integer_is_read_with_blanks_around_it(text: str, value: int) -> None:
+    assert integer_argument(settings({"max_model_len": text}), "max_model_len", 4) == value
+
+
+@pytest.mark.parametrize("text", ["3", "x", "", "4.0"])
+def test_what_is_no_integer_of_that_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
+        integer_argument(settings({"max_model_len": text}), "max_model_len", 4)
+
+
+def test_a_switch_is_true_or_false_or_refused() -> None:
+    read = [boolean_argument(settings({"load_in_8bit": text}), "load_in_8bit") for text in ("True", "off")]
+    assert read == [True, False]
+    with pytest.raises(EngineStartError, match=r"option\.load_in_8bit"):
+        boolean_argument(settings({"load_in_8bit": "maybe"}), "load_in_8bit")
+
+
+def test_loading_arguments_become_those_of_from_pretrained() -> None:
+    given = {"device_map": '{"": "cpu"}', "attn_implementation": "eager"}
+    arguments = _model_arguments(settings(given, dtype="bfloat16", revision="r", tensor_parallel_degree=2))
+    assert arguments == {
+        "revision": "r",
+        "trust_remote_code": False,
+        "dtype": torch.bfloat16,
+        "device_map": {"": "cpu"},
+        "attn_implementation": "eager",
+    }
+
+
+def test_tensor_parallelism_is_refused_unless_a_device_map_serves_it() -> None:
+    with pytest.raises(EngineStartError, match="tensor_parallel_degree"):
+        _model_arguments(settings(tensor_parallel_degree=2))
+
+
+def test_an_unknown_type_is_refused() -> None:
+    with pytest.raises(EngineStartError, match=r"option\.dtype: 'int9'"):
+        _model_arguments(settings(dtype="int9"))
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        ({}, None),
+    ],
+)
+def test_the_longest_context_is_the_models_own(config: dict[str, Any], length: int | None) -> None:
+    assert _longest_context(SimpleNamespace(**config)) == length
+
+
+def test_a_context_longer_than_the_models_is_refused() -> None:
+    with pytest.raises(EngineStartError, match="4096 is more than the model's context of 2048"):
+        _max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace(max_position_embeddings=2048))
+    with pytest.raises(EngineStartError, match=r"set option\.max_model_len"):
+        _max_model_len(settings(), SimpleNamespace())
+    assert _max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace()) == 4096
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_a_quantization_that_the_weights_do_not_have_is_refused(method: str) -> None:
+    plain, quantized = SimpleNamespace(), SimpleNamespace(quantization_config={"quant_method": "awq"})
+    with pytest.raises(EngineStartError, match=rf"option\.quantization: {method!r}"):
+        _check_quantization(settings({"quantization": method}), plain)
+    _check_quantization(settings({"quantization": method}), quantized)
+    _check_quantization(settings({"quantization": "bitsandbytes"}), plain)
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "expected"), [(5, 2, 5), (100, 2, 2), (None, 2, 2), (None, 100, 0), (-1, None, 0)]
+)
+def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int | None, expected: int) -> None:
+    assert _pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos), 100) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder model"),
+        ({"model_type": "bert", "is_decoder": False}, "an encoder"),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        check_kind(settings(), SimpleNamespace(**config))
+
+
+def test_decoders_are_not_refused() -> None:
+    check_kind(settings(), SimpleNamespace(model_type="bert", is_decoder=True, is_encoder_decoder=False))
+    check_kind(settings(), SimpleNamespace(model_type="llama", is_encoder_decoder=False))
+
+
+def test_a_checkpoint_without_all_weights_is_refused_by_their_names() -> None:
+    check_weights(settings(), {"missing_keys": set(), "mismatched_keys": set()})
+    with pytest.raises(EngineStartError, match=r"lacks weights: a, b, c and 2 more"):
+        check_weights(settings(), {"missing_keys": set("edcba")})
+    with pytest.raises(EngineStartError, match=r"wrong shape: head"):
+        check_weights(settings(), {"missing_keys": set(), "mismatched_keys": {("head", (2, 3), (3, 2))}})
+
+
+@pytest.mark.parametrize(
+    ("rope", "trained"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),
+        ({"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic", "factor": 2.0}}, 128),
+    ],
+)
+def test_a_context_in_which_batch_mates_change_the_text_is_refused(rope: dict[str, Any], trained: int) -> None:
+    config = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
+    check_rope(settings(), config, trained)
+    with pytest.raises(EngineStartError, match=rf"set option\.max_model_len={trained}"):
+        check_rope(settings(), config, trained + 1)
+
+
+def test_rope_that_is_the_same_for_all_lengths_is_not_refused() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    check_rope(settings(), SimpleNamespace(max_position_embeddings=256, rope_parameters=rope), 256)
+    check_rope(settings(), SimpleNamespace(max_position_embeddings=256), 256)

@@ -1,0 +1,75 @@
+"""Records of vLLM's front end that clients cause."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from handlers.openai.vllm_app import ClientErrors, lower_client_errors
+
+FRONT_END = "vllm.entrypoints.openai.chat_completion.serving"
+
+
+def record(name: str = FRONT_END, error: Exception | None = None, *args: Any) -> logging.LogRecord:
+    try:
+        raise error or ValueError
+    except ValueError:
+        info = sys.exc_info() if error is not None else None
+    except RuntimeError:
+        info = sys.exc_info()
+    return logging.LogRecord(name, logging.ERROR, "x.py", 1, "Error %s" if args else "Error", args, info)
+
+
+def passed(one: logging.LogRecord) -> bool:
+    return bool(ClientErrors(lambda error: isinstance(error, ValueError)).filter(one))
+
+
+@pytest.fixture(autouse=True)
+def level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def test_what_a_client_causes_is_one_line_of_information() -> None:
+    one = record(FRONT_END, ValueError("a secret prompt"))
+    assert passed(one)
+    assert (one.levelname, one.levelno) == ("INFO", logging.INFO)
+    assert logging.Formatter().format(one) == "Error (ValueError)"
+
+
+def test_a_long_name_is_cut() -> None:
+    one = record(FRONT_END, None, "x" * 10_000)
+    assert passed(one)
+    assert len(one.getMessage()) == 200
+
+
+def test_it_is_dropped_where_only_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    assert not passed(record(FRONT_END, ValueError("x")))
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [(FRONT_END, RuntimeError("ours")), ("vllm.v1.engine.core", ValueError("x")), ("slipway", None)]
+)
+def test_failures_of_the_server_pass_as_they_are(name: str, error: Exception | None) -> None:
+    one = record(name, error)
+    assert passed(one)
+    assert one.levelno == logging.ERROR
+    assert bool(one.exc_info) is (error is not None)
+
+
+def test_every_handler_of_the_root_logger_has_it_once() -> None:
+    handler = logging.NullHandler()
+    root = logging.getLogger()
+    root.addHandler(handler)
+    before = {known: list(known.filters) for known in root.handlers}
+    try:
+        lower_client_errors(lambda error: True)
+        lower_client_errors(lambda error: True)
+        assert [type(known) for known in handler.filters] == [ClientErrors]
+    finally:
+        root.removeHandler(handler)
+        for known, filters in before.items():
+            known.filters = filters

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from handlers.openai.body import without_nulls
+from tests.contracts.exchange import call
+
+CHAT = "/v1/chat/completions"
+
+
+def test_null_fields_of_messages_are_absent_and_all_else_stays() -> None:
+    body = b'{"seed": null, "n": 1.50, "messages": [{"role": "user", "content": "null", "name": null}]}'
+    assert without_nulls(call(body), CHAT).body == (
+        b'{"seed":null,"n":1.50,"messages":[{"role":"user","content":"null"}]}'
+    )
+
+
+def test_a_message_may_have_null_as_its_content() -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": []}]
+    body = json.dumps({"messages": messages}).encode()
+    assert without_nulls(call(body), CHAT).body == body
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"messages": [{"name": null}]}'),
+        (CHAT, b'{"messages": [{"name": "x"}]}'),
+        (CHAT, b'{"messages": null}'),
+        (CHAT, b'{"messages": [null]}'),
+        (CHAT, b"null"),
+        (CHAT, b'{"messages": [{"name": null}]'),
+        (CHAT, b"\xff null"),
+    ],
+)
+def test_what_is_no_chat_with_nulls_is_not_touched(path: str, body: bytes) -> None:
+    assert without_nulls(call(body), path).body is body
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
+)
+
+
+@given(_VALUES, st.lists(st.dictionaries(st.text(), _VALUES)))
+def test_any_chat_keeps_what_is_not_null(other: Any, messages: list[dict[str, Any]]) -> None:
+    document = {"other": other, "messages": messages}
+    seen = json.loads(without_nulls(call(json.dumps(document).encode()), CHAT).body)
+    assert seen["other"] == other
+    kept = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    assert seen["messages"] == kept

@@ -1,0 +1,26 @@
+"""Formatters that an adapter has of its own, as far as their files go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handlers.engine_adapters import AdapterFormatters
+from handlers.errors import AdapterFailed
+
+pytestmark = pytest.mark.asyncio
+
+
+def _never(_: Any) -> Any:
+    raise AssertionError("there are no formatters to make a handler of")
+
+
+async def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFailed, match=r"src: '.*xxx' cannot be read: File name too long"):
+        await AdapterFormatters(_never, None, 5.0).load("a", tmp_path / ("x" * 5000))
+
+
+async def test_an_adapter_without_a_model_py_has_no_formatters(tmp_path: Path) -> None:
+    assert await AdapterFormatters(_never, None, 5.0).load("a", tmp_path) is None

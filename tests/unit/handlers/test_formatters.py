@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handlers.engines.protocol import EngineStartError
+from handlers.formatters import Formatters, ModelImports, add_packages, load_formatters
+from tests.contracts.exchange import MODEL
+from tests.unit.handlers.workers.test_requirements import make_wheel
+
+OUTPUT = """
+from djl_python.output_formatter import output_formatter
+from djl_python.request_io import RequestOutput
+
+@output_formatter
+def write(output: RequestOutput) -> str:
+    return "x"
+"""
+INPUT = """
+from djl_python.input_parser import input_formatter
+
+@input_formatter
+def read(given, **keywords):
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def unchanged_imports() -> Iterator[None]:
+    """What the models of a test import from; nothing of it is left afterwards."""
+    path, modules = list(sys.path), set(sys.modules)
+    IMPORTS.clear()
+    yield
+    for each in IMPORTS:
+        each.remove()
+    assert sys.path == path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+IMPORTS: list[ModelImports] = []
+
+
+def load(directory: Path, code: str, **settings: Any) -> Formatters | None:
+    (directory / "model.py").write_text(code)
+    IMPORTS.append(ModelImports())
+    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings), IMPORTS[-1])
+
+
+def found(directory: Path, code: str, **settings: Any) -> Formatters:
+    formatters = load(directory, code, **settings)
+    assert formatters is not None
+    return formatters
+
+
+def name(function: Any) -> str:
+    return str(function.__name__)
+
+
+def test_decorated_functions_are_found(tmp_path: Path) -> None:
+    formatters = found(tmp_path, INPUT + OUTPUT)
+    assert (name(formatters.input), name(formatters.output)) == ("read", "write")
+    assert not formatters.output_takes_tokens
+
+
+def test_of_several_the_first_by_name_counts(tmp_path: Path) -> None:
+    assert name(found(tmp_path, OUTPUT + OUTPUT.replace("def write", "def answer")).output) == "answer"
+
+
+def test_a_formatter_without_the_newer_annotation_takes_tokens(tmp_path: Path) -> None:
+    older = OUTPUT.replace("output: RequestOutput", "token, first, last, details, text, id")
+    assert found(tmp_path, older).output_takes_tokens
+
+
+@pytest.mark.parametrize("annotation", ["'RequestOutput'", "'request_io.TextGenerationOutput'"])
+def test_annotations_may_be_text(tmp_path: Path, annotation: str) -> None:
+    code = OUTPUT.replace("output: RequestOutput", f"output: {annotation}")
+    assert not found(tmp_path, code).output_takes_tokens
+
+
+def test_a_file_without_formatters_changes_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path, "x = 1") is None
+
+
+def test_modules_beside_model_py_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "beside_model_py.py").write_text(OUTPUT)
+    assert name(found(tmp_path, "from beside_model_py import write").output) == "write"
+
+
+def test_an_output_formatter_may_be_named_instead_of_decorated(tmp_path: Path) -> None:
+    code = OUTPUT + "\ndef mine(output: RequestOutput):\n    return 'y'\n"
+    assert name(found(tmp_path, code, formatter_function="mine").output) == "mine"
+
+
+def test_a_built_in_format_in_the_settings_goes_before_a_decorated_function(tmp_path: Path) -> None:
+    assert load(tmp_path, OUTPUT, output_formatter="json") is None
+
+
+def test_a_function_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match=r"option\.output_formatter is mine: model\.py has no such function"):
+        load(tmp_path, OUTPUT, formatter_function="mine")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def broken(:\n", r"SyntaxError: .*\(model\.py, line 1\)"),
+        ("\nimport no_such_module\n", r"ModuleNotFoundError: .*no_such_module.*\(model\.py, line 2\)"),
+        ("\n\nraise SystemExit(3)\n", r"SystemExit: 3 \(model\.py, line 3\)"),
+    ],
+)
+def test_code_that_cannot_be_imported_stops_the_start_with_file_and_line(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        load(tmp_path, code)
+
+
+@pytest.mark.asyncio
+async def test_packages_that_formatters_need_are_installed_beside_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    make_wheel(tmp_path / "model" / "requirements", "installed")
+    (tmp_path / "model" / "requirements.txt").write_text("tiny-package\n")
+    settings = replace(MODEL, model_dir=tmp_path / "model", formatters=tmp_path / "model" / "model.py", offline=True)
+    IMPORTS.append(ModelImports())
+    await add_packages(settings, IMPORTS[-1])
+    code = "from tiny_package import ANSWER\nassert ANSWER == 'installed'\n" + OUTPUT
+    assert name(found(tmp_path / "model", code).output) == "write"
+    assert sys.path[0] == str(tmp_path / "model")
+    assert str(tmp_path / "home") in sys.path[-1], "packages of a model must not go before ours"
+
+
+def answer(formatters: Formatters) -> str:
+    assert formatters.output is not None
+    return str(formatters.output(None))
+
+
+def model_with_module(directory: Path, answer: str) -> Path:
+    """A model directory with a module that is called as that of any other."""
+    directory.mkdir()
+    (directory / "beside.py").write_text(f"ANSWER = '{answer}'\n")
+    return directory
+
+
+CODE = "from beside import ANSWER\n" + OUTPUT.replace('"x"', "ANSWER")
+
+
+def test_a_model_that_is_unloaded_is_imported_from_no_more(tmp_path: Path) -> None:
+    path, modules = list(sys.path), set(sys.modules)
+    found(model_with_module(tmp_path / "a", "a"), CODE)
+    assert sys.path == [str(tmp_path / "a"), *path]
+    IMPORTS[-1].remove()
+    IMPORTS[-1].remove()
+    assert sys.path == path
+    assert not {name for name in set(sys.modules) - modules if name == "beside" or name.startswith("slipway_model_")}
+
+
+def test_a_model_that_is_changed_and_loaded_again_gets_its_new_modules(tmp_path: Path) -> None:
+    directory = model_with_module(tmp_path / "a", "a")
+    assert answer(found(directory, CODE)) == "a"
+    IMPORTS[-1].remove()
+    (directory / "beside.py").write_text("ANSWER = 'changed'\n")
+    assert answer(found(directory, CODE)) == "changed"
+
+
+def test_each_of_two_models_gets_its_own_module_of_one_name(tmp_path: Path) -> None:
+    first = found(model_with_module(tmp_path / "a", "a"), CODE, name="a")
+    second = found(model_with_module(tmp_path / "b", "b"), CODE, name="b")
+    assert (answer(first), answer(second)) == ("a", "b")
+    IMPORTS[0].remove()
+    assert str(tmp_path / "a") not in sys.path
+    assert (str(tmp_path / "b") in sys.path, answer(second)) == (True, "b")
+
+
+def test_a_directory_of_two_models_stays_until_both_are_unloaded(tmp_path: Path) -> None:
+    directory = model_with_module(tmp_path / "a", "a")
+    found(directory, CODE, name="one")
+    second = found(directory, CODE, name="two")
+    IMPORTS[0].remove()
+    assert str(directory) in sys.path
+    assert "beside" in sys.modules
+    assert answer(second) == "a"
+    IMPORTS[1].remove()
+    assert str(directory) not in sys.path
+    assert "beside" not in sys.modules
+
+
+def test_packages_and_the_servers_own_modules_are_never_forgotten(tmp_path: Path) -> None:
+    imports, before = ModelImports(), dict(sys.modules)
+    imports.add_own(Path(__file__).parents[3])  # where the server itself may be
+    imports.remove()
+    assert dict(sys.modules) == before

@@ -1,0 +1,155 @@
+"""A writer that keeps what it is given, and a custom handler with real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from handlers.contracts.protocol import Call, Reply
+from handlers.model_settings import HandlerSettings, ModelSettings
+from handlers.reply import Running
+from handlers.workers.custom_handler import CustomHandler
+
+MODELS = Path(__file__).parents[3] / "fixtures" / "handlers"
+
+_numbers = itertools.count()
+
+
+class Recorder:
+    """Implements `handlers.reply.ReplyWriter`. `taking` is cleared for a client that does not read."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.content_type = ""
+        self.headers: dict[str, str] = {}
+        self.parts: list[bytes] = []
+        self.streamed = False
+        self.taking = asyncio.Event()
+        self.taking.set()
+        self.finished = asyncio.Event()
+        self.progress = asyncio.Event()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    def reply(self, reply: Reply) -> None:
+        assert not self.status
+        self.status, self.content_type, self.headers = reply.status, reply.content_type, dict(reply.headers)
+        self._finish(reply.body)
+
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        assert not self.status
+        self.status, self.content_type, self.headers, self.streamed = status, content_type, dict(headers), True
+
+    def write(self, data: bytes) -> None:
+        assert self.streamed
+        assert not self.finished.is_set()
+        self.parts.append(data)
+        self.progress.set()
+
+    def end(self, data: bytes) -> None:
+        assert self.streamed
+        self._finish(data)
+
+    async def drain(self) -> None:
+        await self.taking.wait()
+
+    async def done(self, seconds: float = 20) -> Recorder:
+        async with asyncio.timeout(seconds):
+            await self.finished.wait()
+        return self
+
+    def _finish(self, data: bytes) -> None:
+        assert not self.finished.is_set()
+        self.parts.append(data)
+        self.finished.set()
+
+
+class Client:
+    """Sends calls to a handler."""
+
+    def __init__(self, handler: CustomHandler) -> None:
+        self.handler = handler
+
+    async def send(
+        self,
+        body: bytes | str = b"",
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        content_type: str = "",
+        writer: Recorder | None = None,
+    ) -> tuple[Recorder, Running]:
+        call = Call(
+            body=body.encode() if isinstance(body, str) else body,
+            content_type=content_type,
+            request_id=f"id-{next(_numbers)}",
+            headers=tuple((headers or {}).items()),
+            query=tuple((query or {}).items()),
+        )
+        writer = writer or Recorder()
+        return writer, await self.handler.handle(call, writer)
+
+    async def ask(self, body: bytes | str = b"", **more: Any) -> Recorder:
+        """Send a call and wait for its whole answer."""
+        writer, _ = await self.send(body, **more)
+        return await writer.done()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self.handler.status().workers if worker.pid is not None]
+
+
+def settings_for(model: str | Path, **more: Any) -> ModelSettings:
+    """Fields of HandlerSettings go there, all others into ModelSettings."""
+    model_dir = MODELS / model
+    own = {field.name for field in dataclasses.fields(HandlerSettings)}
+    entry_point = str(model_dir / "model.py")
+    given: dict[str, Any] = {"entry_point": entry_point, "retry_threshold": 100}
+    given |= {key: value for key, value in more.items() if key in own}
+    rest: dict[str, Any] = {"predict_timeout": 20.0, "model_loading_timeout": 20.0}
+    rest |= {key: value for key, value in more.items() if key not in own}
+    return ModelSettings(
+        name="model", model_dir=model_dir, model_id=str(model_dir), handler=HandlerSettings(**given), **rest
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    model: str | Path, *, queue_size: int = 100, grace: float = 2.0, client_patience: float = 120.0, **more: Any
+) -> AsyncIterator[Client]:
+    """A started handler; afterwards none of its processes may be left."""
+    handler = CustomHandler(settings_for(model, **more), queue_size=queue_size, overload_status=529)
+    handler.grace, handler.client_patience = grace, client_patience
+    await handler.start()
+    client = Client(handler)
+    seen = set(client.pids)
+    try:
+        yield client
+    finally:
+        seen |= set(client.pids)
+        await handler.stop()
+    assert not [pid for pid in seen if alive(pid)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def until(condition: Callable[[], object], seconds: float = 15) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)

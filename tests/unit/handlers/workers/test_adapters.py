@@ -1,0 +1,197 @@
+"""Adapters that a customer's handler looks after: real workers, each told of each adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from handlers.adapters import AdapterOrder, AdapterRegistry
+from handlers.contracts.protocol import ContractError
+from handlers.errors import AdapterFailed, NoRoomForAdapter
+from tests.unit.handlers.workers.harness import MODELS, Client, serving, until
+
+pytestmark = pytest.mark.asyncio
+
+
+@contextlib.asynccontextmanager
+async def handling(**more: Any) -> AsyncIterator[tuple[Client, AdapterRegistry]]:
+    async with serving("adapters", **more) as client:
+        registry = AdapterRegistry(client.handler.adapter_host, MODELS / "adapters")
+        client.handler.adapters = registry
+        yield client, registry
+
+
+def order(directory: Path, name: str = "a", **options: str) -> AdapterOrder:
+    return AdapterOrder(name=name, src=str(directory), options=options)
+
+
+async def ask(client: Client, adapter: str = "") -> Any:
+    query = {"adapter": adapter} if adapter else {}
+    return json.loads((await client.ask("x", query=query)).body)
+
+
+async def known(client: Client, workers: int) -> list[tuple[str, ...]]:
+    """What each worker knows; they answer in turn, the one with fewer calls first."""
+    seen: dict[int, tuple[str, ...]] = {}
+    while len(seen) < workers:
+        replies = [await client.send("x") for _ in range(workers)]
+        for writer, _ in replies:
+            said = json.loads((await writer.done()).body)
+            seen[said["pid"]] = tuple(said["known"])
+    return list(seen.values())
+
+
+async def test_every_worker_is_told_name_alias_source_and_options(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        given = AdapterOrder(name="a", src=str(tmp_path), alias="nice", options={"k": "ü"})
+        assert await registry.register(given) == ""
+        assert await known(client, 2) == [("a",), ("a",)]
+        said = (await ask(client, "a"))["adapter"]
+        contents = {"name": "a", "alias": "nice", "src": str(tmp_path), "preload": "true", "pin": "false", "k": "ü"}
+        properties = {f"property_{name}": contents[name] for name in ("name", "alias", "src")}
+        assert said == contents | properties
+        await registry.update(AdapterOrder(name="a", preload=False))
+        assert (await ask(client, "a"))["adapter"]["preload"] == "false"
+        await registry.unregister("a")
+        assert await known(client, 2) == [(), ()]
+
+
+async def test_what_the_handler_says_becomes_the_status(tmp_path: Path) -> None:
+    async with handling() as (_, registry):
+        assert await registry.register(order(tmp_path, say="it is here")) == "it is here"
+
+
+async def test_a_handler_that_refuses_is_a_failure_and_leaves_nothing(tmp_path: Path) -> None:
+    async with handling() as (client, registry):
+        with pytest.raises(AdapterFailed, match="this adapter is broken"):
+            await registry.register(order(tmp_path, switch="error"))
+        with pytest.raises(NoRoomForAdapter, match="no more adapters"):
+            await registry.register(order(tmp_path, switch="memory"))
+        with pytest.raises(AdapterFailed, match="there is nothing at"):
+            await registry.register(order(tmp_path / "none"))
+        assert registry.all() == ()
+        assert await known(client, 1) == [()]
+        await registry.register(order(tmp_path, stays="true"))
+        with pytest.raises(AdapterFailed, match="this adapter stays"):
+            await registry.unregister("a")
+        assert "a" in registry
+
+
+async def test_where_one_worker_refuses_no_worker_keeps_the_adapter(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        with pytest.raises(AdapterFailed, match="not in this worker"):
+            await registry.register(order(tmp_path, switch="one_refuses", pid=str(client.pids[1])))
+        assert await known(client, 2) == [(), ()]
+
+
+async def test_a_worker_that_is_started_again_is_told_of_all_adapters(tmp_path: Path) -> None:
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, "a"))
+        await registry.register(order(tmp_path, "b"))
+        before = client.pids
+        await client.ask("x", query={"exit": "1"})
+        await until(lambda: client.pids and client.pids != before)
+        assert await known(client, 1) == [("a", "b")]
+
+
+async def test_a_call_for_an_unknown_adapter_does_not_reach_the_handler(tmp_path: Path) -> None:
+    async with handling() as (client, _):
+        for more in (
+            {"query": {"adapter": "nope"}},
+            {"body": "adapter=nope", "content_type": "application/x-www-form-urlencoded"},
+        ):
+            with pytest.raises(ContractError, match="'nope' is not registered") as caught:
+                await client.send(**more)  # type: ignore[arg-type]
+            assert caught.value.reply.status == 424
+        assert (await ask(client))["adapter"] is None
+        client.handler.adapters = None
+        assert (await ask(client, "nope"))["adapter"] is None
+
+
+async def test_a_registration_that_takes_too_long_fails_and_is_undone(tmp_path: Path) -> None:
+    async with handling(predict_timeout=1.0) as (client, registry):
+        with pytest.raises(AdapterFailed, match=r"register_adapter of worker 1 did not answer within 1 seconds"):
+            await registry.register(order(tmp_path, switch="slow", seconds="1.5"))
+        assert registry.all() == ()
+        await until(lambda: True)
+        assert await known(client, 1) == [()]
+
+
+async def test_an_adapter_in_the_place_of_another_is_the_only_one_that_a_new_worker_hears_of(tmp_path: Path) -> None:
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, k="old"))
+        await registry.register(order(tmp_path, k="new"), replacing=True)
+        await exit_and_restart(client)
+        assert (await ask(client, "a"))["adapter"]["k"] == "new"
+        await registry.unregister("a")
+        await exit_and_restart(client)
+        assert await known(client, 1) == [()]
+
+
+async def test_an_adapter_that_cannot_take_the_place_of_another_leaves_it_there(tmp_path: Path) -> None:
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, k="old"))
+        with pytest.raises(AdapterFailed, match="this adapter is broken"):
+            await registry.register(order(tmp_path, switch="error"), replacing=True)
+        assert (await ask(client, "a"))["adapter"]["k"] == "old"
+
+
+async def test_a_worker_that_ends_as_it_lets_an_adapter_go_does_not_keep_it_registered(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        pids = client.pids
+        await registry.register(order(tmp_path, kills=str(pids[0])))
+        await registry.unregister("a")
+        await until(lambda: len(client.pids) == 2 and pids[0] not in client.pids)
+        assert await known(client, 2) == [(), ()]
+
+
+async def test_a_worker_that_starts_while_an_adapter_is_removed_does_not_keep_it(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        # The worker that stays is slow to answer; the other one is back, and told of the adapter, before it has.
+        await registry.register(order(tmp_path, unregister_seconds="3", pid=str(client.pids[0])))
+        before = set(client.pids)
+        os.kill(client.pids[1], signal.SIGKILL)
+        await until(lambda: len(client.pids) < 2)
+        await registry.unregister("a")
+        await until(lambda: len(client.pids) == 2 and set(client.pids) != before)
+        assert await known(client, 2) == [(), ()]
+
+
+async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: Path) -> None:
+    mark = tmp_path / "told"
+    async with handling() as (client, registry):
+        await registry.register(order(tmp_path, switch="slow_again", seconds="60", mark=str(mark)))
+        mark.touch()
+        before = client.pids
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: client.pids and client.pids != before)  # it is starting
+        await asyncio.sleep(1)
+        (pid,) = client.pids
+        assert psutil.pid_exists(pid)
+    await until(lambda: not psutil.pid_exists(pid))
+
+
+async def test_a_registration_that_hangs_does_not_hold_up_the_end_of_the_model(tmp_path: Path) -> None:
+    async with handling() as (_, registry):
+        slow = asyncio.create_task(registry.register(order(tmp_path, switch="slow", seconds="60")))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5):
+            await registry.stop()
+        await asyncio.wait({slow})
+        assert slow.cancelled()
+        assert registry.all() == ()
+
+
+async def exit_and_restart(client: Client) -> None:
+    before = client.pids
+    await client.ask("x", query={"exit": "1"})
+    await until(lambda: client.pids and client.pids != before)

@@ -1,0 +1,183 @@
+"""A handler in async mode: many calls at once in one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from handlers.contracts.protocol import ContractError
+from handlers.reply import Running
+from tests.unit.handlers.workers.harness import Client, Recorder, serving, until
+
+pytestmark = pytest.mark.asyncio
+
+
+async def send(client: Client, writer: Recorder | None = None, **order: Any) -> tuple[Recorder, Running]:
+    return await client.send(json.dumps(order), content_type="application/json", writer=writer)
+
+
+async def ask(client: Client, **order: Any) -> Recorder:
+    return await (await send(client, **order))[0].done()
+
+
+async def test_one_part_that_is_the_last_is_a_whole_answer() -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        answer = await ask(client, do="echo", text="grüß")
+    assert not answer.streamed
+    assert (answer.status, answer.content_type, answer.body.decode()) == (200, "application/jsonlines", "grüß")
+
+
+async def test_parts_of_an_async_generator_are_streamed_in_order() -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        answer = await ask(client, do="stream", count=1000)
+    assert answer.streamed
+    assert answer.body.decode().splitlines() == [f"t-{i}" for i in range(1000)]
+
+
+async def test_calls_run_at_the_same_time_and_each_gets_its_own_answer() -> None:
+    async with serving("async_echo", async_mode=True, min_workers=2, max_workers=2, queue_size=1000) as client:
+        begun = time.monotonic()
+        answers = await asyncio.gather(*(ask(client, do="echo", text=f"{i}", delay=0.5) for i in range(200)))
+        streams = await asyncio.gather(*(ask(client, do="stream", text=f"s{i}", delay=0.001) for i in range(100)))
+    assert time.monotonic() - begun < 10
+    assert [answer.body for answer in answers] == [b"%d" % i for i in range(200)]
+    assert [s.body.decode() for s in streams] == ["".join(f"s{i}-{j}\n" for j in range(5)) for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("order", "status", "body"),
+    [
+        ({"do": "code", "code": 422}, 422, b'{"error":"not \\u003callowed\\u003e","code":422}'),
+        ({"do": "code", "code": 7}, 424, b'{"error":"not \\u003callowed\\u003e","code":424}'),
+        ({"do": "nothing"}, 204, b""),
+        ({"do": "plain"}, 201, b"plain"),
+        ({"do": "sync_stream"}, 200, b"ab"),
+        ({"do": "fail", "after": 2}, 200, b't-0\nt-1\n{"error":"the stream broke","code":424}'),
+    ],
+)
+async def test_what_the_handler_yields_decides_status_and_body(order: dict[str, Any], status: int, body: bytes) -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        answer = await ask(client, **order)
+    assert (answer.status, answer.body) == (status, body)
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        ({"do": "raise"}, "refused"),
+        ({"do": "fail", "after": 0}, "the stream broke"),
+        ({"do": "wrong_type"}, "Invalid output type: <class 'int'>"),
+    ],
+)
+async def test_a_failure_before_the_first_part_is_424(order: dict[str, Any], text: str) -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        answer = await ask(client, **order)
+    assert (answer.status, answer.content_type) == (424, "application/json")
+    assert json.loads(answer.body) == {"code": 424, "message": "invoke handler failure", "error": text}
+
+
+async def test_a_slow_client_holds_up_neither_others_nor_memory() -> None:
+    slow = Recorder()
+    slow.taking.clear()
+    async with serving("async_echo", async_mode=True) as client:
+        await send(client, slow, do="stream", count=1_000_000, text="slow" * 1000)
+        await until(lambda: len(slow.body) > 100_000)
+        quick = await asyncio.gather(*(ask(client, do="stream", text=f"q{i}") for i in range(20)))
+        assert all(len(answer.body.splitlines()) == 5 for answer in quick)
+        held = len(slow.body)
+        await asyncio.sleep(0.3)
+        assert len(slow.body) == held < 600_000
+        slow.taking.set()
+        await until(lambda: len(slow.body) > 2 * held)
+        assert not slow.finished.is_set()
+
+
+async def test_a_call_is_cancelled_when_its_client_goes_away() -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        writers = [await send(client, do="stream", count=1000, delay=0.01, text=f"c{i}") for i in range(100)]
+        for writer, running in writers:
+            await writer.progress.wait()
+            running.cancel()
+        await until(lambda: client.handler.status().busy == 0)
+        state = (await ask(client, do="state")).body.decode()
+    assert state.startswith("0 ")
+    assert state.count("c") == 100
+
+
+async def test_a_call_that_takes_too_long_fails_alone() -> None:
+    async with serving("async_echo", async_mode=True, predict_timeout=0.5) as client:
+        pids = client.pids
+        late, _ = await send(client, do="sleep", seconds=60)
+        assert (await ask(client, do="stream", delay=0.2)).body.count(b"t-") == 5
+        await late.done()
+        assert late.status == 503
+        assert b"predict_timeout" in late.body
+        assert (await ask(client, do="echo", text="x")).body == b"x"
+        assert (client.pids, client.handler.status().failures) == (pids, 0)
+
+
+async def test_a_crash_fails_all_calls_that_the_worker_had() -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        stream, _ = await send(client, do="stream", count=1000, delay=0.01)
+        sleeping, _ = await send(client, do="sleep", seconds=60)
+        await stream.progress.wait()
+        os.kill(client.pids[0], signal.SIGKILL)
+        await stream.done()
+        await sleeping.done()
+        assert stream.status == 200
+        assert json.loads(stream.body.splitlines()[-1])["code"] == 503
+        assert sleeping.status == 503
+        assert (await ask(client, do="echo", text="again")).body == b"again"
+
+
+async def test_more_calls_than_the_queue_holds_are_refused() -> None:
+    async with serving("async_echo", async_mode=True, queue_size=2) as client:
+        for _ in range(4):
+            await send(client, do="sleep", seconds=0.5)
+        with pytest.raises(ContractError) as refused:
+            await send(client, do="echo", text="x")
+    assert refused.value.reply.status == 529
+
+
+async def test_stopping_lets_running_calls_finish() -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        writer, _ = await send(client, do="stream", delay=0.1)
+        await writer.progress.wait()
+        await client.handler.stop()
+        assert len(writer.body.splitlines()) == 5
+
+
+async def test_calls_cancelled_before_they_begin_leave_nothing_behind() -> None:
+    async with serving("async_echo", async_mode=True, predict_timeout=1.5) as client:
+        blocking = asyncio.ensure_future(ask(client, do="block", seconds=0.5))
+        await asyncio.sleep(0.1)
+        for _ in range(20):
+            _, running = await client.send(json.dumps({"do": "echo", "text": "x"}))
+            running.cancel()
+        assert (await blocking).body == b"blocked"
+        await asyncio.sleep(2)  # beyond predict_timeout
+        assert (await ask(client, do="echo", text="on")).body == b"on"
+        assert client.handler.status().failures == 0
+        deadline = time.monotonic() + 5  # the word that a call has ended comes after its last bytes
+        while any(worker.busy for worker in client.handler.status().workers):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("do", ["exit", "exit_later", "background_exit"])
+async def test_a_handler_that_exits_loses_its_calls_and_says_so(do: str) -> None:
+    async with serving("async_echo", async_mode=True) as client:
+        innocent, _ = await client.send(json.dumps({"do": "sleep", "seconds": 5}))
+        answer = await ask(client, do=do)
+        assert b"exited with code 3" in answer.body
+        assert (answer.status, answer.body.startswith(b"t-0\n")) == (
+            (200, True) if do == "exit_later" else (503, False)
+        )
+        assert (await innocent.done()).status == 503
+        assert (await ask(client, do="echo", text="on")).body == b"on"

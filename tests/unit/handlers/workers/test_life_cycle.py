@@ -1,0 +1,369 @@
+"""Loading, crashing, hanging, scaling and stopping, with real worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from handlers.contracts.protocol import ContractError
+from handlers.engines.protocol import EngineStartError
+from handlers.workers.custom_handler import CustomHandler
+from tests.unit.handlers.workers.harness import MODELS, Recorder, alive, serving, settings_for, until
+
+pytestmark = pytest.mark.asyncio
+
+
+async def start_failure(model: str | Path, **more: object) -> str:
+    handler = CustomHandler(settings_for(model, **more), queue_size=1, overload_status=503)
+    children = set(psutil.Process().children())
+    with pytest.raises(EngineStartError) as failure:
+        await handler.start()
+    assert not handler.health().alive
+    assert set(psutil.Process().children()) <= children
+    return str(failure.value)
+
+
+async def test_a_missing_function_fails_the_load_and_the_message_names_the_file() -> None:
+    message = await start_failure("missing_handle")
+    path = MODELS / "missing_handle" / "model.py"
+    assert message == f"{path} does not define the handler function `handle`; it defines `predict`"
+
+
+async def test_an_import_error_fails_the_load_with_file_and_line() -> None:
+    message = await start_failure("import_error")
+    assert f"{MODELS / 'import_error' / 'model.py'}, line 1: ModuleNotFoundError" in message
+    assert "no_such_package_anywhere" in message
+
+
+async def test_a_syntax_error_fails_the_load_with_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("from djl_python import Output\n\ndef handle(inputs)\n    return Output()\n")
+    assert f"{path}, line 3: SyntaxError: expected ':'" in await start_failure(tmp_path)
+
+
+async def test_a_missing_file_or_module_fails_the_load() -> None:
+    assert "none.py does not exist" in await start_failure("echo", entry_point="/nowhere/none.py")
+    assert "No module named 'nowhere'" in await start_failure("echo", entry_point="nowhere")
+
+
+async def test_an_exception_in_the_initializing_call_fails_the_load() -> None:
+    message = await start_failure("runtime_error", properties={"fail_at_load": "1"})
+    assert message.startswith("the handler's initialization failed: ")
+    assert message.endswith("line 7: RuntimeError: no weights")
+    assert "ran out of memory" in await start_failure("out_of_memory")
+
+
+async def test_a_status_of_300_or_more_in_the_initializing_call_fails_the_load(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from djl_python import Output\n\ndef handle(inputs):\n    return Output().error('no licence')\n"
+    )
+    assert "424 invoke handler failure" in await start_failure(tmp_path)
+    assert "no licence" in await start_failure(tmp_path)
+
+
+async def test_a_worker_that_ends_while_it_loads_fails_the_load_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import os\nprint('last words')\nos._exit(7)\n")
+    message = await start_failure(tmp_path)
+    assert "exited with code 7" in message
+    assert "last words" in message
+
+
+async def test_an_interpreter_that_does_not_exist_fails_the_load() -> None:
+    assert "cannot run /nowhere/python" in await start_failure("echo", python_executable="/nowhere/python")
+
+
+async def test_loading_that_takes_too_long_is_ended() -> None:
+    begun = time.monotonic()
+    message = await start_failure("slow", properties={"load_seconds": "60"}, model_loading_timeout=0.7)
+    assert "did not load within 0.7 seconds (model_loading_timeout)" in message
+    assert time.monotonic() - begun < 5
+
+
+async def test_if_the_second_worker_cannot_start_the_first_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import os\ndef handle(inputs):\n    os.mkdir('first') if not os.path.exists('first') else 1 / 0\n"
+    )
+    assert "ZeroDivisionError" in await start_failure(tmp_path, min_workers=2)
+
+
+@pytest.mark.parametrize(("switch", "reason"), [("exit", "exited with code 3"), ("abort", "exited with code 4")])
+async def test_a_handler_that_exits_fails_its_own_call_and_is_restarted(switch: str, reason: str) -> None:
+    async with serving("echo") as client:
+        [before] = client.pids
+        died, _ = await client.send(query={switch: "1"})
+        waiting, _ = await client.send(b"waited")
+        assert (await died.done()).status == 503
+        assert json.loads(died.body) == {
+            "code": 503,
+            "type": "EngineException",
+            "message": f"the handler's worker {reason} during the request",
+        }
+        assert (await waiting.done()).body == b"waited"
+        assert client.pids != [before]
+        assert client.handler.status().failures == 1
+        assert client.handler.health().alive
+
+
+async def test_a_worker_killed_mid_stream_ends_the_body_with_the_reason(tmp_path: Path) -> None:
+    async with serving("echo") as client:
+        writer, _ = await client.send(query={"endless": "10", "journal": str(tmp_path / "journal")})
+        await writer.progress.wait()
+        os.kill(client.pids[0], signal.SIGKILL)
+        await writer.done()
+        assert writer.status == 200
+        assert writer.body.endswith(b"the handler's worker was killed by SIGKILL during the request")
+        assert (await client.ask(b"next")).body == b"next"
+
+
+async def test_a_worker_killed_while_idle_is_replaced() -> None:
+    async with serving("echo") as client:
+        [before] = client.pids
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: client.handler.status().failures == 1 and client.handler.status().ready == 1)
+        assert (await client.ask(b"next")).body == b"next"
+
+
+async def test_a_hanging_call_is_answered_and_its_worker_replaced_while_others_go_on() -> None:
+    async with serving("slow", min_workers=2, max_workers=2, predict_timeout=0.5) as client:
+        before = client.pids
+        hung, _ = await client.send("60")
+        others = [await client.ask("0.1") for _ in range(3)]
+        await hung.done()
+        assert [other.body for other in others] == [b"done"] * 3
+        assert hung.status == 503
+        assert b"the handler did not answer within 0.5 seconds (predict_timeout)" in hung.body
+        await until(lambda: client.handler.status().ready == 2 and client.pids != before)
+        assert client.handler.status().failures == 1
+
+
+async def test_a_cancelled_call_that_hangs_does_not_keep_its_worker() -> None:
+    async with serving("slow", predict_timeout=0.5) as client:
+        _, running = await client.send("60")
+        await asyncio.sleep(0.2)
+        running.cancel()
+        assert (await client.ask("0")).body == b"done"
+        assert client.handler.status().failures == 1
+
+
+async def test_beyond_the_retry_threshold_the_model_counts_as_failed_and_still_serves() -> None:
+    async with serving("echo", retry_threshold=1, min_workers=2, max_workers=2) as client:
+        assert (await client.ask(query={"abort": "1"})).status == 503
+        await until(lambda: client.handler.status().ready == 2)
+        assert client.handler.health().alive
+        assert (await client.ask(query={"abort": "1"})).status == 503
+        health = client.handler.health()
+        assert not health.alive
+        assert "failed 2 times (retry_threshold: 1)" in health.reason
+        assert (await client.ask(b"next")).body == b"next"
+        await until(lambda: client.handler.status().ready == 2)
+        assert not client.handler.health().alive
+
+
+async def test_calls_that_wait_are_served_by_the_next_worker() -> None:
+    async with serving("echo", retry_threshold=0) as client:
+        died, _ = await client.send(query={"abort": "1"})
+        waiting, _ = await client.send(b"waits")
+        assert ((await died.done()).status, (await waiting.done()).body) == (503, b"waits")
+
+
+async def test_calls_are_refused_while_no_worker_can_be_started(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import os\n"
+        "from djl_python import Output\n"
+        "def handle(inputs):\n"
+        "    if inputs.is_empty():\n"
+        "        if os.path.exists('broken'):\n"
+        "            raise ValueError('not now')\n"
+        "        return None\n"
+        "    if inputs.contains_key('break'):\n"
+        "        open('broken', 'w').close()\n"
+        "        os._exit(1)\n"
+        "    return Output().add('served')\n"
+    )
+    async with serving(tmp_path) as client:
+        died, _ = await client.send(query={"break": "1"})
+        waiting, _ = await client.send(b"waits")
+        assert (await died.done()).status == 503
+        refused = await waiting.done()
+        assert refused.status == 503
+        assert b"there is no worker: " in refused.body
+        assert b"not now" in refused.body
+        with pytest.raises(ContractError, match="there is no worker"):
+            await client.send(b"next")
+        (tmp_path / "broken").unlink()
+        await until(lambda: client.handler.status().ready)
+        assert (await client.ask(b"next")).body == b"served"
+
+
+async def test_a_worker_that_cannot_be_restarted_counts_as_a_failure_each_time(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import os\n"
+        "def handle(inputs):\n"
+        "    if not inputs.is_empty():\n"
+        "        os._exit(1)\n"
+        "    if os.path.exists('loaded'):\n"
+        "        raise ValueError('not again')\n"
+        "    open('loaded', 'w').close()\n"
+    )
+    async with serving(tmp_path, retry_threshold=2) as client:
+        assert (await client.ask()).status == 503
+        await until(lambda: not client.handler.health().alive)
+        assert client.handler.status().failures == 3
+        assert "not again" in client.handler.health().reason
+
+
+async def test_a_full_queue_is_refused_with_the_overload_status() -> None:
+    async with serving("slow", queue_size=2) as client:
+        writers = [(await client.send("0.2"))[0] for _ in range(3)]
+        with pytest.raises(ContractError) as refused:
+            await client.send("0")
+        assert refused.value.reply.status == 529
+        assert b'"type": "WlmCapacityException"' in refused.value.reply.body
+        assert [(await writer.done()).body for writer in writers] == [b"done"] * 3
+        assert (await client.ask("0")).body == b"done"
+
+
+async def test_a_model_scaled_to_nothing_is_unavailable() -> None:
+    async with serving("echo", min_workers=0, max_workers=0) as client:
+        with pytest.raises(ContractError) as refused:
+            await client.send(b"x")
+    assert refused.value.reply.status == 503
+
+
+async def test_without_standing_workers_the_first_call_starts_one() -> None:
+    async with serving("echo", min_workers=0, max_workers=1, max_idle_time=0.2) as client:
+        assert (await client.ask(b"x")).body == b"x"
+        await until(lambda: not client.handler.status().workers)
+        assert (await client.ask(b"y")).body == b"y"
+
+
+async def test_a_long_queue_starts_workers_that_end_when_idle() -> None:
+    async with serving("slow", min_workers=1, max_workers=2, max_idle_time=0.3) as client:
+        [first] = client.pids
+        writers = [(await client.send("0.2"))[0] for _ in range(6)]
+        await until(lambda: client.handler.status().ready == 2)
+        for writer in writers:
+            await writer.done()
+        extra = set(client.pids) - {first}
+        await until(lambda: len(client.handler.status().workers) == 1)
+        await until(lambda: not any(map(alive, {*extra} - set(client.pids))))
+        assert client.handler.status().failures == 0
+
+
+async def test_lower_priorities_leave_the_queue_first() -> None:
+    order: list[str] = []
+
+    async def ask(name: str, priority: str) -> None:
+        writer, _ = await client.send("0.05", headers={"X-Priority": priority} if priority else None)
+        await writer.done()
+        order.append(name)
+
+    async with serving("slow") as client:
+        calls = [("running", ""), ("later", "9"), ("default", ""), ("first", "1")]
+        await asyncio.gather(*(ask(name, priority) for name, priority in calls))
+    assert order == ["running", "first", "default", "later"]
+
+
+async def test_status_tells_of_workers_and_queue() -> None:
+    async with serving("slow", min_workers=2, max_workers=3) as client:
+        writer, _ = await client.send("0.2")
+        status = client.handler.status()
+        assert [(worker.id, worker.state) for worker in status.workers] == [(1, "READY"), (2, "READY")]
+        assert abs(status.workers[0].started - time.time()) < 30
+        assert (status.busy, status.ready, status.queue_length, status.queue_size) == (1, 2, 0, 100)
+        assert (status.min_workers, status.max_workers) == (2, 3)
+        await writer.done()
+        assert client.handler.status().busy == 0
+
+
+async def test_stopping_lets_a_call_finish_and_ends_what_the_handler_started() -> None:
+    async with serving("processes") as client:
+        child = int((await client.ask()).body)
+        assert alive(child)
+    await until(lambda: not alive(child), 2)
+    async with serving("slow") as client:
+        writer, _ = await client.send("0.5")
+        waiting, _ = await client.send("0")
+        await client.handler.stop()
+        assert writer.body == b"done"
+        assert waiting.status == 503
+        with pytest.raises(ContractError):
+            await client.send("0")
+
+
+async def test_stopping_does_not_wait_for_a_call_that_hangs() -> None:
+    begun = time.monotonic()
+    async with serving("slow", grace=0.2) as client:
+        writer, _ = await client.send("60")
+    assert writer.status == 503
+    assert time.monotonic() - begun < 6
+
+
+async def test_a_crash_ends_what_the_handler_started() -> None:
+    async with serving("processes") as client:
+        child = int((await client.ask()).body)
+        os.kill(client.pids[0], signal.SIGKILL)
+        await until(lambda: not alive(child))
+
+
+async def test_workers_run_their_exit_functions_when_they_are_stopped(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import atexit\natexit.register(lambda: open('exited', 'w').close())\ndef handle(inputs):\n    return None\n"
+    )
+    async with serving(tmp_path):
+        pass
+    assert (tmp_path / "exited").exists()
+
+
+async def test_workers_end_with_the_server_even_if_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import asyncio\n"
+        "from tests.unit.handlers.workers.harness import serving\n"
+        "async def main():\n"
+        "    async with serving('slow') as client:\n"
+        "        await client.send('60')\n"
+        "        print(*client.pids, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    root = Path(__file__).parents[4]
+    server = subprocess.Popen(  # noqa: ASYNC220 - it must not be a child of the event loop's watcher
+        [sys.executable, str(script)], stdout=subprocess.PIPE, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}
+    )
+    assert server.stdout is not None
+    with server, server.stdout as output:
+        [worker] = map(int, (await asyncio.to_thread(output.readline)).split())
+        assert alive(worker)
+        server.kill()
+    await until(lambda: not alive(worker), 5)
+
+
+async def test_each_of_many_concurrent_clients_gets_its_own_answer() -> None:
+    async with serving("echo", min_workers=3, max_workers=3, queue_size=1000) as client:
+
+        async def ask(index: int) -> tuple[int, bytes]:
+            return index, (await client.ask(f"body {index} " * (index * 50))).body
+
+        answers = await asyncio.gather(*(ask(index) for index in range(300)))
+    assert all(body.decode() == f"body {index} " * (index * 50) for index, body in answers)
+
+
+async def test_many_crashes_and_calls_at_once_lose_no_answer() -> None:
+    async with serving("echo", min_workers=3, max_workers=3, queue_size=1000) as client:
+
+        async def ask(index: int) -> Recorder:
+            return await client.ask(f"{index}", query={"abort": "1"} if index % 25 == 0 else None)
+
+        answers = await asyncio.gather(*(ask(index) for index in range(100)))
+    assert [answer.status for answer in answers] == [503 if index % 25 == 0 else 200 for index in range(100)]
+    assert all(answer.body == b"%d" % index for index, answer in enumerate(answers) if index % 25)

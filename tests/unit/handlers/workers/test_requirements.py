@@ -1,0 +1,187 @@
+"""Packages of a model's own, and interpreters other than ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import HandlerSettings
+from handlers.workers.custom_handler import CustomHandler
+from handlers.workers.packages import prepare_interpreter
+from tests.unit.handlers.workers.harness import MODELS, serving, settings_for
+
+pytestmark = pytest.mark.asyncio
+
+
+def make_wheel(folder: Path, answer: str, version: str = "1.0") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"tiny_package-{version}-py3-none-any.whl"
+    info = f"tiny_package-{version}.dist-info"
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        wheel.writestr("tiny_package.py", f"ANSWER = {answer!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-package\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    return name
+
+
+def make_model(folder: Path, requirements: str) -> Path:
+    shutil.copytree(MODELS / "requirements", folder)
+    (folder / "requirements.txt").write_text(requirements)
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def environments(home: Path) -> list[Path]:
+    return [path.parent for path in home.rglob("complete")]
+
+
+async def test_a_relative_wheel_is_installed_once_and_not_into_our_packages(home: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "./wheels/tiny_package-1.0-py3-none-any.whl\n")
+    make_wheel(model / "wheels", "first")
+    async with serving(model, offline=True) as client:
+        assert (await client.ask(b"x")).body == b"first"
+    [environment] = environments(home)
+    created = (environment / "complete").stat().st_mtime_ns
+    async with serving(model, offline=True) as client:
+        assert (await client.ask(b"x")).body == b"first"
+    assert (environment / "complete").stat().st_mtime_ns == created
+    with pytest.raises(ImportError):
+        __import__("tiny_package")
+
+    make_wheel(tmp_path / "model" / "wheels", "second")
+    async with serving(model, offline=True) as client:
+        assert (await client.ask(b"x")).body == b"second"
+    assert len(environments(home)) == 2
+
+
+async def test_the_requirements_folder_is_searched_and_our_packages_stay_visible(home: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "tiny-package\n")
+    make_wheel(model / "requirements", "found")
+    (model / "model.py").write_text("import msgspec\n" + (model / "model.py").read_text())
+    async with serving(model, offline=True, min_workers=2, max_workers=2) as client:
+        assert (await client.ask(b"x")).body == b"found"
+    assert len(environments(home)) == 1
+
+
+async def test_two_servers_that_start_together_share_one_environment(home: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "./tiny_package-1.0-py3-none-any.whl\n")
+    make_wheel(model, "both")
+
+    async def ask() -> bytes:
+        async with serving(model, offline=True) as client:
+            return (await client.ask(b"x")).body
+
+    assert set(await asyncio.gather(ask(), ask())) == {b"both"}
+    assert len(environments(home)) == 1
+
+
+async def test_what_cannot_be_installed_fails_the_load_with_pips_last_lines(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(tmp_path / "model", "tiny-package==99\n")
+    handler = CustomHandler(settings_for(model, offline=True), queue_size=1, overload_status=503)
+    with pytest.raises(EngineStartError, match=r"pip could not install requirements\.txt: .*tiny-package==99"):
+        await handler.start()
+    assert any("pip could not install" in message and "tiny-package==99" in message for message in caplog.messages)
+    assert not environments(home)
+
+
+async def test_requirements_can_be_left_alone(home: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "tiny-package==99\n")
+    handler = CustomHandler(settings_for(model, install_requirements=False), queue_size=1, overload_status=503)
+    with pytest.raises(EngineStartError, match="No module named 'tiny_package'"):
+        await handler.start()
+    assert not environments(home)
+
+
+async def test_arguments_of_pip_can_be_given(home: Path, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "tiny-package==99\n")
+    make_wheel(tmp_path / "elsewhere", "by arguments")
+    arguments = ("tiny-package", "--no-index", "--find-links", str(tmp_path / "elsewhere"))
+    async with serving(model, pip_arguments=arguments) as client:
+        assert (await client.ask(b"x")).body == b"by arguments"
+    assert len(environments(home)) == 1
+
+
+async def test_another_interpreter_sees_the_sdk_and_its_own_packages_but_none_of_ours(
+    home: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "foreign", symlinks=True)
+    python = str(tmp_path / "foreign" / "bin" / "python")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.py").write_text(
+        "import importlib.util, json, sys\n"
+        "from djl_python import Input, Output\n"
+        "def handle(inputs):\n"
+        "    if inputs.is_empty():\n"
+        "        return None\n"
+        "    names = ['djl_python', 'handlers', 'container', 'msgspec', 'pytest', 'launch', 'frames']\n"
+        "    found = [name for name in names if name in sys.modules or importlib.util.find_spec(name)]\n"
+        "    return Output().add(json.dumps([sys.prefix, found]))\n"
+    )
+    async with serving(model, python_executable=python) as client:
+        assert json.loads((await client.ask()).body) == [str(tmp_path / "foreign"), ["djl_python"]]
+    assert not environments(home)
+
+
+async def test_requirements_work_with_another_interpreter(home: Path, tmp_path: Path) -> None:
+    await asyncio.to_thread(venv.create, tmp_path / "foreign", symlinks=True)
+    python = str(tmp_path / "foreign" / "bin" / "python")
+    model = make_model(tmp_path / "model", "tiny-package\n")
+    make_wheel(model / "requirements", "foreign")
+    async with serving(model, offline=True, python_executable=python) as client:
+        assert (await client.ask(b"x")).body == b"foreign"
+    [environment] = environments(home)
+    command = [str(environment / "bin" / "python"), "-c", "import msgspec"]
+    listed = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)  # noqa: ASYNC221
+    assert b"No module named 'msgspec'" in listed.stderr
+
+
+async def test_enable_venv_gives_the_model_an_environment_even_without_requirements(home: Path, tmp_path: Path) -> None:
+    async with serving("echo", enable_venv=True) as client:
+        executable = json.loads((await client.ask(query={"inspect": "1"})).body)["executable"]
+    assert executable != sys.executable
+    assert Path(executable).is_relative_to(home)
+
+
+async def test_an_interpreter_that_is_too_old_fails_the_load_with_the_reason(tmp_path: Path) -> None:
+    old = next((path for path in map(shutil.which, ("python3.9", "python3.10", "python3.8")) if path), None)
+    if old is None or subprocess.run([old, "--version"], capture_output=True, check=False).returncode:  # noqa: ASYNC221
+        pytest.skip("no older interpreter here")
+    handler = CustomHandler(settings_for("echo", python_executable=old), queue_size=1, overload_status=503)
+    with pytest.raises(EngineStartError, match=r"a handler needs Python 3\.11 or later"):
+        await handler.start()
+
+
+async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(tmp_path: Path) -> None:
+    python, begun = tmp_path / "python", tmp_path / "begun"
+    python.write_text(f"#!/bin/sh\nsetsid sleep 2 &\ntouch {begun}\n")
+    python.chmod(0o755)
+    model = make_model(tmp_path / "model", "")
+    settings = HandlerSettings(entry_point="model.py", python_executable=str(python))
+    load = asyncio.create_task(prepare_interpreter(model, settings))
+    while not begun.exists():
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)  # by now the script itself has ended
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    await asyncio.sleep(2)  # what holds its output ends

@@ -1,0 +1,298 @@
+"""A handler that takes one call at a time, in real worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handlers.contracts.protocol import ContractError
+from tests.unit.handlers.workers.harness import MODELS, Recorder, serving, until
+
+pytestmark = pytest.mark.asyncio
+
+E3 = '{{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":"{}"\n}}'
+
+
+async def test_a_request_is_answered_with_the_handlers_content() -> None:
+    async with serving("echo") as client:
+        answer = await client.ask(b"\x00binary\xff", content_type="image/png")
+    assert (answer.status, answer.content_type, answer.body) == (200, "image/png", b"\x00binary\xff")
+    assert not answer.streamed
+
+
+async def test_an_empty_body_is_no_initializing_call() -> None:
+    async with serving("echo") as client:
+        assert (await client.ask(b"")).body == b""
+
+
+async def test_a_large_body_comes_back_whole() -> None:
+    body = os.urandom(20_000_000)
+    async with serving("echo") as client:
+        assert (await client.ask(body)).body == body
+
+
+@pytest.mark.parametrize(
+    ("switch", "status", "content_type", "body"),
+    [
+        ({"exception": 'a "bad" <thing>'}, 424, "application/json", E3.format('a \\"bad\\" <thing>')),
+        ({"exception": "zwei\nZeilen: ü"}, 424, "application/json", E3.format("zwei\\nZeilen: ü")),
+        ({"wrong_type": "1"}, 424, "application/json", E3.format("Invalid output type: <class 'str'>")),
+        ({"oom": "CUDA"}, 507, "", ""),
+        ({"nothing": "1"}, 204, "", ""),
+        ({"code": "418"}, 418, "", "body"),
+        ({"code": "204"}, 204, "", ""),
+        ({"code": "7"}, 424, "application/json", E3.format("Invalid status code: 7")),
+        ({"several": "1"}, 200, "", "second"),
+        ({"empty_stream": "1"}, 200, "", ""),
+        ({"failing_stream": "0"}, 424, "application/json", E3.format("the stream broke")),
+    ],
+)
+async def test_what_the_handler_does_decides_status_and_body(
+    switch: dict[str, str], status: int, content_type: str, body: str
+) -> None:
+    async with serving("echo") as client:
+        answer = await client.ask(query=switch)
+        assert (answer.status, answer.content_type, answer.body.decode()) == (status, content_type, body)
+        assert (await client.ask(b"next")).body == b"next"
+        assert client.handler.status().failures == 0
+
+
+async def test_streams_come_in_order_with_the_outputs_headers() -> None:
+    async with serving("echo") as client:
+        answer = await client.ask(query={"stream": "1"})
+        lines = await client.ask(query={"jsonlines": "1"})
+        own = await client.ask(query={"async_stream": "1"})
+    assert answer.streamed
+    assert (answer.status, answer.headers) == (200, {"X-Stream": "yes"})
+    assert answer.body == b"t-0\nt-1\nt-2\nt-3\nt-4\n"
+    assert lines.body == b'{"outputs": "\\u00e4"}\n{"outputs": 1}\n'
+    assert own.body == b"a-0\na-1\na-2\n"
+
+
+async def test_a_stream_that_breaks_midway_ends_with_the_errors_text() -> None:
+    async with serving("echo") as client:
+        answer = await client.ask(query={"failing_stream": "2"})
+    assert (answer.status, answer.body) == (200, b"t-0\nt-1\nthe stream broke")
+
+
+async def test_headers_of_the_handler_cannot_break_the_reply() -> None:
+    async with serving("echo") as client:
+        odd = await client.ask(query={"header": "1"})
+        headers = {"Content-Length": "3", "Transfer-Encoding": "chunked", "Connection": "close", "X-Mine": "kept"}
+        echoed = await client.ask(b"abc", query={"echo_properties": "1"}, headers=headers, content_type="text/plain")
+    assert odd.headers == {"X-Odd": "a X-Injected: b ü?"}
+    assert echoed.content_type == "text/plain"
+    assert echoed.headers["X-Mine"] == "kept"
+    assert not {"Content-Length", "Transfer-Encoding", "Connection"} & echoed.headers.keys()
+
+
+async def test_the_handler_sees_headers_query_and_body_as_lmi_gives_them() -> None:
+    async with serving("echo", environment={"FIXTURE_VARIABLE": "from option.env"}) as client:
+        answer = await client.ask(
+            b"the body",
+            query={"inspect": "1", "key": "värde"},
+            headers={"X-One": "1", "X-Amzn-SageMaker-Custom-Attributes": "a = b=c; x-priority=1;junk"},
+            content_type="text/plain",
+        )
+    seen: dict[str, Any] = json.loads(answer.body)
+    assert seen["contents"] == [["inspect", "1"], ["key", "värde"], ["data", "the body"]]
+    properties = seen["properties"]
+    assert properties.pop("requestId").startswith("id-")
+    assert properties == {
+        "X-One": "1",
+        "a": "b=c",
+        "x-priority": "1",
+        "Content-Type": "text/plain",
+        "handler": "handle",
+        "model_dir": str(MODELS / "echo"),
+        "device_id": "-1",
+    }
+    assert seen["function"] == "handle"
+    assert seen["cwd"] == seen["path0"] == str(MODELS / "echo")
+    assert seen["environment"] == "from option.env"
+    assert seen["executable"] == sys.executable
+
+
+async def test_the_initializing_call_has_the_models_properties_and_siblings_can_be_imported() -> None:
+    async with serving("success", properties={"tensor_parallel_degree": "2"}, devices=("1",)) as client:
+        seen = json.loads((await client.ask()).body)
+    assert seen["greeting"] == "custom_handler_used"
+    assert seen["configuration"] == {
+        "tensor_parallel_degree": "2",
+        "device_id": "1",
+        "model_dir": str(MODELS / "success"),
+        "handler": "handle",
+    }
+
+
+async def test_an_entry_point_may_be_a_module_of_the_models_folder() -> None:
+    async with serving("echo", entry_point="model") as client:
+        assert (await client.ask(b"x")).body == b"x"
+
+
+async def test_a_request_names_a_function_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("echo") as client:
+        with pytest.raises(ContractError) as refused:
+            await client.send(headers={"Handler": "other"})
+        assert refused.value.reply.status == 400
+        assert b'"type": "BadRequestException"' in refused.value.reply.body
+        monkeypatch.setenv("ALLOW_REQUEST_HANDLER_OVERRIDE", "true")
+        assert (await client.ask(headers={"handler": "other"})).body == b"other"
+        missing = await client.ask(headers={"handler": "none_such"})
+    assert (missing.status, b"none_such" in missing.body) == (424, True)
+
+
+async def test_a_coroutine_function_works_without_async_mode() -> None:
+    async with serving("echo", function="coroutine") as client:
+        assert (await client.ask(b"x")).body == b"awaited x"
+        assert (await client.ask(b"y")).body == b"awaited y"
+
+
+async def test_the_finalize_function_runs_after_the_answer(tmp_path: Path) -> None:
+    path = tmp_path / "finalized"
+    async with serving("echo") as client:
+        assert (await client.ask(query={"finalize": str(path)})).body == b"sent"
+        await client.ask(b"next")
+    assert path.read_text() == "finalized"
+
+
+async def test_what_the_handler_prints_goes_to_the_log_by_worker(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "handlers.workers"):
+        async with serving("echo") as client:
+            assert (await client.ask(query={"print": "1"})).body == b"printed"
+            await until(lambda: "worker 1: to stderr" in caplog.messages)
+    assert "worker 1: to stdout" in caplog.messages
+    assert sum(len(message) - len("worker 1: ") for message in caplog.messages if message.endswith("xxx")) == 200_000
+
+
+async def test_numpy_arrays_go_in_and_out() -> None:
+    numpy = pytest.importorskip("numpy")
+    from djl_python.np_util import from_nd_list, to_nd_list
+
+    async with serving("numpy_io") as client:
+        answer = await client.ask(bytes(to_nd_list([numpy.arange(3, dtype="float32")])), content_type="tensor/ndlist")
+    assert answer.content_type == "tensor/ndlist"
+    assert from_nd_list(answer.body)[0].tolist() == [0.0, 2.0, 4.0]
+
+
+async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    writer = Recorder()
+    writer.taking.clear()
+    async with serving("echo", predict_timeout=0.3) as client:
+        _, running = await client.send(query={"endless": "100000", "journal": str(journal)}, writer=writer)
+        await until(writer.progress.is_set)
+        await asyncio.sleep(1.0)  # three times the predict timeout, which does not count here
+        assert len(writer.body) <= 600_000
+        assert not writer.finished.is_set()
+        held = int(journal.read_text())
+        writer.taking.set()
+        await until(lambda: len(writer.body) > 3_000_000)
+        assert held <= 6
+        running.cancel()
+        await until((tmp_path / "journal.closed").exists)
+        assert (await client.ask(b"free again")).body == b"free again"
+
+
+async def test_a_client_that_goes_away_while_it_waits_costs_nothing() -> None:
+    async with serving("echo") as client:
+        first, _ = await client.send(query={"sleep": "0.5"})
+        waiting, running = await client.send(b"never read")
+        assert client.handler.status().queue_length == 1
+        running.cancel()
+        assert client.handler.status().queue_length == 0
+        await first.done()
+        assert (await client.ask(b"next")).body == b"next"
+    assert waiting.status == 0
+
+
+async def test_a_hundred_clients_that_leave_mid_stream_leave_nothing_running(tmp_path: Path) -> None:
+    async with serving("echo", min_workers=2, max_workers=2) as client:
+        pids = client.pids
+        for index in range(100):
+            query = {"endless": "1000", "journal": str(tmp_path / str(index))}
+            writer, running = await client.send(query=query)
+            await writer.progress.wait()
+            running.cancel()
+        assert (await client.ask(b"next")).body == b"next"
+        await until(lambda: client.handler.status().busy == 0)
+        assert sum((tmp_path / f"{index}.closed").exists() for index in range(100)) == 100
+        assert (client.pids, client.handler.status().failures) == (pids, 0)
+
+
+async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(tmp_path: Path) -> None:
+    async with serving("echo", client_patience=0.5) as client:
+        stalled = Recorder()
+        stalled.taking.clear()
+        query = {"endless": "100000", "journal": str(tmp_path / "journal")}
+        await client.send(query=query, writer=stalled)
+        await stalled.done()
+        assert b"the client took nothing for 0.5 seconds" in stalled.body
+        assert (await client.ask(b"next")).body == b"next"
+        assert (tmp_path / "journal.closed").exists()
+        assert client.handler.status().failures == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "error"),
+    [({"exception": "\udcff or \ud800"}, b"? or ?"), ({"odd_exception": "1"}, b'"error":"Odd"')],
+)
+async def test_an_exception_whose_text_cannot_be_sent_is_an_answer_like_any_other(
+    query: dict[str, str], error: bytes
+) -> None:
+    async with serving("surrogates" if "exception" in query else "echo") as client:
+        answer = await client.ask(query=dict.fromkeys(query, "1"))
+        assert answer.status == 424
+        assert error in answer.body
+        assert (await client.ask(b"next", query={"fine": "1"})).status == 200
+        assert client.handler.status().failures == 0
+
+
+async def test_a_stream_that_is_cancelled_from_within_ends_its_call_alone() -> None:
+    async with serving("echo") as client:
+        assert (await client.ask(query={"cancelled_stream": "1"})).body.startswith(b"t-0\n")
+        assert (await client.ask(b"next")).body == b"next"
+        assert client.handler.status().failures == 0
+
+
+async def test_a_status_without_body_has_none_even_if_the_handler_streams() -> None:
+    async with serving("echo") as client:
+        answer = await client.ask(query={"bodiless_stream": "1"})
+        assert (answer.status, answer.body) == (204, b"")
+
+
+async def test_content_that_is_no_text_is_sent_as_json() -> None:
+    async with serving("echo") as client:
+        assert (await client.ask(query={"number": "1"})).body == b"5"
+
+
+async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initializing_call() -> None:
+    async with serving("echo") as client:
+        headers = {"batch_size": "3", "X-Amzn-SageMaker-Custom-Attributes": "batch_size=100000000;MODEL_DIR=/x"}
+        assert (await client.ask(query={"batches": "1"}, headers=headers)).body == b"1"
+        seen = json.loads((await client.ask(query={"inspect": "1"}, headers=headers)).body)["properties"]
+        assert "batch_size" not in seen
+        assert seen["model_dir"].endswith("echo")
+    async with serving("stateful") as client:
+        form = "application/x-www-form-urlencoded"
+        for _ in range(2):
+            answer = await client.ask(b"", content_type=form)
+            assert answer.status == 200
+        assert json.loads(answer.body)["told"] == ["", ""]
+
+
+async def test_a_stalled_client_does_not_hide_a_handler_that_hangs() -> None:
+    async with serving("stalling", client_patience=0.3, predict_timeout=1) as client:
+        stalled = Recorder()
+        stalled.taking.clear()
+        _, running = await client.send(query={"stall": "1"}, writer=stalled)
+        await stalled.done()
+        running.cancel()
+        assert (await client.ask(b"next")).body == b"next"
+        assert client.handler.status().failures == 1
