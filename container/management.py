@@ -158,7 +158,6 @@ def wrong_method() -> Reply:
 
 
 def refuse(error: RequestError) -> Reply:
-    """See `Family.refuse`."""
     match error:
         case BodyTooLarge():
             return Reply(413, JSON, b"")

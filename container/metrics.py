@@ -163,7 +163,6 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client`."""
         yield from self._http()
         yield from self._container()
         if self._models.single:

@@ -87,7 +87,6 @@ class AdapterInvocations:
         self._otherwise, self._formatters = otherwise, formatters
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        """See `Handler.handle`."""
         handler: Handler | None = None
         if self._formatters and (name := named_adapter(call)):
             handler = self._formatters.get(name)
@@ -124,7 +123,6 @@ class EngineAdapterHost:
         """Ids by names."""
 
     async def register(self, adapter: Adapter) -> str:
-        """See `AdapterHost.register`."""
         formatters = await self._formatters.load(adapter.name, adapter.path)
         try:
             await self._engine.add(_for_engine(adapter), preload=adapter.preload)
@@ -138,12 +136,10 @@ class EngineAdapterHost:
         return ""
 
     async def update(self, adapter: Adapter) -> str:
-        """See `AdapterHost.update`."""
         await self._engine.change(_for_engine(adapter), preload=adapter.preload)
         return ""
 
     async def unregister(self, adapter: Adapter) -> str:
-        """See `AdapterHost.unregister`."""
         self._current.pop(adapter.name, None)
         self._formatters.forget(adapter.name)
         await self._engine.remove(adapter.id)

@@ -299,7 +299,6 @@ class Delivery:
             self._parts.stop()
 
     def cancel(self) -> None:
-        """See `Running.cancel`."""
         self._forget()
         self._release(self._held)
         for generation in self._generations:
@@ -423,5 +422,4 @@ class ContractHandler:
         self._handler, self._contract, self._thread, self._long_body = handler, contract, thread, long_body
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        """See `Handler.handle`."""
         return await self._handler.handle(self._contract, call, writer, self._thread, self._long_body)

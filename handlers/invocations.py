@@ -33,7 +33,6 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        """See `ReplyWriter.reply`."""
         self._writer.reply(self.shape.reply(reply))
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
@@ -41,16 +40,13 @@ class ShapedReply:
         self._status, self._headers = status, headers
 
     def write(self, data: bytes) -> None:
-        """See `ReplyWriter.write`."""
         for event in events(data):
             self._event(event)
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """See `ReplyWriter.write_latest`. An event may hold what an earlier one does not."""
         self.write(part())
 
     def end(self, data: bytes) -> None:
-        """See `ReplyWriter.end`."""
         self.write(data)
         if self._ended:
             return
@@ -60,7 +56,6 @@ class ShapedReply:
         self._writer.end(b"")
 
     async def drain(self) -> None:
-        """See `ReplyWriter.drain`."""
         await self._writer.drain()
 
     def _event(self, event: bytes) -> None:
@@ -173,7 +168,6 @@ class InvocationsHandler:
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        """See `Handler.handle`."""
         body = _LMI if looks_plain(call) else await self._read(call)
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))

@@ -60,8 +60,7 @@ class _Finished:
 
     __slots__ = ()
 
-    def cancel(self) -> None:
-        """See `Running.cancel`."""
+    def cancel(self) -> None: ...
 
 
 FINISHED: Running = _Finished()

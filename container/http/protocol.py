@@ -98,7 +98,6 @@ class LingeringTransport(CorkedTransport):
         return self._end is not None
 
     def is_closing(self) -> bool:
-        """See `asyncio.BaseTransport`."""
         return self.lingering or self._transport.is_closing()
 
     def close(self) -> None:
@@ -170,7 +169,6 @@ class _Parser:
         self._parser = _new_parser(protocol)
 
     def feed_data(self, data: bytes) -> None:
-        """See `httptools.HttpRequestParser`."""
         while not self._protocol.transport.is_closing():
             try:
                 self._parser.feed_data(data)
@@ -262,7 +260,6 @@ class HttpProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         if self._connection.lingering:
             return
         self._overhead += len(data)
@@ -293,7 +290,6 @@ class HttpProtocol(HttpToolsProtocol):
         return answered and self.cycle is not None and bool(self.cycle.more_body)
 
     def _limit_silence(self) -> None:
-        """See to it that the client has not for ever to go on. A body that is being read is its reader's affair."""
         if self._in_head:
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
@@ -349,7 +345,6 @@ class HttpProtocol(HttpToolsProtocol):
             self._send_limit = None
 
     def connection_made(self, transport: Any) -> None:
-        """See `asyncio.Protocol`."""
         self._connection = LingeringTransport(
             transport, _CORK, self._still_sends, self.LINGER_SECONDS, self._limit_sending
         )
@@ -357,7 +352,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._limit_idleness()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_lost(exc)
         self._connection.closed()
         self._unset_keepalive_if_required()

@@ -185,7 +185,6 @@ class Models:
         self._models[key] = model
 
     def remove(self, model: Model) -> None:
-        """See to it that nobody finds the model any more."""
         if self._models.get((model.name, model.version)) is model:
             del self._models[model.name, model.version]
 

@@ -37,7 +37,6 @@ class AwsCloud:
         return str(self._session.region_name)
 
     def call(self, call: ApiCall) -> dict[str, Any]:
-        """See `Cloud.call`."""
         method = getattr(self._client(call.service), call.operation)
         answer: dict[str, Any] = method(**call.parameters)
         return answer

@@ -64,7 +64,6 @@ class _SdkCloud:
         self._resources = resources
 
     def call(self, call: ApiCall) -> dict[str, Any]:
-        """See `Cloud.call`."""
         name = _CLASSES.get(call.operation) if call.service == SAGEMAKER else None
         if name is None or not is_faithful(call):
             return self._around.cloud.call(call)

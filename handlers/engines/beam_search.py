@@ -74,11 +74,9 @@ class BeamSearchTask:
         self._task.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
-        """See `Generation.cancel`."""
         self._task.cancel()
 
     def abort(self) -> None:
-        """See `Generation.abort`."""
         if not self._task.done() and self._task.cancelling() == 0:
             self._task.cancel()
             self._search.abort()

@@ -199,7 +199,6 @@ class OpenAIHandler:
             task.add_done_callback(self._aborting.discard)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        """See `Handler.handle`."""
         path = call.path.removeprefix(ALIASED)
         return self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 

@@ -55,7 +55,6 @@ class ClientErrors(logging.Filter):
         self._is_clients = is_clients
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`."""
         if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
             return True
         error = record.exc_info[1] if record.exc_info else None

@@ -32,7 +32,6 @@ class WorkerAdapters:
         """What a worker that starts is told of."""
 
     async def register(self, adapter: Adapter) -> str:
-        """See `AdapterHost.register`."""
         if not await asyncio.to_thread(_exists, adapter):
             raise AdapterFailed(f"src: there is nothing at {adapter.path}")
         former = [known for known in self._known.values() if known.name == adapter.name]
@@ -52,7 +51,6 @@ class WorkerAdapters:
         return message
 
     async def update(self, adapter: Adapter) -> str:
-        """See `AdapterHost.update`."""
         message = _said(await self._tell_all(UPDATE, adapter))
         self._known[adapter.id] = adapter
         return message

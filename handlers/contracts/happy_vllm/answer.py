@@ -109,12 +109,10 @@ class WholeAnswer:
         self._state = _State(generation, _COMPACT)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         self._state.add(delta)
         return self._state.document().encode() if delta.last else b""
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -135,7 +133,6 @@ class StreamAnswer:
         self._state = _State(generation, _SPACED)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         return self.latest() if self._state.add(delta) else b""
 
     def add(self, prompt: int, delta: TokenDelta) -> bool:
@@ -143,11 +140,9 @@ class StreamAnswer:
         return self._state.add(delta)
 
     def latest(self) -> bytes:
-        """See `CumulativeAnswer.latest`."""
         return (self._state.document() + "\n").encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:

@@ -29,7 +29,6 @@ class HappyVllmContract:
         self._stream = stream
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         values = document(call)
         try:
             generation = read_generation(values)
@@ -42,7 +41,6 @@ class HappyVllmContract:
         return Exchange(requests, answer, cumulative=answer)
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return refuse(error)
 
 

@@ -123,7 +123,6 @@ class LmiAsyncContract:
         self._fields = _TOP_LEVEL | {_ADAPTERS} if settings.enable_lora else _TOP_LEVEL
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         document = _document(call)
         prompt = _prompt(document.get("inputs"))
         values = document.get("parameters")
@@ -147,7 +146,6 @@ class LmiAsyncContract:
         )
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
     def _request(
@@ -179,7 +177,6 @@ class _Answer:
         self._seed = "null" if parameters.seed is None else str(parameters.seed)
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         if isinstance(error, Overloaded):
             return overloaded(error, self._overload_status)
         status = _status(error)
@@ -200,7 +197,6 @@ class WholeAnswer(_Answer):
         self._prompt_tokens: Sequence[Token] = ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         self._text.append(delta.text)
         self._tokens += delta.tokens
         self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens

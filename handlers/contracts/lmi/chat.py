@@ -139,7 +139,6 @@ class LmiChatShape:
         return Reply(reply.status, JSON, text.encode(), reply.headers)
 
     def event(self, data: bytes) -> bytes:
-        """See `Shape.event`. Called for each token of each stream."""
         if data == DONE:
             return b"data: [DONE]\n\n" if self._sse else b""
         if is_error(data):
@@ -229,11 +228,9 @@ class AsyncShape:
         self._overload_status = overload_status
 
     def reply(self, reply: Reply) -> Reply:
-        """See `Shape.reply`. An error has vLLM's own status."""
         if reply.status >= 400:
             return lmi_error(error_of(reply.body), reply.status, self._overload_status)
         return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
 
     def event(self, data: bytes) -> bytes:
-        """See `Shape.event`."""
         return b"\n" if data == DONE else data + b"\n"

@@ -45,14 +45,12 @@ class ListAnswer:
         self._overload_status = overload_status
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         if delta.sequence == 0:  # further ones are less probable
             self._texts[prompt].append(delta.text)
         self._open -= delta.last
         return b"" if self._open else self._body().encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return failure(error, self._overload_status)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -85,7 +83,6 @@ class RecordListAnswer:
         self._sent = bool(first_record)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         records, self._head = self._head, ""
         if self._entries[prompt] is not None:
             records += self._flush()
@@ -98,7 +95,6 @@ class RecordListAnswer:
         return records.encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return failure(error, self._overload_status)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -157,7 +153,6 @@ class LmiDynamicContract:
         )
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         try:
             document = _document(call)
             prompts = _prompts(document.get("inputs"))
@@ -174,7 +169,6 @@ class LmiDynamicContract:
         return Exchange(requests, self._answer(prompts, values), _notes(document, values, parameters))
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return failure(error, self._overload_status)
 
     def _request(self, call: Call, index: int | None, prompt: str, parameters: LmiParameters) -> GenerationRequest:

@@ -64,14 +64,12 @@ class FormatterAnswer:
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         if isinstance(error, Overloaded):
             return overloaded(error, self._overload_status)
         status = status_of(error)
         return Reply(status, JSON, payload_error(error.message, status))
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """See `Answer.fail_midway`."""
         return payload_error(error.message, status_of(error))
 
     def _take(self, delta: TokenDelta) -> None:
@@ -184,7 +182,6 @@ class FormatterContract:
         }
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         request = self._read_by_formatter(call) if self._read is not None else self._read_as_usual(call)
         if request is None:
             return self._contract.parse(call)  # which says what is wrong with it
@@ -206,7 +203,6 @@ class FormatterContract:
         return Exchange((asked,), answer, exchange.notes)
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
     def _read_by_formatter(self, call: Call) -> RequestInput:

@@ -102,13 +102,11 @@ class JsonAnswer:
         self._open = len(prompts)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         self._sequences[prompt].setdefault(delta.sequence, _Sequence()).add(delta)
         self._open -= delta.last
         return b"" if self._open else self._body().encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         if isinstance(error, Overloaded):
             return overloaded(error, self._show.overload_status)
         if isinstance(error, UnknownAdapter):
@@ -186,7 +184,6 @@ class RecordAnswer:
         return Reply(status_of(error), JSON, self._error(error).encode())
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """See `Answer.fail_midway`."""
         return (self._before + self._error(error) + self._after).encode()
 
     def _error(self, error: RequestError) -> str:
@@ -266,7 +263,6 @@ class LmiContract:
         )
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         document = _document(call)
         prompts, in_array = _prompts(document.get("inputs"))
         values = document.get("parameters")
@@ -286,7 +282,6 @@ class LmiContract:
             raise ContractError(failed.fail(error), error.message) from None
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
     def _adapters(self, call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:

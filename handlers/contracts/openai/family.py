@@ -71,12 +71,10 @@ def refuse(error: RequestError) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
-    """See `Family.wrong_method`."""
     return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 def not_found(call: Call) -> Reply:
-    """See `Family.not_found`."""
     return _of_status(HTTPStatus.NOT_FOUND)
 
 

@@ -136,13 +136,11 @@ class GenerationAnswer:
         )
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. Each sequence is a prompt of its own."""
         self._sequences[prompt].add(delta)
         self._open -= delta.last
         return b"" if self._open else self._body().encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -210,11 +208,9 @@ class StreamAnswer:
         return ("".join(events) + self._event(final, self._end(delta))).encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return refuse_stream(error, self.headers)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """See `Answer.fail_midway`."""
         return event(error)
 
     def _event(self, token: Token, end: str = '"generated_text":null,"details":null') -> str:
@@ -243,7 +239,6 @@ class PredictionsAnswer:
         self._open = instances
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`."""
         self._sequences[prompt].add(delta)
         self._open -= delta.last
         if self._open:
@@ -253,7 +248,6 @@ class PredictionsAnswer:
         return f'{{"predictions":[{texts}]}}'.encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:

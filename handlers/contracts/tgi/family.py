@@ -54,7 +54,6 @@ class TgiContract:
         self._compute_type = setting.settings.rolling_batch
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         body, document = read(call, Body)
         streams = bool(body.stream) if self._style.streams is None else self._style.streams
         try:
@@ -68,7 +67,6 @@ class TgiContract:
         return self._exchange(call, body, parameters, streams, notes)
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return refuse(error)
 
     def _exchange(

@@ -65,7 +65,6 @@ class VertexContract:
         self._rules = parameter_rules(setting.model, setting.settings)
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         body, _ = read(call, _Body)
         if not body.instances:
             raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
@@ -78,7 +77,6 @@ class VertexContract:
         return Exchange(requests, PredictionsAnswer(len(requests)))
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return refuse(error)
 
     def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:

@@ -165,7 +165,6 @@ class CollectedAnswer:
         return (f"data: {document}\n\n" if self._events else document).encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`."""
         return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -199,7 +198,6 @@ class EventAnswer:
         return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """See `Answer.fail_midway`."""
         return f"data: {error_object(message_of(error))}\n\n".encode("utf-8", "replace")
 
 

@@ -42,7 +42,6 @@ class TritonContract:
         self._events = events
 
     def parse(self, call: Call) -> Exchange:
-        """See `Contract.parse`."""
         missing = missing_model(self._name, call.path_parameters["model"], call.path_parameters.get("version"))
         if missing is not None:
             raise ContractError(missing, "the path names a model or a version that is not served")
@@ -77,7 +76,6 @@ class TritonContract:
         return Exchange((request,), self._answer(shape, parameters.stream), notes)
 
     def refusal(self, error: RequestError) -> Reply:
-        """See `Contract.refusal`."""
         return refusal(error)
 
     def _answer(self, shape: Shape, stream: bool) -> Answer:

@@ -355,7 +355,6 @@ class BatchEngine:
             self._push(job, delta)
 
     async def _watch(self) -> None:
-        """See to it that no client waits for ever for a batch that makes no progress."""
         limit = self._settings.predict_timeout
         while self._dead is None:
             await asyncio.sleep(_WATCH_SECONDS)
@@ -382,7 +381,6 @@ class BatchEngine:
             self.fail(job, error)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """See `Engine.prompt_token_ids`."""
         token_ids = await self._prompts.token_ids(request)
         check_prompt(token_ids, self._model)
         return token_ids
@@ -390,12 +388,10 @@ class BatchEngine:
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """See `Engine.detokenize`."""
         model = self._model
         return split_text(model.tokenizer, token_ids, model.special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
-        """See `Engine.health`."""
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
         if self._dead is not None:
@@ -403,12 +399,10 @@ class BatchEngine:
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
-        """See `Engine.status`. There is no KV cache beyond the running batch's own."""
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)
         return EngineStatus(running, len(self._waiting), 0.0)
 
     async def stop(self) -> None:
-        """See `Engine.stop`. A batch that runs ends at its next step."""
         if self._stopped:
             return
         self._stopped = True

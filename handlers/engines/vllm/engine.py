@@ -47,7 +47,6 @@ class VllmGeneration:
         self.states: list[PushedState] = []
 
     def cancel(self) -> None:
-        """See `Generation.cancel`."""
         running = self._running()
         for state in running:
             if not state.ended:
@@ -56,7 +55,6 @@ class VllmGeneration:
         self._stop(running)
 
     def abort(self) -> None:
-        """See `Generation.abort`."""
         running = self._running()
         for state in running:
             state.abort()
@@ -195,7 +193,6 @@ class VllmEngine:
         return self._llm
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """See `Engine.submit`."""
         self._check_alive()
         if request.adapter is None:
             return await self._submit(request, sink, None)
@@ -293,18 +290,15 @@ class VllmEngine:
         await self._core.add_request_async(core_request)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """See `Engine.prompt_token_ids`."""
         return await self._prompts.token_ids(request)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """See `Engine.detokenize`."""
         texts = self.texts
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
-        """See `Engine.health`."""
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
         if self._llm.errored:
@@ -312,7 +306,6 @@ class VllmEngine:
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
-        """See `Engine.status`."""
         return self._status
 
     def report(self, running: int, waiting: int, kv_cache_usage: float) -> None:
@@ -320,7 +313,6 @@ class VllmEngine:
         self._status = EngineStatus(running, waiting, kv_cache_usage)
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
         if self._stopped:
             return
         self._stopped = True

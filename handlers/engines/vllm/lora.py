@@ -157,7 +157,6 @@ class VllmAdapters:
         return base_shapes(Path(self._llm.model_config.model))
 
     async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
-        """See `EngineAdapters.add`."""
         await asyncio.to_thread(self._check, adapter.path)
         held = self._held[adapter.id] = _Held(adapter)
         try:
@@ -175,7 +174,6 @@ class VllmAdapters:
         self.public[adapter.name] = LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
     async def change(self, adapter: EngineAdapter, *, preload: bool) -> None:
-        """See `EngineAdapters.change`."""
         held = self._held[adapter.id]
         before, held.adapter = held.adapter, adapter
         try:
@@ -188,7 +186,6 @@ class VllmAdapters:
             raise
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
-        """See `EngineAdapters.remove`."""
         held = self._held.get(adapter_id)
         if held is None:
             return
