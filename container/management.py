@@ -158,6 +158,7 @@ def wrong_method() -> Reply:
 
 
 def refuse(error: RequestError) -> Reply:
+    """Return the management API's error for a request that could not be read or carried out."""
     match error:
         case BodyTooLarge():
             return Reply(413, JSON, b"")

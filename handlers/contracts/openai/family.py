@@ -71,10 +71,12 @@ def refuse(error: RequestError) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
+    """Return vLLM's 405, for a method that the route does not have."""
     return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 def not_found(call: Call) -> Reply:
+    """Return vLLM's 404, for a path that nothing serves."""
     return _of_status(HTTPStatus.NOT_FOUND)
 
 
