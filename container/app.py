@@ -15,7 +15,7 @@ from container.apidocs.openapi import Document, openapi_document
 from container.apidocs.page import plain_page, swagger_assets, swagger_page
 from container.families import family_endpoints
 from container.health import ping
-from container.http.endpoint import Site, answered_early
+from container.http.endpoint import AppState, answered_early
 from container.inference import invocations
 from container.management import adapter_routes, management_endpoints, wrong_method
 from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
@@ -143,42 +143,42 @@ def create_app(
     Source of which routes are where: contracts/lmi.md section 1.1.
     """
     counts = HttpCounts()
-    site = Site(models, settings, counts)
+    state = AppState(models, settings, counts)
     metrics = Metrics(models, counts)
     description = _Description(models)
 
-    routes = Routes(answered_early(site, "unknown", _not_found), mounts)
+    routes = Routes(answered_early(state, "unknown", _not_found), mounts)
     for path in _INFERENCE:
-        routes.add(path, _ANY, invocations(site, "/predictions" if path.startswith("/predictions") else path))
-    routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, site.error_rates))))
+        routes.add(path, _ANY, invocations(state, "/predictions" if path.startswith("/predictions") else path))
+    routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, state.error_rates))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
     routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
     _add_pages(routes, description)
     routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
-    for (path, method), endpoint in family_endpoints(site, FAMILIES).items():
+    for (path, method), endpoint in family_endpoints(state, FAMILIES).items():
         routes.add(path, method, endpoint)
-    _add_wrong_methods(routes, site)
+    _add_wrong_methods(routes, state)
     if settings.management_address is None:
-        _add_management(routes, site, registrar)
+        _add_management(routes, state, registrar)
         return Applications(routes, None)
-    management = Routes(answered_early(site, "unknown", _not_found))
+    management = Routes(answered_early(state, "unknown", _not_found))
     management.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
-    _add_management(management, site, registrar)
+    _add_management(management, state, registrar)
     return Applications(routes, management)
 
 
-def _add_management(routes: Routes, site: Site, registrar: Registrar) -> None:
-    for path, method, endpoint in adapter_routes(site):
+def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> None:
+    for path, method, endpoint in adapter_routes(state):
         routes.add(path, method, endpoint)
     paths: dict[str, None] = {}
-    for path, method, endpoint in management_endpoints(site, registrar):
+    for path, method, endpoint in management_endpoints(state, registrar):
         routes.add(path, method, endpoint)
         paths[path] = None
     for path in paths:
         allow = (("allow", ", ".join(routes.methods(path))),)
-        routes.add(path, _ANY, answered_early(site, path, partial(_always, replace(wrong_method(), headers=allow))))
-        if site.settings.cors_allowed_origin:
-            routes.add(path, "OPTIONS", answered_early(site, path, partial(_always, Reply(200, "", b"", allow))))
+        routes.add(path, _ANY, answered_early(state, path, partial(_always, replace(wrong_method(), headers=allow))))
+        if state.settings.cors_allowed_origin:
+            routes.add(path, "OPTIONS", answered_early(state, path, partial(_always, Reply(200, "", b"", allow))))
 
 
 class _Description:
@@ -211,23 +211,23 @@ def _add_pages(routes: Routes, description: _Description) -> None:
         routes.add(f"/docs/{name}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
 
 
-def _add_wrong_methods(routes: Routes, site: Site) -> None:
+def _add_wrong_methods(routes: Routes, state: AppState) -> None:
     """A path that is there, but not with this method: its family's answer; preflight requests of browsers get CORS."""
     for family in FAMILIES:
         for path in {route.path: None for route in family.routes}:
             allowed = ", ".join(routes.methods(path))
-            routes.add(path, _ANY, _wrong_method(site, path, family, allowed))
-            if site.settings.cors_allowed_origin:
+            routes.add(path, _ANY, _wrong_method(state, path, family, allowed))
+            if state.settings.cors_allowed_origin:
                 preflight = Reply(200, "", b"", (("allow", allowed),))
-                routes.add(path, "OPTIONS", answered_early(site, path, partial(_always, preflight)))
+                routes.add(path, "OPTIONS", answered_early(state, path, partial(_always, preflight)))
 
 
-def _wrong_method(site: Site, path: str, family: Family, allowed: str) -> Application:
+def _wrong_method(state: AppState, path: str, family: Family, allowed: str) -> Application:
     def reply(call: Call) -> Reply:
         refusal = family.wrong_method(call)
         return replace(refusal, headers=(*refusal.headers, ("allow", allowed)))
 
-    return answered_early(site, path, reply)
+    return answered_early(state, path, reply)
 
 
 def _always(reply: Reply, _: Call) -> Reply:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import msgspec
 
-from container.http.endpoint import Endpoint, Scope, Site, Target
+from container.http.endpoint import AppState, Endpoint, Scope
+from container.http.reply import HttpReply
 from container.models.registry import Model, Models
 from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Route, Tells
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import NotServed
-from handlers.reply import Handler, ReplyWriter, Running
+from handlers.reply import Handler, Running
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
@@ -22,92 +22,101 @@ _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 _LONG_TEXT = 4096
 """Bytes above which a body is answered in a thread: tokenizing takes longer than reading."""
 _THREADS = 2
-"""As many long bodies are answered at a time, whatever number of clients ask: each may take seconds, and a quarter of a
-gigabyte."""
+"""Long bodies that are answered at a time, however many clients ask: each may take seconds, and 256 MB."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def family_endpoints(site: Site, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
-    """An endpoint for each path and method. Targets with `where` are asked first."""
+def family_endpoints(state: AppState, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
+    """An endpoint for each path and method. Where two routes want one, that with `where` is asked first."""
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
-    targets: defaultdict[tuple[str, str], list[Target]] = defaultdict(list)
+    endpoints: dict[tuple[str, str], Endpoint] = {}
     for family in families:
         for route in family.routes:
-            target = _target(site, family, route, threads)
             for method in route.methods:
-                place = targets[route.path, method]
-                place.insert(0, target) if _where(route) else place.append(target)
-    return {key: Endpoint(site, key[0], place) for key, place in targets.items()}
+                endpoint, key = _endpoint(state, family, route, threads), (route.path, method)
+                first = endpoints.setdefault(key, endpoint)
+                if first is not endpoint:
+                    if isinstance(route, Tells) and route.where:
+                        endpoint.otherwise, endpoints[key] = first, endpoint
+                    else:
+                        first.otherwise = endpoint
+    return endpoints
 
 
-def _target(site: Site, family: Family, route: Route, threads: Executor) -> Target:
+def _endpoint(state: AppState, family: Family, route: Route, threads: Executor) -> Endpoint:
     match route:
         case Tells():
-            return _telling(site, family, route, threads)
+            return _telling(state, family, route, threads)
         case Generates():
-            return _generating(site, family, route)
+            return _generating(state, family, route)
         case Forwards():
-            return _forwarding(site, family, route)
+            return _forwarding(state, family, route)
 
 
-def _telling(site: Site, family: Family, route: Tells, threads: Executor) -> Target:
-    async def answer(call: Call, writer: ReplyWriter) -> None:
-        if route.tell_all is not None and not site.models.single:
-            writer.reply(route.tell_all(call, [model.lifecycle.view() for model in site.models]))
+def _telling(state: AppState, family: Family, route: Tells, threads: Executor) -> Endpoint:
+    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+        if route.tell_all is not None and not state.models.single:
+            reply.reply(route.tell_all(call, [model.lifecycle.view() for model in state.models]))
             return
-        view = model_of(site.models, family, call.path_parameters, call.body).lifecycle.view()
+        view = model_of(state.models, family, call.path_parameters, call.body).lifecycle.view()
         if len(call.body) < _LONG_TEXT:
-            writer.reply(route.tell(call, view))
+            reply.reply(route.tell(call, view))
         else:
-            writer.reply(await asyncio.get_running_loop().run_in_executor(threads, route.tell, call, view))
+            reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.tell, call, view))
 
     where = route.where
-    if where is None:
-        return Target(answer, family.refuse)
-    return Target(answer, family.refuse, wanted=lambda body: _has_field(body, where))
+    wants = None if where is None else lambda body: _has_field(body, where)
+    return Endpoint(state, route.path, answer, family.refuse, wants=wants)
 
 
-def _generating(site: Site, family: Family, route: Generates) -> Target:
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
-        model = model_of(site.models, family, call.path_parameters, call.body)
+def _generating(state: AppState, family: Family, route: Generates) -> Endpoint:
+    models = state.models
+
+    def find(scope: Scope, _: dict[bytes, bytes]) -> Model | Reply | None:
+        names: dict[str, str] = scope.get("path_params", {})
+        if family.body_names_model and not models.single:
+            return None
+        model = model_of(models, family, names)
+        if route.refuse_path is not None and (refusal := route.refuse_path(names, model.lifecycle.model)) is not None:
+            return refusal
+        model.service()  # a body that nobody is going to read need not be waited for
+        return model
+
+    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
+        model = model or model_of(models, family, call.path_parameters, call.body)
         service = model.service()
         handler = service.generation.get(route.path)
         if handler is None:
             raise NotServed(_UNUSABLE if service.custom is None else OWN_HANDLER)
-        return await model.answer(handler, call, writer)
+        reply.count_for(model.lifecycle)
+        return await handler.handle(call, reply)
 
-    def early(scope: Scope, _: dict[bytes, bytes]) -> Reply | None:
-        names: dict[str, str] = scope.get("path_params", {})
-        if family.body_names_model and not site.models.single:
-            return None  # what the body says is not known yet
-        model = model_of(site.models, family, names)
-        if route.refuse_path is not None:
-            refusal = route.refuse_path(names, model.lifecycle.model)
-            if refusal is not None:
-                return refusal
+    return Endpoint(state, route.path, answer, family.refuse, find=find)
+
+
+def _forwarding(state: AppState, family: Family, route: Forwards) -> Endpoint:
+    models = state.models
+
+    def find(_: Scope, __: dict[bytes, bytes]) -> Model | None:
+        if not models.single:
+            return None
+        model = models.startup()
         model.service()  # a body that nobody is going to read need not be waited for
-        return None
+        return model
 
-    return Target(answer, family.refuse, early=early)
-
-
-def _forwarding(site: Site, family: Family, route: Forwards) -> Target:
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
-        model = model_of(site.models, family, call.path_parameters, call.body)
+    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
+        model = model or model_of(models, family, call.path_parameters, call.body)
         service = model.service()
         handler: Handler | None = service.openai
         if service.custom is not None and route.own_handler:
             handler = service.invocations
         if handler is None:
             raise NotServed(_NOT_VLLM if service.custom is None else OWN_HANDLER)
-        return await model.answer(handler, call, writer)
+        reply.count_for(model.lifecycle)
+        return await handler.handle(call, reply)
 
-    def early(_: Scope, __: dict[bytes, bytes]) -> None:
-        if site.models.single:
-            site.service()  # a body that nobody is going to read need not be waited for
-
-    return Target(answer, family.refuse, early=early)
+    return Endpoint(state, route.path, answer, family.refuse, find=find)
 
 
 class _NamedModel(msgspec.Struct):
@@ -147,10 +156,6 @@ def _named_in(body: bytes) -> str:
         return _decode_model(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""  # whoever answers says what is wrong with it
-
-
-def _where(route: Route) -> str | None:
-    return route.where if isinstance(route, Tells) else None
 
 
 def _has_field(body: bytes, name: str) -> bool:

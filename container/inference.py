@@ -1,62 +1,51 @@
-"""LMI's inference routes: `/invocations`, `/predictions/<model>` and `/models/<model>/invoke`.
-
-Source: contracts/lmi.md sections 1.2, 1.4 and 1.6.
-"""
+"""LMI's inference routes: `/invocations`, `/predictions/<model>` and `/models/<model>/invoke`."""
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
-from urllib.parse import parse_qs
+from collections.abc import Container, Mapping
+from urllib.parse import parse_qs, urlencode
 
-from container.http.endpoint import Endpoint, Scope, Site, Target
-from container.http.reply import NO_CACHE
+from container.http.endpoint import AppState, Endpoint, Scope
+from container.http.reply import NO_CACHE, HttpReply
 from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
 from container.settings.load import ServerSettings
 from handlers.contracts.lmi.body import FormError, form_fields, is_form
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, RequestError, UnknownModel
-from handlers.reply import ReplyWriter, Running
+from handlers.reply import Running
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _NAME, _VERSION = "model_name", "model_version"
-_NAME_NEEDED = "Parameter model_name is required:"
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """The model that a call is for, as far as it says so."""
-
-    name: str | None
-    version: str | None = None
-
-
-def invocations(site: Site, route: str) -> Endpoint:
+def invocations(state: AppState, route: str) -> Endpoint:
     """An endpoint for one of LMI's inference routes. It takes any method, as LMI does."""
-    models = site.models
+    models = state.models
 
-    def check(scope: Scope, headers: dict[bytes, bytes]) -> Reply | None:
-        named = _named(scope.get("path_params") or {}, scope["query_string"], headers, models)
-        a_field_may_name_it = not models.single and is_form(headers.get(b"content-type", b"").decode("latin-1"))
-        if named.name is None and a_field_may_name_it:
-            return None
-        found = [models.startup()] if named.name is None else models.versions(named.name, named.version)
+    def find(scope: Scope, headers: dict[bytes, bytes]) -> Model | Reply | None:
+        name, version = named_model(scope.get("path_params") or {}, scope["query_string"], headers, models)
+        form = name is None and is_form(headers.get(b"content-type", b"").decode("latin-1"))
+        if form and not models.single:
+            return None  # one of its fields may name the model
+        model = models.startup() if name is None else models.choose(name, version)
         if scope["method"] == "OPTIONS":
             return Reply(200, JSON, b"{}\n")
-        if len(found) == 1:
-            found[0].service()  # a body that nobody is going to read need not be waited for
-        return None
+        model.service()  # a body that nobody is going to read need not be waited for
+        return None if form else model
 
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
-        model = models.startup() if models.single and not _says_more(call) else _chosen(models, call)
-        return await model.answer(model.service().invocations, call, writer)
+    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
+        if model is None:
+            model = _named_by_form(call, models)
+        service = model.service()
+        reply.count_for(model.lifecycle)
+        return await service.invocations.handle(call, reply)
 
     def refuse(error: RequestError) -> Reply:
-        return _refusal(error, site.settings)
+        return _refusal(error, state.settings)
 
-    return Endpoint(site, route, [Target(answer, refuse, early=check)], NO_CACHE)
+    return Endpoint(state, route, answer, refuse, find=find, headers=NO_CACHE)
 
 
 def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
@@ -66,67 +55,59 @@ def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
         case BodyTimeout():
             return front_end_reply(408, "BadRequestException", error.message)
         case ModelNotNamed():
-            return front_end_reply(400, "BadRequestException", f"{_NAME_NEEDED} {error.message}")
+            return front_end_reply(400, "BadRequestException", f"Parameter model_name is required: {error.message}")
         case UnknownModel():
             return front_end_reply(404, "ModelNotFoundException", error.message)
         case NoWorkers():
             return front_end_reply(503, "WlmShutdownException", error.message)
         case NotReady():
-            status = settings.wlm_error_http_code
-            return front_end_reply(status, "ServiceUnavailableException", error.message)
+            return front_end_reply(settings.wlm_error_http_code, "ServiceUnavailableException", error.message)
         case _:
-            status = settings.server_error_http_code
-            return front_end_reply(status, "InternalServerException", error.message)
+            return front_end_reply(settings.server_error_http_code, "InternalServerException", error.message)
 
 
-def _says_more(call: Call) -> bool:
-    """Whether the call's body may name a model; whatever else does was checked before the body was read."""
-    return is_form(call.content_type) and _NAME.encode() in call.body
-
-
-def _chosen(models: Models, call: Call) -> Model:
-    headers = {name.lower().encode("latin-1"): value.encode("latin-1", "replace") for name, value in call.headers}
-    query = dict(reversed(call.query))  # the first of several counts
-    named = _attributes(headers, models)
-    name = call.path_parameters.get("model") or query.get(_NAME) or named.name
-    version = call.path_parameters.get("version") or query.get(_VERSION) or named.version
-    if name is None and _says_more(call):
-        name = _form_field(call)
-    return models.startup() if name is None else models.choose(name, version)
-
-
-def _form_field(call: Call) -> str | None:
+def _named_by_form(call: Call, models: Models) -> Model:
+    """The model that a field of the form names, or the one that was there at the start."""
+    if _NAME.encode() not in call.body:
+        return models.startup()
     try:
         fields = form_fields(call.body, call.content_type)
     except FormError:
-        return None  # the handler says what is wrong with it
-    return next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
+        return models.startup()  # the handler says what is wrong with the form
+    name = next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
+    if name is None:
+        return models.startup()
+    headers = {name.lower().encode("latin-1"): value.encode("latin-1", "replace") for name, value in call.headers}
+    _, version = named_model(call.path_parameters, urlencode(call.query).encode(), headers, models)
+    return models.choose(name, version)
 
 
-def _named(path: dict[str, str], query: bytes, headers: dict[bytes, bytes], served: Container[str]) -> _Named:
-    """The model that a call names before its body. Source: contracts/lmi.md section 1.4."""
+def named_model(
+    path: Mapping[str, str], query: bytes, headers: Mapping[bytes, bytes], served: Container[str]
+) -> tuple[str | None, str | None]:
+    """Name and version of the model that a request's head names; None for what it does not say.
+
+    The path goes before the query, that before the headers `model_name` and `model_version`, those before SageMaker's
+    custom attributes, and these before its Target-Model header.
+    """
     asked = parse_qs(query.decode("latin-1")) if query else {}
-    named = _attributes(headers, served)
-    name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or named.name
-    return _Named(name, path.get("version") or next(iter(asked.get(_VERSION, ())), None) or named.version)
-
-
-def _attributes(headers: dict[bytes, bytes], served: Container[str]) -> _Named:
-    """What headers say, or SageMaker's custom attributes, or its Target-Model."""
     found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, _VERSION) if key.encode() in headers}
     if _CUSTOM_ATTRIBUTES in headers:
         for attribute in headers[_CUSTOM_ATTRIBUTES].split(b";"):
-            key, _, value = attribute.partition(b"=")
-            found.setdefault(key.strip().decode("latin-1"), value.strip().decode("latin-1"))
-    return _Named(found.get(_NAME) or _target_model(headers, served), found.get(_VERSION))
+            key, _, text = attribute.partition(b"=")
+            found.setdefault(key.strip().decode("latin-1"), text.strip().decode("latin-1"))
+    name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
+    if not name and _TARGET_MODEL in headers:
+        name = _target_model(headers[_TARGET_MODEL].decode("latin-1"), served)
+    version = path.get("version") or next(iter(asked.get(_VERSION, ())), None) or found.get(_VERSION)
+    return name or None, version
 
 
-def _target_model(headers: dict[bytes, bytes], served: Container[str]) -> str | None:
+def _target_model(artifact: str, served: Container[str]) -> str | None:
     """The model of SageMaker's Target-Model, which names an artifact, such as `small.tar.gz`.
 
     None where no such model is served: a client may send the header to an endpoint that has but one model, whatever
-    that is called. Source: contracts/sagemaker_hosting.md section 3.
+    that is called.
     """
-    artifact = headers.get(_TARGET_MODEL, b"").decode("latin-1")
     name = artifact.rpartition("/")[2].removesuffix(".tar.gz")
     return next((known for known in (artifact, name) if known in served), None)

@@ -1,4 +1,4 @@
-"""LMI's management routes. Source: contracts/lmi.md sections 1.1, 1.2 and 1.10; sagemaker_hosting.md section 8."""
+"""The management routes: models and workers as LMI has them, adapters as LMI and vLLM have them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 from container.devices import gpu_count
-from container.http.endpoint import Endpoint, Site, Target
-from container.http.reply import NO_CACHE
+from container.http.endpoint import AppState, Endpoint
+from container.http.reply import NO_CACHE, Headers, HttpReply
 from container.models.lifecycle import State
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Order, Registrar
@@ -28,54 +28,49 @@ from handlers.contracts.lmi.management import (
     refused,
 )
 from handlers.contracts.openai import family as openai
-from handlers.contracts.openai.family import wrong_method as openai_wrong_method
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.entry_point import Service
 from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, NotServed, Overloaded, RequestError, UnknownModel
-from handlers.reply import ReplyWriter
 
 ANY_METHOD = "*"
 _PREFIXES = ("", "/models/{model}")
 _Answer = Callable[[Call, AdapterRegistry], Awaitable[Reply]]
+_Tell = Callable[[Call], Awaitable[Reply]]
 
 
-def adapter_routes(site: Site) -> Iterator[tuple[str, str, Endpoint]]:
+def adapter_routes(state: AppState) -> Iterator[tuple[str, str, Endpoint]]:
     """Path, method and endpoint of each route."""
     for prefix in _PREFIXES:
         path = f"{prefix}/adapters"
-        yield path, ANY_METHOD, _lmi(site, path, {"GET": _list, "POST": _register})
-        yield f"{path}/{{adapter}}", ANY_METHOD, _lmi(site, path, {"GET": _describe, "DELETE": _unregister})
-        yield f"{path}/{{adapter}}/update", ANY_METHOD, _lmi(site, path, {"POST": _update})
-    yield openai.LOAD, ANY_METHOD, _vllm(site, openai.LOAD, _load)
-    yield openai.UNLOAD, ANY_METHOD, _vllm(site, openai.UNLOAD, _unload)
+        yield path, ANY_METHOD, _lmi(state, path, {"GET": _list, "POST": _register})
+        yield f"{path}/{{adapter}}", ANY_METHOD, _lmi(state, path, {"GET": _describe, "DELETE": _unregister})
+        yield f"{path}/{{adapter}}/update", ANY_METHOD, _lmi(state, path, {"POST": _update})
+    yield openai.LOAD, ANY_METHOD, _vllm(state, openai.LOAD, _load)
+    yield openai.UNLOAD, ANY_METHOD, _vllm(state, openai.UNLOAD, _unload)
 
 
-def _service(site: Site, call: Call) -> Service:
-    """What serves the model that the path names, or the one that was there at the start.
+def _registry(state: AppState, call: Call) -> AdapterRegistry:
+    """The adapters of the model that the path names, or of the one that was there at the start.
 
     Raises:
         UnknownModel: it is not served, or none is named and there are several.
         NotReady: it is not loaded.
+        NotServed: it has no adapters.
     """
     name = call.path_parameters.get("model")
-    return site.service() if name is None else site.models.choose(name).service()
-
-
-def _registry(site: Site, call: Call) -> AdapterRegistry:
-    registry = _service(site, call).adapters
+    model = state.models.startup() if name is None else state.models.choose(name)
+    registry = model.service().adapters
     if registry is None:
         raise NotServed(lmi.DISABLED)
     return registry
 
 
-def _lmi(site: Site, route: str, answers: dict[str, _Answer]) -> Endpoint:
-    async def answer(call: Call, writer: ReplyWriter) -> None:
+def _lmi(state: AppState, route: str, answers: dict[str, _Answer]) -> Endpoint:
+    async def tell(call: Call) -> Reply:
         if (chosen := answers.get(call.method)) is None:
-            writer.reply(lmi.wrong_method(call.method, call.path))
-            return
-        writer.reply(await chosen(call, _registry(site, call)))
+            return lmi.wrong_method(call.method, call.path)
+        return await chosen(call, _registry(state, call))
 
-    return Endpoint(site, route, [Target(answer, lmi.refuse)], NO_CACHE)
+    return _endpoint(state, route, tell, lmi.refuse, NO_CACHE)
 
 
 async def _register(call: Call, registry: AdapterRegistry) -> Reply:
@@ -101,13 +96,13 @@ async def _list(call: Call, registry: AdapterRegistry) -> Reply:
     return lmi.listed(call, registry.all())
 
 
-def _vllm(site: Site, route: str, carry_out: _Answer) -> Endpoint:
-    async def answer(call: Call, writer: ReplyWriter) -> None:
-        writer.reply(
-            openai_wrong_method(call) if call.method != "POST" else await carry_out(call, _registry(site, call))
-        )
+def _vllm(state: AppState, route: str, carry_out: _Answer) -> Endpoint:
+    async def tell(call: Call) -> Reply:
+        if call.method != "POST":
+            return openai.wrong_method(call)
+        return await carry_out(call, _registry(state, call))
 
-    return Endpoint(site, route, [Target(answer, openai.refuse_adapter)])
+    return _endpoint(state, route, tell, openai.refuse_adapter)
 
 
 async def _load(call: Call, registry: AdapterRegistry) -> Reply:
@@ -122,33 +117,33 @@ async def _unload(call: Call, registry: AdapterRegistry) -> Reply:
     return openai.unloaded(body.lora_name)
 
 
-Tell = Callable[[Call], Awaitable[Reply]]
-
 _COLLECTIONS = ("/models", "/workflows")
 _LIST_STATUS = {State.STARTING: "PENDING", State.READY: "READY", State.FAILED: "FAILED"}
 _STATUS = {State.STARTING: "PENDING", State.READY: "Healthy", State.FAILED: "FAILED"}
 
 
-def management_endpoints(site: Site, registrar: Registrar) -> Iterator[tuple[str, str, Endpoint]]:
+def management_endpoints(state: AppState, registrar: Registrar) -> Iterator[tuple[str, str, Endpoint]]:
     """Path, method and endpoint of each route."""
-    api = _Api(site, registrar)
+    api = _Api(state, registrar)
     for collection in _COLLECTIONS:
         listed = api.models if collection == "/models" else api.workflows
-        yield from _endpoints(site, collection, {"GET": listed, "POST": api.register})
+        tables: dict[str, dict[str, _Tell]] = {collection: {"GET": listed, "POST": api.register}}
         for path in (f"{collection}/{{model}}", f"{collection}/{{model}}/{{version}}"):
-            yield from _endpoints(site, path, {"GET": api.describe, "PUT": api.scale, "DELETE": api.unregister})
+            tables[path] = {"GET": api.describe, "PUT": api.scale, "DELETE": api.unregister}
+        for path, table in tables.items():
+            for method, tell in table.items():
+                yield path, method, _endpoint(state, path, tell, refuse, NO_CACHE)
 
 
-def _endpoints(site: Site, path: str, tellers: dict[str, Tell]) -> Iterator[tuple[str, str, Endpoint]]:
-    for method, tell in tellers.items():
-        yield path, method, Endpoint(site, path, [Target(_answering(tell), refuse)], NO_CACHE)
+def _endpoint(
+    state: AppState, route: str, tell: _Tell, refuse: Callable[[RequestError], Reply], headers: Headers | None = None
+) -> Endpoint:
+    """An endpoint for whole replies."""
 
+    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+        reply.reply(await tell(call))
 
-def _answering(tell: Tell) -> Callable[[Call, ReplyWriter], Awaitable[None]]:
-    async def answer(call: Call, writer: ReplyWriter) -> None:
-        writer.reply(await tell(call))
-
-    return answer
+    return Endpoint(state, route, answer, refuse, headers=headers)
 
 
 def wrong_method() -> Reply:
@@ -177,9 +172,9 @@ def refuse(error: RequestError) -> Reply:
 class _Api:
     """What each route does. Every method may raise RequestError and ContractError."""
 
-    def __init__(self, site: Site, registrar: Registrar) -> None:
-        self._models, self._registrar = site.models, registrar
-        self._sagemaker = site.settings.multi_model
+    def __init__(self, state: AppState, registrar: Registrar) -> None:
+        self._models, self._registrar = state.models, registrar
+        self._sagemaker = state.settings.multi_model
 
     async def models(self, call: Call) -> Reply:
         start, limit = read_page(call)

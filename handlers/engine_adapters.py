@@ -86,7 +86,7 @@ class AdapterInvocations:
     def __init__(self, otherwise: Handler, formatters: AdapterFormatters) -> None:
         self._otherwise, self._formatters = otherwise, formatters
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         handler: Handler | None = None
         if self._formatters and (name := named_adapter(call)):
             handler = self._formatters.get(name)

@@ -19,7 +19,7 @@ from handlers.contracts.lmi.formatters import FormatterContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract
 from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
-from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
@@ -73,7 +73,7 @@ class Service:
     """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
     openai: OpenAIHandler | None = None
     """vLLM's own OpenAI server; None where something else generates."""
-    engine_handler: EngineHandler | None = None
+    queue: EngineQueue | None = None
     engine: Engine | None = None
     """None where a custom handler generates."""
     custom: CustomHandler | None = None
@@ -100,8 +100,8 @@ class Service:
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
-        if self.engine_handler is not None:
-            self.engine_handler.abort(request_id)
+        if self.queue is not None:
+            self.queue.abort(request_id)
         if self.openai is not None:
             self.openai.abort(request_id)
 
@@ -168,12 +168,12 @@ async def _load_engine(
 async def _serving(
     settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None, sessions: Sessions
 ) -> Service:
-    handler = EngineHandler(engine, engine.max_sequences + limits.queue_size)
-    openai = await openai_handler(engine, handler, settings, limits.model_aliases)
+    queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
+    openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
-    invocations, adapters = _invocations(settings, limits, handler, thread, formatters, openai, sessions), None
+    invocations, adapters = _invocations(settings, limits, queue, thread, formatters, openai, sessions), None
     if engine.adapters is not None:
-        make = partial(_formatted, settings, limits, handler, thread)
+        make = partial(_formatted, settings, limits, queue, thread)
         own = AdapterFormatters(make, formatters, settings.predict_timeout)
         invocations = AdapterInvocations(invocations, own)
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
@@ -181,9 +181,9 @@ async def _serving(
         settings,
         invocations,
         engine,
-        generation=_generation(settings, handler),
+        generation=_generation(settings, queue),
         openai=openai,
-        engine_handler=handler,
+        queue=queue,
         engine=engine,
         adapters=adapters,
         sessions=sessions,
@@ -210,46 +210,43 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
 def _invocations(
     settings: ModelSettings,
     limits: Limits,
-    handler: EngineHandler,
+    queue: EngineQueue,
     thread: FormatterThread,
     formatters: Formatters | None,
     openai: OpenAIHandler | None,
     sessions: Sessions,
 ) -> Handler:
     if formatters is None:
-        contract = _contract(settings, limits, handler.engine)
-        return InvocationsHandler(
-            ContractHandler(handler, contract), openai, settings, sessions, limits.overload_status
-        )
-    return _formatted(settings, limits, handler, thread, formatters)
+        contract = _contract(settings, limits, queue.engine)
+        return InvocationsHandler(EngineHandler(queue, contract), openai, settings, sessions, limits.overload_status)
+    return _formatted(settings, limits, queue, thread, formatters)
 
 
 def _formatted(
-    settings: ModelSettings, limits: Limits, handler: EngineHandler, thread: FormatterThread, formatters: Formatters
+    settings: ModelSettings, limits: Limits, queue: EngineQueue, thread: FormatterThread, formatters: Formatters
 ) -> Handler:
-    contract = _contract(settings, limits, handler.engine)
+    contract = _contract(settings, limits, queue.engine)
     formatted = FormatterContract(
         contract,
         settings,
         read=formatters.input,
         write=formatters.output,
         writes_tokens=formatters.output_takes_tokens,
-        tokenizer=handler.engine.tokenizer,
+        tokenizer=queue.engine.tokenizer,
         overload_status=limits.overload_status,
     )
-    return ContractHandler(handler, formatted, thread)
+    return EngineHandler(queue, formatted, thread)
 
 
-def _generation(settings: ModelSettings, handler: EngineHandler) -> dict[str, Handler]:
+def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
     """Handlers by path. A family that cannot serve this model is left out and takes no other with it."""
-    setting = ContractSetting(settings=settings, model=handler.engine)
+    setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
     for family in FAMILIES:
         routes = [route for route in family.routes if isinstance(route, Generates)]
         try:
             handlers |= {
-                route.path: ContractHandler(handler, route.contract(setting), long_body=route.long_body)
-                for route in routes
+                route.path: EngineHandler(queue, route.contract(setting), long_body=route.long_body) for route in routes
             }
         except Exception:
             logger.exception("the %s routes cannot be served with this model", family.name)

@@ -19,7 +19,7 @@ from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply, a
 from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
-from handlers.reply import FINISHED, Handler, ReplyWriter, Running
+from handlers.reply import Handler, ReplyWriter, Running
 from handlers.sessions import Sessions
 
 
@@ -167,11 +167,11 @@ class InvocationsHandler:
         self._sessions, self._overload_status = sessions, overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         body = _LMI if looks_plain(call) else await self._read(call)
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))
-            return FINISHED
+            return None
         await self._sessions.check(call)
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)

@@ -1,4 +1,4 @@
-"""How a handler sends bytes back: pushed, without waiting."""
+"""What a handler is: it answers calls by pushing bytes, without waiting for the client."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ReplyWriter(Protocol):
         """Begin a reply whose length is not known; an empty content type is left out."""
 
     def write(self, data: bytes) -> None:
-        """Go on with it."""
+        """Add a part to the body."""
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Go on with what `part` gives, at once or when the client has taken what came before.
+        """Add what `part` gives, at once or when the client has taken what came before.
 
         For replies each part of which repeats all before it: of parts that wait, only the latest is asked for, and none
         once the reply ends. Not to be mixed with `write`.
@@ -40,8 +40,8 @@ class ReplyWriter(Protocol):
 class Handler(Protocol):
     """Answers the calls of one route."""
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        """Answer a call through `writer`; returns what cancels it.
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
+        """Answer a call through `writer`; returns what cancels it, None if the reply is complete.
 
         Raises:
             ContractError: the call was refused before inference; the error holds the reply.
@@ -49,18 +49,7 @@ class Handler(Protocol):
 
 
 class Running(Protocol):
-    """A call whose reply is still coming."""
+    """Handle of a call whose reply is still coming."""
 
     def cancel(self) -> None:
-        """The client has gone. Harmless when the reply is complete."""
-
-
-class _Finished:
-    """A call whose reply is complete."""
-
-    __slots__ = ()
-
-    def cancel(self) -> None: ...
-
-
-FINISHED: Running = _Finished()
+        """Stop: the client has gone. Harmless when the reply is complete."""

@@ -1,116 +1,119 @@
-"""uvicorn's HTTP protocol with what it lacks: limits, corked writes, replies to HTTP/1.0, offers of other protocols."""
+"""uvicorn's HTTP protocol with what it lacks: time and size limits, joined writes, HTTP/1.0, protocol offers.
+
+The one module that touches uvicorn's internals. It was run with uvicorn 0.54.0; `check_uvicorn` refuses other releases
+when the server starts, and tests/live/test_uvicorn_seam.py fails where one of these has moved:
+
+- `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
+  and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`;
+- `RequestResponseCycle`: `chunked_encoding`, `expected_content_length`, `response_started`, `response_complete`,
+  `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send` waits while writing is paused,
+  and at no other time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 logger = logging.getLogger(__name__)
 
+UVICORN = "0.54."
+"""How the versions of uvicorn begin that this module is written for."""
+BREAK_OFF = "slipway.break_off"
+"""In `scope["extensions"]`: a function that drops the connection at once, with all that waits in it."""
 
-class Corked(Protocol):
-    """What collects what is written to it."""
+_OVERRIDDEN = (
+    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *(
+        "send_400_response",
+        "shutdown",
+        "_start_asgi_task",
+        "_unset_keepalive_if_required",
+        "timeout_keep_alive_handler",
+    ),
+)
 
-    def flush(self) -> None:
-        """Hand over what was written."""
 
+def check_uvicorn() -> None:
+    """Refuse to serve with a uvicorn whose internals may have moved.
 
-class Cork:
-    """All that has something to hand over at the end of this turn."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Corked] = []
-
-    def add(self, corked: Corked) -> None:
-        """Have it flushed at the end of this turn."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush_all)
-        self._waiting.append(corked)
-
-    def _flush_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for corked in waiting:
-            try:
-                corked.flush()
-            except Exception:  # of one connection; the others have theirs to send
-                logger.exception("a connection could not be written to")
+    Raises:
+        RuntimeError: its version is another, or a method is missing.
+    """
+    if not uvicorn.__version__.startswith(UVICORN):
+        raise RuntimeError(f"Slipway needs uvicorn {UVICORN}x, and uvicorn {uvicorn.__version__} is installed")
+    if missing := [name for name in _OVERRIDDEN if not hasattr(HttpToolsProtocol, name)]:
+        raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
 class CorkedTransport:
-    """A transport whose writes wait for the end of the turn; everything else passes through."""
+    """A transport that sends what is written in one turn of the event loop as one piece.
 
-    def __init__(self, transport: asyncio.Transport, cork: Cork) -> None:
-        self._transport = transport
-        self._cork = cork
-        self._pieces: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        """Keep the data until the end of this turn."""
-        if not self._pieces:
-            self._cork.add(self)
-        self._pieces.append(data)
-
-    def flush(self) -> None:
-        """Hand over what was written."""
-        pieces = self._pieces
-        if not pieces:
-            return
-        self._pieces = []
-        if not self._transport.is_closing():
-            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-
-    def close(self) -> None:
-        """Close once all is sent."""
-        self.flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class LingeringTransport(CorkedTransport):
-    """A corked transport that is closed after the client has sent its request, or `seconds` later.
-
-    `still_sends` tells, when the connection is closed, whether a reply is out and its request is not yet in.
-    `closing` is called then: what the client has not taken may keep the connection for as long as it likes.
+    Where a reply is out and its request is not all in, `close` ends our side only, and the connection is closed when the
+    client has ended its own side, or `linger_seconds` later: a client that sends before it reads would lose its reply
+    otherwise.
     """
 
     def __init__(
         self,
         transport: asyncio.Transport,
-        cork: Cork,
-        still_sends: Callable[[], bool],
-        seconds: float,
-        closing: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+        still_sends: Callable[[], bool] = lambda: False,
+        closing: Callable[[], None] = lambda: None,
+        linger_seconds: float = 0.0,
     ) -> None:
-        super().__init__(transport, cork)
-        self._still_sends, self._seconds, self._closing = still_sends, seconds, closing
+        """`still_sends`: whether a reply is out and its request is not all in. `closing`: called when it is closed."""
+        self._transport, self._loop = transport, loop
+        self._still_sends, self._closing, self._linger_seconds = still_sends, closing, linger_seconds
+        self._pieces: list[bytes] = []
         self._end: asyncio.TimerHandle | None = None
 
     @property
     def lingering(self) -> bool:
-        """What comes from the client now is for nobody."""
+        """Our side is ended; what comes from the client now is for nobody."""
         return self._end is not None
 
     def is_closing(self) -> bool:
-        return self.lingering or self._transport.is_closing()
+        return self._end is not None or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Keep the data until the end of this turn."""
+        if not self._pieces:
+            self._loop.call_soon(self.flush)
+        self._pieces.append(data)
+
+    def flush(self) -> None:
+        """Hand over what was written. A connection that does not take it is broken off."""
+        pieces = self._pieces
+        if not pieces:
+            return
+        self._pieces = []
+        if self._transport.is_closing():
+            return
+        try:
+            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        except Exception:
+            logger.exception("a connection cannot be written to: it is broken off")
+            self._transport.abort()
 
     def close(self) -> None:
         """Close once all is sent, and the client has had time to read it."""
         if self.is_closing():
             return
+        self.flush()
         if self._still_sends():
-            self.flush()
             self._transport.write_eof()
             self._transport.resume_reading()
-            self._end = asyncio.get_running_loop().call_later(self._seconds, self._transport.close)
+            self._end = self._loop.call_later(self._linger_seconds, self._transport.close)
         else:
-            super().close()
+            self._transport.close()
         self._closing()
 
     def closed(self) -> None:
@@ -118,69 +121,18 @@ class LingeringTransport(CorkedTransport):
         if self._end is not None:
             self._end.cancel()
 
-
-Application = Callable[[Any, Any, Any], Awaitable[None]]
-
-_CHUNKS_SINCE = "1.1"
-
-
-def knows_chunks(scope: Any) -> bool:
-    """Whether the request's version of HTTP has them."""
-    version: str = scope["http_version"]
-    return version >= _CHUNKS_SINCE
-
-
-def until_closed(cycle: RequestResponseCycle, application: Application) -> Application:
-    """An application whose replies without a length go out as they are, and end with the connection."""
-
-    async def serve(scope: Any, receive: Any, send: Any) -> None:
-        framed = True
-
-        async def send_plain(message: Any) -> None:
-            nonlocal framed
-            if message["type"] == "http.response.start":
-                framed = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-                if not framed:
-                    cycle.chunked_encoding = False
-            elif not framed:
-                # uvicorn has a reply be of exactly the length that was announced.
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await application(scope, receive, send_plain)
-
-    return serve
-
-
-_CORK = Cork()
-BREAK_OFF = "slipway.break_off"
-"""In `scope["extensions"]`: what drops the connection at once, with all that waits in it."""
-
-
-class _Parser:
-    """httptools' parser, for which a request that offers another protocol is plain HTTP (RFC 9110 section 7.8).
-
-    httptools stops at the end of such a request's head, and never sees its body. Java's HttpClient makes such an offer,
-    of HTTP/2, with the first request of each connection.
-    """
-
-    def __init__(self, protocol: HttpProtocol) -> None:
-        self._protocol = protocol
-        self._parser = _new_parser(protocol)
-
-    def feed_data(self, data: bytes) -> None:
-        while not self._protocol.transport.is_closing():
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as offer:
-                # Read once more without the offer, by a parser that has not stopped.
-                data = self._protocol.head_without_offer() + data[offer.args[0] :]
-                self._parser = _new_parser(self._protocol)
-            else:
-                return
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._parser, name)
+        return getattr(self._transport, name)
+
+
+class _AnyLength(int):
+    """The length that uvicorn is to expect of a body that ends with its connection: whatever comes fits."""
+
+    def __lt__(self, length: int) -> bool:
+        return False
+
+    def __sub__(self, length: int) -> _AnyLength:
+        return self
 
 
 def _new_parser(protocol: HttpProtocol) -> httptools.HttpRequestParser:
@@ -190,11 +142,12 @@ def _new_parser(protocol: HttpProtocol) -> httptools.HttpRequestParser:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol on a corked transport, with what uvicorn does not have.
+    """One connection.
 
-    These are limits on a request's head and on requests that are sent before the one before them is answered, limits on
-    the time in which a connection's client says nothing or takes nothing, an answer for requests that offer another
-    protocol, and word for every request of a connection that its client has left.
+    Beyond uvicorn's protocol it limits heads, pipelined requests, and the time in which a client says nothing or takes
+    nothing; it ends replies without a length with the connection for clients of HTTP/1.0, which know no chunks (nginx's
+    `proxy_pass` is one by default); it serves requests that offer another protocol as plain HTTP; and every request of
+    a connection hears that its client has left.
     """
 
     MAX_HEAD = 256 * 1024
@@ -202,15 +155,15 @@ class HttpProtocol(HttpToolsProtocol):
     HEAD_SECONDS = 60.0
     """From a head's first bytes to its last."""
     SEND_SECONDS = 120.0
-    """That a client may take nothing of what waits for it."""
+    """For which a client may take nothing of what waits for it."""
     LINGER_SECONDS = 10.0
-    """That a client may go on to send a body that nobody reads, and take its reply, before its connection is closed."""
+    """For which a client may go on to send a body that nobody reads, and take its reply."""
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self.parser = _Parser(self)
+        self.parser = _new_parser(self)
         self._in_head = False
         self._overhead = 0
         """Bytes since the last of a body, or since the last head."""
@@ -218,136 +171,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
 
-    def on_message_begin(self) -> None:
-        """Called by the parser."""
-        self._in_head = True
-        super().on_message_begin()
-        # ASGI has no way to break a connection off whose client does not take what was sent.
-        self.scope["extensions"] = {BREAK_OFF: self.transport.abort}  # type: ignore[dict-item]
-
-    def on_headers_complete(self) -> None:
-        """Called by the parser."""
-        self._in_head, self._overhead = False, 0
-        self._unset_head_limit()
-        if self._offers_protocol():
-            return
-        super().on_headers_complete()
-        # Trailers come by the same callback. They are no headers (RFC 9110 section 6.5.1), and nobody reads them.
-        self.headers = []
-        if len(self.pipeline) > self.MAX_PIPELINED:
-            self.transport.abort()
-
-    def on_body(self, body: bytes) -> None:
-        """Called by the parser."""
-        self._overhead = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """Called by the parser."""
-        self._overhead = 0
-        if not self._offers_protocol():
-            super().on_message_complete()
-
-    def _offers_protocol(self) -> bool:
-        # CONNECT stops the parser as well, but it is no offer; uvicorn refuses it.
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
-
-    def head_without_offer(self) -> bytes:
-        """The head of the request that is being read, without the protocol that it offers."""
-        version = self.parser.get_http_version().encode()
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
-
-    def data_received(self, data: bytes) -> None:
-        if self._connection.lingering:
-            return
-        self._overhead += len(data)
-        super().data_received(data)
-        if self.transport.is_closing():
-            return
-        if self._overhead > self.MAX_HEAD:
-            self.send_400_response("Request header is too large.")
-        else:
-            self._limit_silence()
-
-    def send_400_response(self, msg: str) -> None:
-        """Called for what cannot be read. In the middle of a reply the answer would be taken for a part of that."""
-        if self._answering is not None and self._answering.response_started and not self._answering.response_complete:
-            self.transport.close()
-        else:
-            super().send_400_response(msg)
-
-    def shutdown(self) -> None:
-        """Called by the server when it ends. A request that is not there yet is not waited for."""
-        super().shutdown()
-        cycle = self.cycle
-        if cycle is not None and cycle.more_body and not cycle.response_started:
-            self.transport.close()
-
-    def _still_sends(self) -> bool:
-        answered = self._answering is not None and self._answering.response_complete
-        return answered and self.cycle is not None and bool(self.cycle.more_body)
-
-    def _limit_silence(self) -> None:
-        if self._in_head:
-            if self._head_limit is None:
-                self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
-        elif not self._busy and self.timeout_keep_alive_task is None:
-            self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
-
-    @property
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _limit_idleness(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def _head_is_late(self) -> None:
-        self._head_limit = None
-        if self._busy:  # with the request before; that one's reply is not to be cut off
-            self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
-        else:
-            self.transport.close()
-
-    def _unset_head_limit(self) -> None:
-        if self._head_limit is not None:
-            self._head_limit.cancel()
-            self._head_limit = None
-
-    def pause_writing(self) -> None:
-        """Called by the transport."""
-        super().pause_writing()
-        self._limit_sending()
-
-    def resume_writing(self) -> None:
-        """Called by the transport."""
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._unset_send_limit()
-
-    def _limit_sending(self) -> None:
-        # Nothing is added to it while writing is paused, nor once the connection is being closed.
-        self._unset_send_limit()
-        waiting: int = self.transport.get_write_buffer_size()
-        self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)
-
-    def _check_sending(self, waited: int) -> None:
-        if self.transport.get_write_buffer_size() < waited:
-            self._limit_sending()
-            return
-        logger.warning("a client has taken nothing for %g s: its connection is broken off", self.SEND_SECONDS)
-        self.transport.abort()
-
-    def _unset_send_limit(self) -> None:
-        if self._send_limit is not None:
-            self._send_limit.cancel()
-            self._send_limit = None
+    # The transport's callbacks.
 
     def connection_made(self, transport: Any) -> None:
-        self._connection = LingeringTransport(
-            transport, _CORK, self._still_sends, self.LINGER_SECONDS, self._limit_sending
+        self._connection = CorkedTransport(
+            transport, self.loop, self._still_sends, self._limit_sending, self.LINGER_SECONDS
         )
+        # ASGI has no way to break a connection off whose client does not take what was sent.
+        self._extensions = {BREAK_OFF: transport.abort}
         super().connection_made(self._connection)  # type: ignore[arg-type]
         self._limit_idleness()
 
@@ -364,9 +195,152 @@ class HttpProtocol(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
 
+    def data_received(self, data: bytes) -> None:
+        if self._connection.lingering:
+            return
+        self._overhead += len(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self._connection.is_closing():
+            return
+        if self._overhead > self.MAX_HEAD:
+            self.send_400_response("Request header is too large.")
+        elif self._in_head:
+            if self._head_limit is None:
+                self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
+        elif self.timeout_keep_alive_task is None and not self._busy():
+            self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self._connection.is_closing():
+            self._unset_send_limit()
+
+    # The parser, and its callbacks.
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, for which a request that offers another protocol is plain HTTP (RFC 9110, section 7.8).
+
+        httptools stops at the end of such a request's head, and never sees its body. Java's HttpClient makes such an
+        offer, of HTTP/2, with the first request of each connection.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._connection.is_closing():
+                    return
+                # Read once more without the offer, by a parser that has not stopped.
+                data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = _new_parser(self)
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _offers_protocol(self) -> bool:
+        # CONNECT stops the parser as well, but it is no offer; uvicorn refuses it.
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_offer(self) -> bytes:
+        """The head of the request that is being read, without the protocol that it offers."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._overhead = False, 0
+        self._unset_head_limit()
+        if self._offers_protocol():
+            return
+        super().on_headers_complete()
+        # Trailers come by the same callback. They are no headers (RFC 9110, section 6.5.1), and nobody reads them.
+        self.headers = []
+        if len(self.pipeline) > self.MAX_PIPELINED:
+            self._connection.abort()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._overhead = 0
+        if not self._offers_protocol():
+            super().on_message_complete()
+
+    # The request that is answered.
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        if not knows_chunks(cycle.scope):
-            app = until_closed(cycle, app)
-            cycle.waiting_for_100_continue = False  # nor does such a client know what that would be (RFC 9110, 10.1.1)
+        if cycle.scope["http_version"] < "1.1":
+            cycle.chunked_encoding, cycle.expected_content_length = False, _AnyLength()
+            cycle.waiting_for_100_continue = False  # such a client does not know what that is (RFC 9110, 10.1.1)
         super()._start_asgi_task(cycle, app)
+
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _still_sends(self) -> bool:
+        """Whether a reply is out and its request is not all in."""
+        answered = self._answering is not None and self._answering.response_complete
+        return answered and self.cycle is not None and self.cycle.more_body
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be read; in the middle of a reply, where this would be taken for a part of that, close."""
+        if self._answering is not None and self._answering.response_started and not self._answering.response_complete:
+            self._connection.close()
+        else:
+            super().send_400_response(msg)
+
+    def shutdown(self) -> None:
+        """End with the server. A request that is not all here yet is not waited for."""
+        super().shutdown()
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self._connection.close()
+
+    # The limits on time.
+
+    def _limit_idleness(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _head_is_late(self) -> None:
+        self._head_limit = None
+        if self._busy():  # with the request before; that one's reply is not to be cut off
+            self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
+        else:
+            self._connection.close()
+
+    def _unset_head_limit(self) -> None:
+        if self._head_limit is not None:
+            self._head_limit.cancel()
+            self._head_limit = None
+
+    def _limit_sending(self) -> None:
+        """Watch what waits to be sent; nothing is added to it while writing is paused, nor once the connection closes."""
+        self._unset_send_limit()
+        waiting: int = self._connection.get_write_buffer_size()
+        self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)
+
+    def _check_sending(self, waited: int) -> None:
+        if self._connection.get_write_buffer_size() < waited:
+            self._limit_sending()
+            return
+        logger.warning("a client has taken nothing for %g s: its connection is broken off", self.SEND_SECONDS)
+        self._connection.abort()
+
+    def _unset_send_limit(self) -> None:
+        if self._send_limit is not None:
+            self._send_limit.cancel()
+            self._send_limit = None

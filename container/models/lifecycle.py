@@ -220,7 +220,7 @@ class Lifecycle:
     def view(self) -> ModelView:
         """What routes that generate nothing may know of the model."""
         service = self.service if self._state is not State.STARTING else None
-        engine_handler = service.engine_handler if service is not None else None
+        queue = service.queue if service is not None else None
         engine, version = running_engine(service.settings if service is not None else self.model)
         stalled = self.stalled
         return ModelView(
@@ -231,7 +231,7 @@ class Lifecycle:
             loaded=service.engine if service is not None else None,
             engine=engine,
             engine_version=version,
-            max_requests=engine_handler.limit if engine_handler is not None else self._server.job_queue_size,
+            max_requests=queue.limit if queue is not None else self._server.job_queue_size,
             model_aliases=self._server.model_aliases,
             abort=service.abort if service is not None else _nothing_to_abort,
             adapters=service.adapters.all() if service is not None and service.adapters is not None else (),

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from container.models.lifecycle import Lifecycle, State, until_none
-from handlers.contracts.protocol import Call
 from handlers.entry_point import Service
 from handlers.errors import NotReady, UnknownModel
-from handlers.reply import Handler, ReplyWriter, Running
 
 _NAMES_SHOWN = 20
 
@@ -69,33 +67,6 @@ class Model:
         if state is State.STARTING:
             raise NotReady(f"model {self.name} is not loaded yet")
         raise NotReady("the server is stopping")
-
-    async def answer(self, handler: Handler, call: Call, writer: ReplyWriter) -> Running | None:
-        """Have one of its service's handlers answer; the call counts as the model's until it is over."""
-        self.lifecycle.open_calls += 1
-        running: Running | None = None
-        try:
-            running = await handler.handle(call, writer)
-        finally:
-            if running is None:
-                self.lifecycle.open_calls -= 1
-        return None if running is None else _Counted(running, self.lifecycle)
-
-
-class _Counted:
-    """A running call of a model; see `handlers.reply.Running`. It is cancelled once it is over, however it ended."""
-
-    __slots__ = ("_lifecycle", "_running")
-
-    def __init__(self, running: Running, lifecycle: Lifecycle) -> None:
-        self._running = running
-        self._lifecycle: Lifecycle | None = lifecycle
-
-    def cancel(self) -> None:
-        if self._lifecycle is not None:
-            self._lifecycle.open_calls -= 1
-            self._lifecycle = None
-        self._running.cancel()
 
 
 class Models:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from handlers.engine_handler import EngineHandler
+from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest
 from handlers.meter import Meter
 
@@ -28,10 +28,10 @@ class Hold(Protocol):
 class OpenAICall:
     """Places in the queue, the adapter, and whether the call may name any model."""
 
-    __slots__ = ("_closed", "_handler", "_held", "adapters", "any_model", "failed", "generates")
+    __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "failed", "generates")
 
-    def __init__(self, handler: EngineHandler, any_model: bool = False) -> None:
-        self._handler = handler
+    def __init__(self, queue: EngineQueue, any_model: bool = False) -> None:
+        self._queue = queue
         self._held = 0
         self._closed = False
         self.any_model = any_model
@@ -46,12 +46,12 @@ class OpenAICall:
     @property
     def meter(self) -> Meter:
         """The engine's."""
-        return self._handler.engine.meter
+        return self._queue.engine.meter
 
     @property
     def max_model_len(self) -> int:
         """The model's context, in tokens."""
-        return self._handler.engine.max_model_len
+        return self._queue.engine.max_model_len
 
     def take(self, sequences: int) -> None:
         """Take places for sequences of this call.
@@ -60,12 +60,12 @@ class OpenAICall:
             InvalidRequest: the call would never fit, or has ended.
             Overloaded: there are not enough now.
         """
-        limit = self._handler.limit
+        limit = self._queue.limit
         if self._closed:  # something that outlives its call, such as a response in the background
             raise InvalidRequest("the call has ended; nothing can be generated for it any more")
         if self._held + sequences > limit:
             raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")
-        self._handler.admit(sequences)
+        self._queue.admit(sequences)
         self._held += sequences
         self.generates = True
 
@@ -73,7 +73,7 @@ class OpenAICall:
         """Give places back; harmless once the call has ended."""
         if not self._closed:
             self._held -= sequences
-            self._handler.open_sequences -= sequences
+            self._queue.open_sequences -= sequences
 
     def keep(self, adapter: str, hold: Hold) -> Hold:
         """Keep an adapter in place until the call ends; once for all requests of the call, which is returned."""

@@ -1,4 +1,4 @@
-"""OpenAI's routes on vLLM's engine; see `handlers.reply.Handler`."""
+"""OpenAI's routes: vLLM's own front end as an ASGI application in this process, around our engine."""
 
 from __future__ import annotations
 
@@ -6,57 +6,198 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
 
 from handlers.contracts.openai.family import ALIASED, error_reply
-from handlers.contracts.protocol import Call, Reply, adapter_header
-from handlers.engine_handler import EngineHandler
+from handlers.contracts.protocol import LONG_BODY, Call, Reply, adapter_header
+from handlers.engine_handler import EngineQueue
 from handlers.engines.choice import is_vllm
-from handlers.engines.protocol import Engine
 from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
-from handlers.openai.body import hopeless, with_model, without_nulls
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.reply import ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
+App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+"""An ASGI application."""
+
 EVENTS = "text/event-stream"
+_CHAT = "/v1/chat/completions"
+_MESSAGES = "/v1/messages"
+"""Anthropic's route, whose clients know another error event."""
+_PREFIXES = ("chatcmpl-", "cmpl-")
+"""Before the HTTP request's id in those of vLLM's answers."""
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
+"""Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
+_CONVERSATIONS = frozenset({_CHAT, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
+_MARKS = (b"{", b"[", b",")
+"""What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
+_MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
+_MARKS_OF_PROMPTS = 2_000_000
+"""Token ids of many prompts; these cost a tenth of what messages do."""
 
-def scope(call: Call, path: str, state: dict[str, Any]) -> dict[str, Any]:
-    """The call as an ASGI scope. The application sees our id of the request, and so gives it to its answer."""
-    headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
-    headers = [(name, value) for name, value in headers if name not in _OURS and name != b"content-type"]
-    if call.content_type:
-        headers.append((b"content-type", call.content_type.encode("latin-1", "replace")))
-    headers += [
-        (b"content-length", str(len(call.body)).encode()),
-        (b"x-request-id", call.request_id.encode("latin-1", "replace")),
-    ]
-    return {
-        "type": "http",
-        # Before 2.4 an application listens for a disconnect while it streams; later ones wait for `send` to fail,
-        # which ours never does.
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": urlencode(call.query).encode(),
-        "headers": headers,
-        "client": None,
-        "server": None,
-        "state": state,
-    }
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+
+
+async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
+    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
+
+    `aliases`: further names that a request may call the model by.
+
+    Raises:
+        EngineStartError: vLLM's front end refuses an option of the model, or is not one that we know.
+    """
+    if not is_vllm(settings):
+        return None
+    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm_app import build
+
+    engine: Any = queue.engine
+    adapters = engine.adapters
+    client = EngineClient(
+        engine.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens, adapters
+    )
+    accepted = frozenset({*aliases, settings.name, settings.model_id})
+    app = await build(
+        client,
+        engine.frontend_arguments,
+        model=settings.public_names[0],
+        served_names=settings.public_names,
+        accepts=lambda name: name in accepted or current_call.get().any_model,
+        adapters=adapters.public if adapters is not None else None,
+    )
+    names = Names(settings.public_names[0], adapters.public if adapters is not None else {})
+    return OpenAIHandler(app, queue, engine.async_llm, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the `model` of a body may be."""
+
+    model: str = ""
+    """The model itself."""
+    adapters: Collection[str] = ()
+    """Its adapters, as they come and go."""
+
+
+NO_NAMES = Names()
+
+
+class OpenAIHandler:
+    """Hands calls to vLLM's own front end."""
+
+    def __init__(self, app: Any, queue: EngineQueue, llm: Any, names: Names = NO_NAMES) -> None:
+        """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
+        self._app, self._queue, self._llm, self._names = app, queue, llm, names
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    def openapi(self) -> dict[str, Any]:
+        """vLLM's own description of its routes, as an OpenAPI document."""
+        document: dict[str, Any] = self._app.openapi()
+        return document
+
+    def abort(self, request_id: str) -> None:
+        """End the requests with this id, if there are any: that of the answer (`chatcmpl-...`), or of the HTTP request.
+
+        Their clients get what there is of the answer, with the finish reason `abort`.
+        """
+        ids = [known for known in self._llm.output_processor.external_req_ids if _belongs(known, request_id)]
+        if ids and not self._llm.errored:
+            task = asyncio.create_task(self._llm.abort(ids))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        path = call.path.removeprefix(ALIASED)
+        return self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
+
+    def begin(
+        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+    ) -> Running:
+        """Answer the call as one to `path`.
+
+        `any_model`: the `model` of its body never makes a refusal. `adapter`: what takes its place; the empty name is
+        the model itself.
+
+        Raises:
+            UnknownAdapter: it is not registered.
+        """
+        if adapter is not None and call.body:
+            if adapter and adapter not in self._names.adapters:
+                raise UnknownAdapter(adapter)
+            call = with_model(call, adapter or self._names.model)
+        return _RunningCall(self._app, OpenAICall(self._queue, any_model), without_nulls(call, path), writer, path)
+
+
+def _belongs(known: str, request_id: str) -> bool:
+    """Whether vLLM's id of a request is of the answer with this id; completions have one for each prompt."""
+    answer, _, prompt = known.rpartition("-")
+    names = (known, answer) if prompt.isdigit() else (known,)
+    return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
+
+
+class _RunningCall:
+    """One call in vLLM's front end, as a task of its own; implements `handlers.reply.Running`."""
+
+    def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+        self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
+        self._exchange = AsgiExchange(call.body, writer)
+        self._meter = held.meter
+        self._task = asyncio.create_task(self._run())
+
+    def cancel(self) -> None:
+        """Tell the front end, which ends its tasks; the engine aborts then."""
+        self._exchange.disconnect()
+
+    async def _run(self) -> None:
+        path = self._path
+        current_call.set(self._held)
+        started = time.monotonic()
+        if (refusal := hopeless(self._call.body, path, self._held.max_model_len)) is not None:
+            self._finish(refusal)
+            return
+        try:
+            await self._app(scope(self._call, path, {}), self._exchange.receive, self._exchange.send)
+        except UnicodeEncodeError:
+            self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
+        except Exception:
+            logger.exception("vLLM's front end failed", extra={"request_id": self._call.request_id})
+        finally:
+            self._held.close()
+            if not self._exchange.disconnected:
+                self._finish(error_reply("Internal server error", "InternalServerError", 500))
+                if self._held.generates:
+                    self._meter.calls.count(time.monotonic() - started, failed=self._held.failed)
+
+    def _finish(self, reply: Reply) -> None:
+        """See to it that there is an answer, whatever became of the front end."""
+        exchange = self._exchange
+        if exchange.complete or exchange.disconnected:
+            return
+        exchange.complete = True
+        if exchange.streams_events:
+            self._writer.end(_last_events(self._path, reply))
+        elif exchange.started:
+            self._writer.end(b"")
+        else:
+            self._writer.reply(reply)
+
+
+def _last_events(path: str, reply: Reply) -> bytes:
+    """What ends a stream with an error, as vLLM's own streams on this path do."""
+    message = msgspec.json.decode(reply.body)["error"]["message"]
+    if path == _MESSAGES:
+        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
 
 
 class AsgiExchange:
@@ -120,164 +261,78 @@ class AsgiExchange:
         self.complete = last
 
 
-App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
-"""An ASGI application."""
-_MESSAGES = "/v1/messages"
-"""Anthropic's route, whose clients know another error event."""
-_PREFIXES = ("chatcmpl-", "cmpl-")
-"""Before the HTTP request's id in those of vLLM's answers."""
+def scope(call: Call, path: str, state: dict[str, Any]) -> dict[str, Any]:
+    """The call as an ASGI scope. The application sees our id of the request, and so gives it to its answer."""
+    headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
+    headers = [(name, value) for name, value in headers if name not in _OURS and name != b"content-type"]
+    if call.content_type:
+        headers.append((b"content-type", call.content_type.encode("latin-1", "replace")))
+    headers += [
+        (b"content-length", str(len(call.body)).encode()),
+        (b"x-request-id", call.request_id.encode("latin-1", "replace")),
+    ]
+    return {
+        "type": "http",
+        # Before 2.4 an application listens for a disconnect while it streams; later ones wait for `send` to fail,
+        # which ours never does.
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": urlencode(call.query).encode(),
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": state,
+    }
 
 
-async def openai_handler(
-    engine: Engine, handler: EngineHandler, settings: ModelSettings, aliases: Sequence[str]
-) -> OpenAIHandler | None:
-    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
-
-    `aliases`: further names that a request may call the model by.
-
-    Raises:
-        EngineStartError: vLLM's front end refuses an option of the model, or is not one that we know.
-    """
-    if not is_vllm(settings):
+def hopeless(body: bytes, path: str, max_model_len: int) -> Reply | None:
+    """The reply to a body of more parts than could fit into the model's context; None for all others."""
+    if len(body) < LONG_BODY:
         return None
-    from handlers.openai.engine_client import EngineClient
-    from handlers.openai.vllm_app import build
-
-    running: Any = engine
-    adapters = running.adapters
-    client = EngineClient(
-        running.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens, adapters
+    limit = _MARKS_PER_TOKEN * max_model_len + _FURTHER_MARKS
+    if path not in _CONVERSATIONS:
+        limit = max(limit, _MARKS_OF_PROMPTS)
+    if sum(map(body.count, _MARKS)) <= limit:
+        return None
+    return error_reply(
+        f"the body has more parts than the model's context of {max_model_len} tokens can hold", "BadRequestError", 400
     )
-    accepted = frozenset({*aliases, settings.name, settings.model_id})
-    app = await build(
-        client,
-        running.frontend_arguments,
-        model=settings.public_names[0],
-        served_names=settings.public_names,
-        accepts=lambda name: name in accepted or current_call.get().any_model,
-        adapters=adapters.public if adapters is not None else None,
-    )
-    names = Names(settings.public_names[0], adapters.public if adapters is not None else {})
-    return OpenAIHandler(app, handler, running.async_llm, names)
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What the `model` of a body may be."""
-
-    model: str = ""
-    """The model itself."""
-    adapters: Collection[str] = ()
-    """Its adapters, as they come and go."""
-
-
-NO_NAMES = Names()
+def with_model(call: Call, name: str) -> Call:
+    """The call with another `model`; what is no JSON object is left to vLLM to refuse."""
+    try:
+        document = _decode(call.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return call
+    document["model"] = msgspec.Raw(msgspec.json.encode(name))
+    return replace(call, body=msgspec.json.encode(document))
 
 
-class OpenAIHandler:
-    """Hands calls to vLLM's own front end."""
+def without_nulls(call: Call, path: str) -> Call:
+    """The call without the null fields of its chat messages; what cannot be read is left to vLLM to refuse.
 
-    def __init__(self, app: Any, handler: EngineHandler, llm: Any, names: Names = NO_NAMES) -> None:
-        """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
-        self._app, self._handler, self._llm, self._names = app, handler, llm, names
-        self._aborting: set[asyncio.Task[None]] = set()
-
-    def openapi(self) -> dict[str, Any]:
-        """vLLM's own description of its routes, as an OpenAPI document."""
-        document: dict[str, Any] = self._app.openapi()
-        return document
-
-    def abort(self, request_id: str) -> None:
-        """End the requests with this id, if there are any: that of the answer (`chatcmpl-...`), or of the HTTP request.
-
-        Their clients get what there is of the answer, with the finish reason `abort`.
-        """
-        ids = [known for known in self._llm.output_processor.external_req_ids if _belongs(known, request_id)]
-        if ids and not self._llm.errored:
-            task = asyncio.create_task(self._llm.abort(ids))
-            self._aborting.add(task)
-            task.add_done_callback(self._aborting.discard)
-
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        path = call.path.removeprefix(ALIASED)
-        return self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
-
-    def begin(
-        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
-    ) -> Running:
-        """Answer the call as one to `path`.
-
-        `any_model`: the `model` of its body never makes a refusal. `adapter`: what takes its place; the empty name is
-        the model itself.
-
-        Raises:
-            UnknownAdapter: it is not registered.
-        """
-        if adapter is not None and call.body:
-            if adapter and adapter not in self._names.adapters:
-                raise UnknownAdapter(adapter)
-            call = with_model(call, adapter or self._names.model)
-        return _RunningCall(self._app, OpenAICall(self._handler, any_model), without_nulls(call, path), writer, path)
+    TGI's Python client sends every field of a message, and TGI takes null for absent, as our contracts do; vLLM does
+    not. A null `content` stays: a message with tool calls may have it.
+    """
+    if path != _CHAT or b"null" not in call.body:
+        return call
+    try:
+        document = _decode(call.body)
+        messages = _decode_messages(document["messages"])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+        return call
+    kept = [{name: value for name, value in message.items() if _stays(name, value)} for message in messages]
+    if kept == messages:
+        return call
+    document["messages"] = msgspec.Raw(msgspec.json.encode(kept))
+    return replace(call, body=msgspec.json.encode(document))
 
 
-def _belongs(known: str, request_id: str) -> bool:
-    """Whether vLLM's id of a request is of the answer with this id; completions have one for each prompt."""
-    answer, _, prompt = known.rpartition("-")
-    names = (known, answer) if prompt.isdigit() else (known,)
-    return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
-
-
-def _last_events(path: str, reply: Reply) -> bytes:
-    """What ends a stream with an error, as vLLM's own streams on this path do."""
-    message = msgspec.json.decode(reply.body)["error"]["message"]
-    if path == _MESSAGES:
-        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
-
-
-class _RunningCall:
-    """One call in vLLM's front end; see `handlers.reply.Running`."""
-
-    def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
-        self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
-        self._exchange = AsgiExchange(call.body, writer)
-        self._meter = held.meter
-        self._task = asyncio.create_task(self._run())
-
-    def cancel(self) -> None:
-        """See `Running.cancel`. The front end hears of it, ends its tasks, and the engine aborts."""
-        self._exchange.disconnect()
-
-    async def _run(self) -> None:
-        path = self._path
-        current_call.set(self._held)
-        started = time.monotonic()
-        if (refusal := hopeless(self._call.body, path, self._held.max_model_len)) is not None:
-            self._finish(refusal)
-            return
-        try:
-            await self._app(scope(self._call, path, {}), self._exchange.receive, self._exchange.send)
-        except UnicodeEncodeError:
-            self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
-        except Exception:
-            logger.exception("vLLM's front end failed", extra={"request_id": self._call.request_id})
-        finally:
-            self._held.close()
-            if not self._exchange.disconnected:
-                self._finish(error_reply("Internal server error", "InternalServerError", 500))
-                if self._held.generates:
-                    self._meter.calls.count(time.monotonic() - started, failed=self._held.failed)
-
-    def _finish(self, reply: Reply) -> None:
-        """See to it that there is an answer, whatever became of the front end."""
-        exchange = self._exchange
-        if exchange.complete or exchange.disconnected:
-            return
-        exchange.complete = True
-        if exchange.streams_events:
-            self._writer.end(_last_events(self._path, reply))
-        elif exchange.started:
-            self._writer.end(b"")
-        else:
-            self._writer.reply(reply)
+def _stays(name: str, value: msgspec.Raw) -> bool:
+    return name == "content" or bytes(value) != b"null"

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from handlers.adapters import AdapterOrder, AdapterRegistry
-from handlers.engine_handler import EngineHandler
+from handlers.engine_handler import EngineQueue
 from handlers.engines.protocol import EngineAdapter
 from handlers.errors import UnknownAdapter
 from handlers.meter import Meter
@@ -112,7 +112,7 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     await adapters.add(EngineAdapter("a", 2, source), preload=True)
     await adapters.remove(1)
     client = EngineClient(llm, Meter(), 10, None, adapters)
-    call = OpenAICall(EngineHandler(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
     taken = await client._adapter(call, looked_up.lora_name)
     assert (taken.lora_int_id, taken.lora_name) == (2, "a#2")
     removal = asyncio.create_task(adapters.remove(2))

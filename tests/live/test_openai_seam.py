@@ -231,7 +231,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-    from handlers.engine_handler import EngineHandler
+    from handlers.engine_handler import EngineQueue
     from handlers.meter import Meter
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
@@ -255,7 +255,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
             self.aborted.append(request_id)
 
     llm: Any = Llm()
-    handler = EngineHandler(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
+    handler = EngineQueue(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
     call = OpenAICall(handler)
     call.take(1)
     stream = EngineClient(llm, Meter(), 10)._generate(call, "x", SamplingParams(), "a", {})

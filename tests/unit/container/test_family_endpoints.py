@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from container.families import family_endpoints, model_of
-from container.http.endpoint import Site
+from container.http.endpoint import AppState, Endpoint
+from container.metrics import HttpCounts
 from container.models.lifecycle import Lifecycle
 from container.models.registry import Model, Models
 from container.settings.load import ServerSettings, Settings
@@ -22,6 +23,16 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.model_settings import ModelSettings
 
 pytestmark = pytest.mark.asyncio
+
+
+async def ask(endpoint: Endpoint, body: bytes) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None: ...
+
+    scope = {"headers": [], "query_string": b"", "method": "POST", "path": "/t", "raw_path": b"/t"}
+    await endpoint(scope, receive, send)
 
 
 class Text:
@@ -50,12 +61,10 @@ class Text:
             wrong_method=lambda call: Reply(405, "", b""),
         )
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
-        models = SimpleNamespace(single=True, startup=lambda: model)
-        site = cast(Site, SimpleNamespace(models=models, cors_headers=()))
-        target = family_endpoints(site, [family])["/t", "POST"]._targets[0]
-        writer: Any = SimpleNamespace(reply=lambda reply: None)
-        calls = [Call(body=b"x" * length, request_id="r") for length in lengths]
-        await asyncio.gather(*(target.answer(call, writer) for call in calls))
+        models = SimpleNamespace(single=True, startup=lambda: model, open_calls=0, reading=set())
+        state = AppState(cast(Models, models), ServerSettings(), HttpCounts())
+        endpoint = family_endpoints(state, [family])["/t", "POST"]
+        await asyncio.gather(*(ask(endpoint, b"x" * length) for length in lengths))
 
 
 async def test_however_many_long_bodies_come_two_are_answered_at_a_time() -> None:

@@ -22,7 +22,7 @@ from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates, Tells
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, Contract
-from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.protocol import EngineHealth
 from handlers.entry_point import Service
 from handlers.model_settings import HandlerSettings
@@ -82,8 +82,8 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
 
 def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
     engine = ScriptedEngine()
-    handler = ContractHandler(EngineHandler(engine, 4), LmiContract(MODEL))
-    lifecycle.service = Service(MODEL, handler, engine, engine=engine, engine_handler=EngineHandler(engine, 4))
+    queue = EngineQueue(engine, 4)
+    lifecycle.service = Service(MODEL, EngineHandler(queue, LmiContract(MODEL)), engine, engine=engine, queue=queue)
     return engine
 
 
@@ -269,7 +269,7 @@ async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeyp
     works = Generates(path="/works", contract=lambda _: LmiContract(MODEL))
     families = [replace(FAMILIES[0], routes=(route,)) for route in (Generates(path="/broken", contract=broken), works)]
     monkeypatch.setattr(entry_point, "FAMILIES", families)
-    assert entry_point._generation(MODEL, EngineHandler(ScriptedEngine(), 4)).keys() == {"/works"}
+    assert entry_point._generation(MODEL, EngineQueue(ScriptedEngine(), 4)).keys() == {"/works"}
 
 
 async def test_a_route_that_a_model_cannot_have_says_so() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.inference import _named
+from container.inference import named_model
 from handlers.workers.reply import response_headers
 from tests.unit.container.test_routes import make, with_engine
 
@@ -21,7 +21,7 @@ ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 
 def named(query: bytes = b"", **headers: str) -> str | None:
     sent = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    return _named({}, query, sent, SERVED).name
+    return named_model({}, query, sent, SERVED)[0]
 
 
 @pytest.mark.parametrize(

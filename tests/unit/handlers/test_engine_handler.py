@@ -17,7 +17,7 @@ from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TritonContract
-from handlers.engine_handler import ContractHandler, EngineHandler
+from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from handlers.formatters import FormatterThread
@@ -141,47 +141,47 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def handler(engine: ScriptedEngine) -> EngineHandler:
-    return EngineHandler(engine, limit=4)
+def queue(engine: ScriptedEngine) -> EngineQueue:
+    return EngineQueue(engine, limit=4)
 
 
 CONTRACT = LmiContract(MODEL)
 
 
-async def test_a_place_is_taken_while_a_call_runs_and_free_after(
-    handler: EngineHandler, engine: ScriptedEngine
-) -> None:
+async def test_a_place_is_taken_while_a_call_runs_and_free_after(queue: EngineQueue, engine: ScriptedEngine) -> None:
     writer = Writer()
-    running = await handler.handle(CONTRACT, call({"inputs": "x"}), writer)
+    running = await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), writer)
     assert running is not None
-    assert handler.open_sequences == 1
+    assert queue.open_sequences == 1
     engine.sinks[0].on_delta(last("y"))
     running.cancel()
-    assert handler.open_sequences == 0
+    assert queue.open_sequences == 0
     assert [reply.body for reply in writer.replies] == [b'{"generated_text": "y"}']
 
 
-async def test_sequences_count_and_what_does_not_fit_is_refused(handler: EngineHandler) -> None:
+async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQueue) -> None:
     sampling = {"do_sample": True}
-    await handler.handle(CONTRACT, call({"inputs": ["a", "b", "c"]}), Writer())
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b", "c"]}), Writer())
     with pytest.raises(ContractError) as full:
-        await handler.handle(CONTRACT, call({"inputs": "x", "parameters": sampling | {"n": 2}}), Writer())
+        await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "parameters": sampling | {"n": 2}}), Writer())
     assert full.value.reply.status == 503
     with pytest.raises(ContractError) as never:
-        await handler.handle(CONTRACT, call({"inputs": ["a", "b"], "parameters": sampling | {"n": 3}}), Writer())
+        await EngineHandler(queue, CONTRACT).handle(
+            call({"inputs": ["a", "b"], "parameters": sampling | {"n": 3}}), Writer()
+        )
     assert never.value.reply.status == 424
     assert "at most 4 can be served" in never.value.reason
-    assert handler.open_sequences == 3
+    assert queue.open_sequences == 3
 
 
 @pytest.mark.parametrize("failure", [GenerationFailed("no"), ZeroDivisionError("a bug")])
 async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
-    handler: EngineHandler, engine: ScriptedEngine, failure: Exception
+    queue: EngineQueue, engine: ScriptedEngine, failure: Exception
 ) -> None:
     engine.failures[1] = failure
     with pytest.raises((ContractError, ZeroDivisionError)):
-        await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), Writer())
-    assert handler.open_sequences == 0
+        await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), Writer())
+    assert queue.open_sequences == 0
     assert [running.cancelled for running in engine.running] == [True]
 
 
@@ -197,9 +197,9 @@ class Eager(ScriptedEngine):
 async def test_a_prompt_that_is_refused_once_the_stream_has_begun_ends_it_with_the_error() -> None:
     engine, writer = Eager(), Writer()
     engine.failures[1] = InvalidRequest("the prompt is too long")
-    handler = EngineHandler(engine, limit=4)
+    queue = EngineQueue(engine, limit=4)
     contract = LmiDynamicContract(replace(MODEL, rolling_batch="disable", enable_streaming="huggingface"))
-    running = await handler.handle(contract, call({"inputs": ["x", "y"]}), writer)
+    running = await EngineHandler(queue, contract).handle(call({"inputs": ["x", "y"]}), writer)
     assert writer.replies == []
     assert writer.started == [(200, "application/jsonlines")]
     records = [json.loads(line) for line in writer.body.splitlines()]
@@ -210,31 +210,29 @@ async def test_a_prompt_that_is_refused_once_the_stream_has_begun_ends_it_with_t
     ]
     assert [one.cancelled for one in engine.running] == [True]
     running.cancel()
-    assert (handler.open_sequences, engine.meter.calls.failed) == (0, 1)
+    assert (queue.open_sequences, engine.meter.calls.failed) == (0, 1)
 
 
-async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(
-    handler: EngineHandler, engine: ScriptedEngine
-) -> None:
+async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(queue: EngineQueue, engine: ScriptedEngine) -> None:
     writer = Writer()
     body = {"inputs": "x", "stream": True, "parameters": {"details": True}}
-    await handler.handle(CONTRACT, call(body), writer)
+    await EngineHandler(queue, CONTRACT).handle(call(body), writer)
     engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], token_count=1))
-    handler.abort("r")
+    queue.abort("r")
     assert engine.running[0].aborted
-    assert handler.open_sequences == 0
+    assert queue.open_sequences == 0
     assert b'"generated_text": "y!"' in writer.body
     assert b'"finish_reason": "abort", "generated_tokens": 1' in writer.body
-    handler.abort("r")
+    queue.abort("r")
     assert len(writer.ended) == 1
 
 
 async def test_a_stream_with_a_comment_begins_at_once_and_comments_while_it_is_idle(
-    handler: EngineHandler, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    queue: EngineQueue, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handlers.engine_handler.SECONDS", 0.05)
+    monkeypatch.setattr("handlers.engine_handler.KEEP_ALIVE_SECONDS", 0.05)
     writer = Writer()
-    await handler.handle(Commenting(MODEL), call({"inputs": "x", "stream": True}), writer)
+    await EngineHandler(queue, Commenting(MODEL)).handle(call({"inputs": "x", "stream": True}), writer)
     assert writer.started == [(200, "application/jsonlines")]
     assert writer.body == b""
     await asyncio.sleep(0.2)
@@ -246,15 +244,13 @@ async def test_a_stream_with_a_comment_begins_at_once_and_comments_while_it_is_i
     assert b'"generated_text": "y"' in writer.ended[0]
 
 
-async def test_an_aborted_batch_ends_every_sequence_that_is_open(
-    handler: EngineHandler, engine: ScriptedEngine
-) -> None:
+async def test_an_aborted_batch_ends_every_sequence_that_is_open(queue: EngineQueue, engine: ScriptedEngine) -> None:
     writer = Writer()
-    await handler.handle(CONTRACT, call({"inputs": ["a", "b"], "parameters": {"details": True}}), writer)
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"], "parameters": {"details": True}}), writer)
     engine.sinks[1].on_delta(last("done"))
-    handler.abort("no such call")
+    queue.abort("no such call")
     assert not writer.finished
-    handler.abort("r")
+    queue.abort("r")
     answers = json.loads(writer.body)
     assert [answer["generated_text"] for answer in answers] == ["!", "done"]
     assert [answer["details"]["finish_reason"] for answer in answers] == ["abort", "length"]
@@ -262,16 +258,16 @@ async def test_an_aborted_batch_ends_every_sequence_that_is_open(
 
 
 async def test_calls_are_counted_as_succeeded_or_failed_and_not_when_the_client_leaves(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     calls = engine.meter.calls
-    await handler.handle(CONTRACT, call({"inputs": "x"}), Writer())
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), Writer())
     engine.sinks[0].on_delta(last("y"))
     assert (calls.succeeded, calls.failed) == (1, 0)
-    await handler.handle(CONTRACT, call({"inputs": "x"}), Writer())
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), Writer())
     engine.sinks[1].on_error(GenerationFailed("no"))
     assert (calls.succeeded, calls.failed) == (1, 1)
-    running = await handler.handle(CONTRACT, call({"inputs": "x"}), Writer())
+    running = await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), Writer())
     running.cancel()
     assert (calls.succeeded, calls.failed) == (1, 1)
     assert calls.succeeded_seconds > 0
@@ -279,33 +275,33 @@ async def test_calls_are_counted_as_succeeded_or_failed_and_not_when_the_client_
 
 
 async def test_a_call_is_answered_once_when_the_engine_dies_while_it_is_submitted(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     engine.failures[1] = EngineDead()
     writer = Writer()
-    await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), writer)
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), writer)
     assert [reply.status for reply in writer.replies] == [500]
-    assert handler.open_sequences == 0
+    assert queue.open_sequences == 0
 
 
 async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     writer = Writer()
-    await handler.handle(CONTRACT, call({"inputs": ["a", "b"]}), writer)
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), writer)
     engine.sinks[0].on_delta(last("done"))
     engine.sinks[1].on_error(GenerationFailed("it broke"))
     engine.sinks[1].on_delta(last("late"))
     assert [json.loads(reply.body)["error"] for reply in writer.replies] == ["it broke"]
     assert all(running.cancelled for running in engine.running)
-    assert handler.open_sequences == 0
+    assert queue.open_sequences == 0
 
 
 async def test_a_stream_that_fails_midway_ends_with_the_error_record(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     writer = Writer()
-    await handler.handle(CONTRACT, call({"inputs": "x", "stream": True}), writer)
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), writer)
     engine.sinks[0].on_delta(TokenDelta(" a", [Token(7, " a", -0.5)], token_count=1))
     engine.sinks[0].on_error(GenerationFailed("it broke"))
     assert writer.started == [(200, "application/jsonlines")]
@@ -348,9 +344,9 @@ class ShoutingContract:
         return Reply(424, "", error.message.encode())
 
 
-async def shout(handler: EngineHandler, engine: ScriptedEngine, *deltas: TokenDelta) -> Writer:
+async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> Writer:
     writer = Writer()
-    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(5))
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
         engine.sinks[-1].on_delta(delta)
@@ -360,57 +356,53 @@ async def shout(handler: EngineHandler, engine: ScriptedEngine, *deltas: TokenDe
 
 
 async def test_a_contract_that_may_block_answers_in_order_off_the_event_loop(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     deltas = [TokenDelta(f"t{i} ", last=i == 19) for i in range(20)]
-    writer = await shout(handler, engine, *deltas)
+    writer = await shout(queue, engine, *deltas)
     assert writer.body == "".join(f"T{i} " for i in range(20)).encode()
-    assert handler.open_sequences == 0
+    assert queue.open_sequences == 0
 
 
 @pytest.mark.parametrize(("text", "message"), [("bad", b"the formatter failed"), ("bug", b"internal error: a bug")])
 async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
-    handler: EngineHandler, engine: ScriptedEngine, text: str, message: bytes
+    queue: EngineQueue, engine: ScriptedEngine, text: str, message: bytes
 ) -> None:
-    writer = await shout(handler, engine, TokenDelta("ok "), TokenDelta(text), TokenDelta("late", last=True))
+    writer = await shout(queue, engine, TokenDelta("ok "), TokenDelta(text), TokenDelta("late", last=True))
     assert writer.body == b"OK !" + message
     assert engine.running[-1].cancelled
-    assert handler.open_sequences == 0
-    assert (await shout(handler, engine, TokenDelta(text), TokenDelta("late"))).body == message
+    assert queue.open_sequences == 0
+    assert (await shout(queue, engine, TokenDelta(text), TokenDelta("late"))).body == message
 
 
-async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(handler: EngineHandler) -> None:
-    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
+async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: EngineQueue) -> None:
+    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(5))
     with pytest.raises(ContractError):
         await contract.handle(Call(body=b"refuse", request_id="r"), Writer())
 
 
 @pytest.mark.parametrize(("body", "reason"), [(b"hang", "did not return"), (b"leave", "SystemExit: 1")])
 async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
-    handler: EngineHandler, body: bytes, reason: str
+    queue: EngineQueue, body: bytes, reason: str
 ) -> None:
-    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(0.2))
+    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(0.2))
     with pytest.raises(ContractError, match=reason) as refused:
         await contract.handle(Call(body=body, request_id="r"), Writer())
     assert refused.value.reply.status == 424
 
 
-async def test_nothing_more_is_formatted_for_a_client_that_has_gone(
-    handler: EngineHandler, engine: ScriptedEngine
-) -> None:
-    contract = ContractHandler(handler, ShoutingContract(), FormatterThread(5))
+async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:
+    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(5))
     gone = await contract.handle(Call(body=b"", request_id="r"), Writer())
     for _ in range(1000):
         engine.sinks[-1].on_delta(TokenDelta("x"))
     gone.cancel()
     started = time.monotonic()
-    await shout(handler, engine, last("next"))
+    await shout(queue, engine, last("next"))
     assert time.monotonic() - started < 5, "a thousand calls of 10 ms each were made for nobody"
 
 
-async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(
-    handler: EngineHandler, engine: ScriptedEngine
-) -> None:
+async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(queue: EngineQueue, engine: ScriptedEngine) -> None:
     class Slow(ShoutingContract):
         def parse(self, call: Call) -> Exchange:
             threads.append(threading.current_thread())
@@ -418,40 +410,42 @@ async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(
 
     threads: list[threading.Thread] = []
     for body in (b"", b" " * LONG_BODY):
-        await handler.handle(Slow(), Call(body=body, request_id="r"), Writer())
+        await EngineHandler(queue, Slow()).handle(Call(body=body, request_id="r"), Writer())
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
 
 
 async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_second(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     setting = ContractSetting(settings=MODEL, model=engine)
     body = b'{"text_input": "x", "stream": true}'
     writer = Writer()
     generate = TritonContract(setting, events=False)
-    await handler.handle(generate, Call(body=body, request_id="r", path_parameters={"model": MODEL.name}), writer)
+    await EngineHandler(queue, generate).handle(
+        Call(body=body, request_id="r", path_parameters={"model": MODEL.name}), writer
+    )
     engine.sinks[0].on_delta(TokenDelta("y", token_count=1))
     assert not writer.finished
     engine.sinks[0].on_delta(TokenDelta("z", token_count=2))
     assert [reply.status for reply in writer.replies] == [400]
     assert engine.running[0].cancelled
-    assert (handler.open_sequences, engine.meter.calls.failed) == (0, 1)
+    assert (queue.open_sequences, engine.meter.calls.failed) == (0, 1)
     engine.sinks[0].on_delta(last("!"))
     assert len(writer.replies) == 1
 
 
-async def cumulative(handler: EngineHandler, sequences: int) -> Writer:
+async def cumulative(queue: EngineQueue, sequences: int) -> Writer:
     writer = Writer()
     body = {"prompt": "x", "n": sequences, "temperature": 1.0}
-    await handler.handle(HappyVllmContract(stream=True), call(body), writer)
+    await EngineHandler(queue, HappyVllmContract(stream=True)).handle(call(body), writer)
     return writer
 
 
 async def test_a_cumulative_answer_has_a_line_for_an_engine_step_and_not_for_each_sequence(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    writer = await cumulative(handler, 3)
+    writer = await cumulative(queue, 3)
     for step in range(2):
         for sequence in range(3):
             engine.sinks[0].on_delta(TokenDelta("y", sequence=sequence, token_count=step + 1))
@@ -463,13 +457,13 @@ async def test_a_cumulative_answer_has_a_line_for_an_engine_step_and_not_for_eac
     await asyncio.sleep(0)
     assert len(writer.written) == 2
     assert [json.loads(line)["responses"] for line in writer.ended] == [["yy!"] * 3]
-    assert handler.open_sequences == 0
+    assert queue.open_sequences == 0
 
 
 async def test_a_single_cumulative_sequence_is_told_at_once_and_long_ones_less_often(
-    handler: EngineHandler, engine: ScriptedEngine
+    queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    writer = await cumulative(handler, 1)
+    writer = await cumulative(queue, 1)
     engine.sinks[0].on_delta(TokenDelta("y" * 400_000, token_count=1))
     assert len(writer.written) == 1
     for count in range(100):

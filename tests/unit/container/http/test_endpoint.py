@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from container.http.endpoint import Endpoint, Site, Target
+from container.http.endpoint import AppState, Endpoint
 from container.metrics import HttpCounts
-from container.models.registry import Models
+from container.models.registry import Model, Models
 from container.settings.load import ServerSettings
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import GenerationFailed
@@ -67,19 +67,19 @@ class Generating:
         self.cancelled += 1
 
 
-Answering = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
+Answering = Callable[[Call, ReplyWriter, Model | None], Awaitable[Running | None]]
 
 
 def endpoint(answer: Answering) -> tuple[Endpoint, Counts]:
     counts = Counts()
-    site = Site(Models(), ServerSettings(), counts)
-    return Endpoint(site, "/x", [Target(answer, lambda error: Reply(424, "", error.message.encode()))]), counts
+    state = AppState(Models(), ServerSettings(), counts)
+    return Endpoint(state, "/x", answer, lambda error: Reply(424, "", error.message.encode())), counts
 
 
 async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
     cancelled = asyncio.Event()
 
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+    async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
         try:
             await asyncio.sleep(60)
         finally:
@@ -99,7 +99,7 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
 async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_leaves_later() -> None:
     running = Generating()
 
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+    async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         writer.start(200, "text/plain")
@@ -116,13 +116,13 @@ async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_lea
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(waits: bool) -> None:
-    async def replying(call: Call, writer: ReplyWriter) -> Running | None:
+    async def replying(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
         if waits:
             await asyncio.sleep(0.01)
         writer.reply(Reply(200, "text/plain", b"whole"))
         return None
 
-    async def refusing(call: Call, writer: ReplyWriter) -> Running | None:
+    async def refusing(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
         if waits:
             await asyncio.sleep(0.01)
         raise GenerationFailed("no")
@@ -136,7 +136,7 @@ async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(wai
 
 
 async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
+    async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
         await asyncio.sleep(60)
         return None
 

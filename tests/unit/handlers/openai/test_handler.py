@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from handlers.contracts.protocol import Call
-from handlers.engine_handler import EngineHandler
+from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
@@ -24,8 +24,8 @@ class NoEngine:
         self.max_model_len = 1000
 
 
-def handler_of(limit: int = 4) -> EngineHandler:
-    return EngineHandler(NoEngine(), limit)  # type: ignore[arg-type]
+def queue_of(limit: int = 4) -> EngineQueue:
+    return EngineQueue(NoEngine(), limit)  # type: ignore[arg-type]
 
 
 CALL = Call(
@@ -38,8 +38,8 @@ CALL = Call(
 )
 
 
-async def served(app: App, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineHandler]:
-    writer, handler = CollectedReply(), handler_of(limit)
+async def served(app: App, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineQueue]:
+    writer, handler = CollectedReply(), queue_of(limit)
     running = await OpenAIHandler(app, handler, None).handle(call, writer)
     async with asyncio.timeout(5):
         while writer.whole is None and not writer.ended:
@@ -203,7 +203,7 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
         await send(part(b"{}"))
         ended.set()
 
-    writer, handler = CollectedReply(), handler_of()
+    writer, handler = CollectedReply(), queue_of()
     running = await OpenAIHandler(app, handler, None).handle(CALL, writer)
     await asyncio.sleep(0.01)
     assert handler.open_sequences == 2
@@ -230,7 +230,7 @@ async def test_calls_that_generate_are_counted_and_give_their_places_back(failed
 
 
 def test_a_call_holds_places_until_it_ends() -> None:
-    handler = handler_of(3)
+    handler = queue_of(3)
     call = OpenAICall(handler)
     call.take(2)
     with pytest.raises(Overloaded):
@@ -261,7 +261,7 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
         writer, names = CollectedReply(), Names("base", {"mine"})
         headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
         call = replace(CALL, path=path, headers=headers, body=body)
-        running = await OpenAIHandler(app, handler_of(), None, names).handle(call, writer)
+        running = await OpenAIHandler(app, queue_of(), None, names).handle(call, writer)
         async with asyncio.timeout(5):
             while writer.whole is None:
                 await asyncio.sleep(0)
@@ -287,7 +287,7 @@ class Hold:
 
 
 def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
-    call = OpenAICall(handler_of())
+    call = OpenAICall(queue_of())
     first, second, late = Hold(), Hold(), Hold()
     assert call.keep("a", first) is first
     assert call.keep("a", second) is first

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.openai.body import without_nulls
+from handlers.openai.handler import without_nulls
 from tests.contracts.exchange import call
 
 CHAT = "/v1/chat/completions"

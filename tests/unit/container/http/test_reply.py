@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from container.http import reply as push
-from container.http.reply import PushedReply, StreamCork
+from container.http.reply import HttpReply, OpenStreams
 from handlers.contracts.protocol import Reply
 
 pytestmark = pytest.mark.asyncio
@@ -41,7 +41,7 @@ async def settle() -> None:
 
 async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
     server = Server()
-    PushedReply(server.send, [(b"x", b"y")], StreamCork(0)).reply(Reply(424, "application/json", b"abc"))
+    HttpReply(server.send, [(b"x", b"y")], OpenStreams(0)).reply(Reply(424, "application/json", b"abc"))
     start, body = server.messages
     assert start["status"] == 424
     assert start["headers"] == [(b"content-type", b"application/json"), (b"content-length", b"3"), (b"x", b"y")]
@@ -50,7 +50,7 @@ async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
 
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], StreamCork(0))
+    reply = HttpReply(server.send, [], OpenStreams(0))
     reply.start(200, "text/event-stream")
     reply.write(b"a")
     reply.write(b"b")
@@ -62,7 +62,7 @@ async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> 
 
 async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], StreamCork(0))
+    reply = HttpReply(server.send, [], OpenStreams(0))
     reply.start(200, "text/plain")
     reply.write(b"a")
     server.writable.clear()
@@ -78,7 +78,7 @@ async def test_what_is_written_while_the_client_lags_is_merged_into_one_message(
 
 async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], StreamCork(0))
+    reply = HttpReply(server.send, [], OpenStreams(0))
     reply.start(200, "text/plain")
     expected = b""
     for number in range(50):
@@ -97,8 +97,8 @@ async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order
 
 
 async def test_in_a_crowd_what_one_turn_writes_to_a_stream_is_one_part_that_goes_out_in_that_turn() -> None:
-    server, cork = Server(), StreamCork(1)
-    reply = PushedReply(server.send, [], cork)
+    server, streams = Server(), OpenStreams(1)
+    reply = HttpReply(server.send, [], streams)
     reply.start(200, "text/plain")
     reply.write(b"first,")
     await asyncio.sleep(0)
@@ -111,27 +111,27 @@ async def test_in_a_crowd_what_one_turn_writes_to_a_stream_is_one_part_that_goes
     reply.end(b"last")
     assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,", b"c,last"]
     assert server.messages[-1]["more_body"] is False
-    assert cork.open_streams == 0
+    assert streams.count == 0
     await settle()
     assert len(server.messages) == 4
 
 
 async def test_a_stream_that_breaks_off_sends_what_it_had_written_and_makes_room() -> None:
-    server, cork = Server(), StreamCork(1)
-    reply = PushedReply(server.send, [], cork)
+    server, streams = Server(), OpenStreams(1)
+    reply = HttpReply(server.send, [], streams)
     reply.start(200, "text/plain")
     reply.write(b"first,")
     reply.write(b"held")
     for _ in range(2):
         reply.close()
     await settle()
-    assert (server.body, cork.open_streams, reply.finished) == (b"first,held", 0, False)
+    assert (server.body, streams.count, reply.finished) == (b"first,held", 0, False)
     assert [m["more_body"] for m in server.messages[1:]] == [True]
 
 
 async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinned() -> None:
-    server, other, cork = Server(), Server(), StreamCork(2)
-    stream, neighbour = PushedReply(server.send, [], cork), PushedReply(other.send, [], cork)
+    server, other, streams = Server(), Server(), OpenStreams(2)
+    stream, neighbour = HttpReply(server.send, [], streams), HttpReply(other.send, [], streams)
     for reply in (stream, neighbour):
         reply.start(200, "text/plain")
         reply.write(b"1")
@@ -144,7 +144,7 @@ async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinn
 
 async def test_in_a_crowd_too_whoever_drains_waits_for_what_was_just_written() -> None:
     server = Server()
-    reply = PushedReply(server.send, [], StreamCork(1))
+    reply = HttpReply(server.send, [], OpenStreams(1))
     reply.start(200, "text/plain")
     server.writable.clear()
     reply.write(b"a")
@@ -169,7 +169,7 @@ async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_lates
         return make
 
     server = Server()
-    reply = PushedReply(server.send, [], StreamCork(0))
+    reply = HttpReply(server.send, [], OpenStreams(0))
     reply.start(200, "text/plain")
     reply.write_latest(part(0))
     server.writable.clear()
@@ -194,7 +194,7 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
 ) -> None:
     monkeypatch.setattr(push, "MAX_UNSENT", 1000)
     server, broken = Server(), []
-    reply = PushedReply(server.send, [], StreamCork(0), lambda: broken.append(True))
+    reply = HttpReply(server.send, [], OpenStreams(0), lambda: broken.append(True))
     reply.start(200, "text/plain")
     server.writable.clear()
     for _ in range(1000):
@@ -203,8 +203,34 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
     assert broken == [True]
     assert sum(map(len, reply._backlog)) == 0
     assert not reply.finished
-    whole = PushedReply(server.send, [], StreamCork(0), lambda: broken.append(True))
+    whole = HttpReply(server.send, [], OpenStreams(0), lambda: broken.append(True))
     whole.reply(Reply(200, "text/plain", b"x" * 5000))
     assert broken == [True]
     server.writable.set()
     await settle()
+
+
+@pytest.mark.parametrize("lagging", [True, False])
+async def test_a_part_that_cannot_be_made_while_the_client_lags_ends_the_reply_and_is_logged(
+    lagging: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    server, broken_off = Server(), []
+    reply = HttpReply(server.send, [], OpenStreams(0), lambda: broken_off.append(True))
+    reply.start(200, "text/plain")
+    if lagging:
+        server.writable.clear()
+        reply.write(b"first,")
+        reply.write_latest(broken)
+        server.writable.set()
+        await settle()
+        assert broken_off == [True]
+        assert "ZeroDivisionError: a bug" in caplog.text
+    else:  # whoever writes hears of it at once
+        with pytest.raises(ZeroDivisionError):
+            reply.write_latest(broken)
+    await asyncio.wait_for(reply.drain(), 1)
+    reply.end(b"end")
+    assert reply.finished is not lagging

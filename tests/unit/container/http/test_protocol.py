@@ -1,9 +1,10 @@
-"""Pushing over a real socket through uvicorn, to a client that reads slowly."""
+"""uvicorn with our protocol, over real sockets, and clients that read slowly, send for ever or leave."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,8 +13,15 @@ from typing import Any
 import pytest
 import uvicorn
 
-from container.http.protocol import BREAK_OFF, Cork, HttpProtocol
-from container.http.reply import PushedReply, StreamCork
+from container.http import protocol
+from container.http.endpoint import AppState, Endpoint
+from container.http.protocol import BREAK_OFF, CorkedTransport, HttpProtocol, check_uvicorn
+from container.http.reply import HttpReply, OpenStreams
+from container.metrics import HttpCounts
+from container.models.registry import Models
+from container.settings.load import ServerSettings
+from handlers.contracts.protocol import Reply
+from handlers.errors import GenerationFailed
 
 pytestmark = pytest.mark.asyncio
 
@@ -28,13 +36,13 @@ class Application:
         self.paused = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        reply = PushedReply(send, [], StreamCork(0))
+        reply = HttpReply(send, [], OpenStreams(0))
         reply.start(200, "application/octet-stream")
         for number in range(PIECES):
             reply.write(PIECE)
             if number % 50 == 0:
                 await asyncio.sleep(0.01)
-        self.paused = reply._resume is not None
+        self.paused = reply._resuming is not None
         reply.end(b"end")
         await _until_left(receive)
 
@@ -107,25 +115,36 @@ async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
 
+class Transport:
+    """What is beneath a corked transport."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken = broken
+        self.writes: list[bytes] = []
+        self.closed = self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        if self.broken:
+            raise RuntimeError("no such transport")
+        self.writes.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def corked(inner: Transport, loop: asyncio.AbstractEventLoop | None = None) -> CorkedTransport:
+    return CorkedTransport(inner, loop or asyncio.get_running_loop())  # type: ignore[arg-type]
+
+
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
-    from container.http.protocol import Cork, CorkedTransport
-
-    class Transport:
-        def __init__(self) -> None:
-            self.writes: list[bytes] = []
-            self.closed = False
-
-        def write(self, data: bytes) -> None:
-            self.writes.append(data)
-
-        def is_closing(self) -> bool:
-            return self.closed
-
-        def close(self) -> None:
-            self.closed = True
-
     inner = Transport()
-    transport = CorkedTransport(inner, Cork())  # type: ignore[arg-type]
+    transport = corked(inner)
     transport.write(b"head")
     transport.write(b"body")
     assert inner.writes == []
@@ -137,12 +156,51 @@ async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
     assert (inner.writes, inner.closed) == ([b"headbody", b"last"], True)
 
 
+async def test_a_connection_that_cannot_be_written_to_is_broken_off_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inner = [Transport(), Transport(broken=True), Transport()]
+    for one in inner:
+        corked(one).write(b"part")
+    await asyncio.sleep(0)
+    assert [one.writes for one in inner] == [[b"part"], [], [b"part"]]
+    assert [one.aborted for one in inner] == [False, True, False]
+    assert "no such transport" in caplog.text
+
+
+async def test_an_event_loop_that_ends_with_something_unsent_is_nothing_to_the_next() -> None:
+    def write_and_turn(inner: Transport, turns: int) -> None:
+        loop = asyncio.new_event_loop()
+        corked(inner, loop).write(b"part")
+        for _ in range(turns):
+            loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    former, latter = Transport(), Transport()
+    await asyncio.to_thread(write_and_turn, former, 0)
+    await asyncio.to_thread(write_and_turn, latter, 1)
+    assert (former.writes, latter.writes) == ([], [b"part"])
+
+
+def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_uvicorn()
+    monkeypatch.setattr(uvicorn, "__version__", "0.55.0")
+    with pytest.raises(RuntimeError, match=r"uvicorn 0\.54\.x, and uvicorn 0\.55\.0 is installed"):
+        check_uvicorn()
+
+
+def test_a_uvicorn_without_a_method_that_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(protocol.HttpToolsProtocol, "_unset_keepalive_if_required")
+    with pytest.raises(RuntimeError, match="_unset_keepalive_if_required"):
+        check_uvicorn()
+
+
 async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears_of_it() -> None:
     left = asyncio.Event()
 
     async def flooding(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        reply = PushedReply(send, [], StreamCork(0), scope["extensions"][BREAK_OFF])
+        reply = HttpReply(send, [], OpenStreams(0), scope["extensions"][BREAK_OFF])
         reply.start(200, "application/octet-stream")
         for _ in range(1000):
             reply.write(PIECE)
@@ -288,7 +346,7 @@ async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
     async def streaming(scope: Any, receive: Any, send: Any) -> None:
-        reply = PushedReply(send, [], StreamCork(0))
+        reply = HttpReply(send, [], OpenStreams(0))
         reply.start(200, "text/plain")
         reply.write(b"one")
         reply.end(b"two")
@@ -366,7 +424,7 @@ async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() ->
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
     """Pushes 6 MB, less than what a client may leave unread."""
     await receive()
-    reply = PushedReply(send, [], StreamCork(0), scope["extensions"][BREAK_OFF])
+    reply = HttpReply(send, [], OpenStreams(0), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
     for _ in range(100):
         reply.write(PIECE)
@@ -376,12 +434,14 @@ async def push_much(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.contextmanager
-def client_with_little_room(address: tuple[str, int]) -> Iterator[socket.socket]:
+def client_with_little_room(
+    address: tuple[str, int], request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+) -> Iterator[socket.socket]:
     """A client whose system takes little that it does not read."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(address)
-        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        client.sendall(request)
         yield client
 
 
@@ -458,22 +518,104 @@ async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
     return await asyncio.wait_for(reader.readuntil(end), 5)
 
 
-async def test_a_connection_that_cannot_be_written_to_keeps_nothing_of_the_others(
+# Clients that are refused while they still send.
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answers without a look at the body."""
+    headers = [(b"content-length", b"3"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": b"big"})
+
+
+def ask(address: tuple[str, int], size: int) -> tuple[int, bytes]:
+    """Send everything before reading anything, as `http.client` does."""
+    connection = http.client.HTTPConnection(*address, timeout=30)
+    try:
+        connection.request("POST", "/", body=b"x" * size)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x" * 65536)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [0, 1000, 100_000, 30_000_000])
+async def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(size: int) -> None:
+    async with served(refuse) as (_, address):
+        assert await asyncio.to_thread(ask, address, size) == (413, b"big")
+
+
+async def test_a_refused_client_that_sends_for_ever_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpProtocol, "LINGER_SECONDS", 0.5)
+    async with connected(refuse) as (reader, writer):
+        writer.write(HEAD)
+        assert (await reader.read()).endswith(b"\r\n\r\nbig"), "our side is closed at once"
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(send_for_ever(writer), 30)
+
+
+async def test_what_a_refused_client_sends_is_no_further_request() -> None:
+    calls = 0
+
+    async def count(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal calls
+        calls += 1
+        await refuse(scope, receive, send)
+
+    async with connected(count) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        assert (await reader.read()).endswith(b"big")
+        writer.write(b"12345GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write_eof()
+        await asyncio.sleep(0.1)
+    assert calls == 1
+
+
+# Replies to clients that have not taken the one before.
+
+
+async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    flushed: list[str] = []
+    refusing = asyncio.Event()
 
-    class Broken:
-        def flush(self) -> None:
-            raise RuntimeError("no such transport")
+    async def refuse_call(call: Any, reply: HttpReply, model: Any) -> None:
+        refusing.set()
+        raise GenerationFailed("no")
 
-    class Good:
-        def flush(self) -> None:
-            flushed.append("good")
+    state = AppState(Models(), ServerSettings(), HttpCounts())
+    refusals = Endpoint(state, "/refused", refuse_call, lambda error: Reply(424, "", error.message.encode()))
 
-    cork = Cork()
-    for corked in (Good(), Broken(), Good()):
-        cork.add(corked)
-    await asyncio.sleep(0)
-    assert flushed == ["good", "good"]
-    assert "no such transport" in caplog.text
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/refused":
+            await refusals(scope, receive, send)
+            return
+        HttpReply(send, [], OpenStreams(0)).reply(Reply(200, "", b"x" * 8_000_000))
+        await _until_left(receive)
+
+    async with served(application) as (_, address):
+        with client_with_little_room(address, b"GET /big HTTP/1.1\r\n\r\nGET /refused HTTP/1.1\r\n\r\n") as client:
+            await asyncio.wait_for(refusing.wait(), 10)
+            received = await asyncio.to_thread(_receive_until, client, b"\r\n\r\nno")
+    assert received.count(b"x") > 8_000_000
+    assert b"HTTP/1.1 424 " in received
+    assert "without starting response" not in caplog.text
+
+
+def _receive_until(client: socket.socket, end: bytes) -> bytes:
+    client.settimeout(10)
+    received = bytearray()
+    while not received.endswith(end):
+        piece = client.recv(1 << 19)
+        assert piece, "the connection was closed"
+        received += piece
+    return bytes(received)
