@@ -26,8 +26,12 @@ pytestmark = pytest.mark.asyncio
 
 
 async def ask(endpoint: Endpoint, body: bytes) -> None:
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
 
     async def send(message: Any) -> None: ...
 

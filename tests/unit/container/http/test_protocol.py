@@ -182,14 +182,14 @@ async def test_an_event_loop_that_ends_with_something_unsent_is_nothing_to_the_n
     assert (former.writes, latter.writes) == ([], [b"part"])
 
 
-def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_uvicorn()
     monkeypatch.setattr(uvicorn, "__version__", "0.55.0")
     with pytest.raises(RuntimeError, match=r"uvicorn 0\.54\.x, and uvicorn 0\.55\.0 is installed"):
         check_uvicorn()
 
 
-def test_a_uvicorn_without_a_method_that_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_uvicorn_without_a_method_that_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(protocol.HttpToolsProtocol, "_unset_keepalive_if_required")
     with pytest.raises(RuntimeError, match="_unset_keepalive_if_required"):
         check_uvicorn()
