@@ -22,7 +22,7 @@ import psutil
 import uvicorn
 
 from container.app import Application, Mount, create_app
-from container.http.protocol import HttpProtocol
+from container.http.protocol import HttpProtocol, check_uvicorn
 from container.models.lifecycle import State
 from container.models.registration import Registrar, as_model
 from container.models.registry import Model, Models
@@ -34,6 +34,28 @@ from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError
 
 logger = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137
+"""137 is what LMI exits with under SERVING_FAIL_FAST."""
+ENOUGH = 65536
+"""Open files: more than a server's calls and idle connections are; as many as vLLM's own server asks for."""
+
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the directory of its sockets."""
+_SOCKET_PATH = 107
+"""Bytes of a socket's path on Linux (unix(7))."""
+_SOCKET_NAME = 37
+"""Bytes of the names that vLLM gives them: a slash and a UUID."""
+
+_ENGINE_CHECK_SECONDS = 0.5
+_KEEP_ALIVE_SECONDS = 75
+_FAILED_SECONDS = 3.0
+"""How long a model that failed to load can be asked for its reason."""
+_LAST_SECONDS = 3.0
+"""How long clients may take what has been sent to them. With a drain of 20 s, and 5 s in which a handler's workers end,
+it is the rest of the 30 s that SageMaker gives a container to stop."""
+_EXIT_SECONDS = 3.0
+"""How long threads that nobody waits for any more may keep the process from ending."""
 
 
 def ensure_home() -> None:
@@ -47,14 +69,10 @@ def ensure_home() -> None:
     os.environ["HOME"] = str(instead)
 
 
-ENOUGH = 65536
-"""More than a server's calls and idle connections are; as many as vLLM's own server asks for."""
-
-
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard one, as far as it is of use.
+    """Raise the soft limit of open files to `ENOUGH`, as far as the hard limit allows.
 
-    1024 is a common soft limit, and fewer than the calls that may wait here. Once there are as many connections, no
+    A common soft limit is 1024, which is less than the calls that may wait here. With as many connections open no
     further one is accepted, not even for /ping.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -63,40 +81,19 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-_VARIABLE = "VLLM_RPC_BASE_PATH"
-_LONGEST = 107
-"""Bytes of a socket's path on Linux (unix(7))."""
-_NAME = 37
-"""Bytes of the names that vLLM gives them: a slash and a UUID."""
-
-
 @contextlib.contextmanager
 def socket_directory() -> Iterator[None]:
-    """Give vLLM a directory of its own meanwhile, where nobody has named one and the path is not too long for that."""
-    if _VARIABLE in os.environ:
+    """Have vLLM's sockets in a temporary directory meanwhile, unless the environment names one or the path is long."""
+    if _SOCKETS in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="slipway-", ignore_cleanup_errors=True) as directory:
-        if len(os.fsencode(directory)) + _NAME <= _LONGEST:
-            os.environ[_VARIABLE] = directory
+        if len(os.fsencode(directory)) + _SOCKET_NAME <= _SOCKET_PATH:
+            os.environ[_SOCKETS] = directory
         try:
             yield
         finally:
-            os.environ.pop(_VARIABLE, None)
-
-
-EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137
-"""137 is what LMI exits with under SERVING_FAIL_FAST."""
-
-_ENGINE_CHECK_SECONDS = 0.5
-_KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0
-"""How long a model that failed to load can be asked for its reason."""
-_LAST_SECONDS = 3.0
-"""How long clients may take what has been sent to them. With a drain of 20 s, and 5 s in which a handler's workers end,
-it is the rest of the 30 s that SageMaker gives (contracts/sagemaker_hosting.md section 1)."""
-_EXIT_SECONDS = 3.0
-"""How long threads that nobody waits for any more may keep the process from ending."""
+            os.environ.pop(_SOCKETS, None)
 
 
 class _Server(uvicorn.Server):
@@ -121,7 +118,12 @@ class _Server(uvicorn.Server):
 
 
 def http_server(application: Application) -> uvicorn.Server:
-    """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come."""
+    """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
+
+    Raises:
+        RuntimeError: this uvicorn is not one that Slipway knows.
+    """
+    check_uvicorn()
     return _Server(
         uvicorn.Config(
             application,
@@ -210,15 +212,29 @@ class Process:
             logger.critical("the model cannot be served: internal error", exc_info=True)
             await self._fail_to_start()
             return
-        await self._watch_engines()
+        await self._watch()
 
     async def _fail_to_start(self) -> None:
-        """Let /ping say why for a while, as LMI does (lmi.md 1.9), then exit."""
+        """Let /ping say why for a while, as LMI does, then exit."""
         self._exit_code = EXIT_FAILED_TO_START
         await asyncio.sleep(_FAILED_SECONDS)
         self._end()
 
+    async def _watch(self) -> None:
+        """Watch the engines for as long as the process runs. Models that cannot be watched any more count as failed."""
+        try:
+            await self._watch_engines()
+        except Exception:
+            logger.critical(
+                "the engines cannot be watched any more: internal error; /ping now answers 500", exc_info=True
+            )
+            for model in self._models:
+                model.lifecycle.fail("the engine cannot be watched any more: internal error")
+            if self._settings.fail_fast:
+                await self._end_by_failure()
+
     async def _watch_engines(self) -> None:
+        """Log each engine that dies or stalls; under `fail_fast`, end the process."""
         server = self._settings
         ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
         reported: set[Model] = set()
@@ -231,12 +247,15 @@ class Process:
                     reported.add(model)
                     logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
             if reported and server.fail_fast:
-                await self._models.drain(1.0)  # its clients get their errors first
-                self._exit_code = EXIT_ENGINE_DIED
-                self._end()
+                await self._end_by_failure()
                 return
             reported.intersection_update(self._models)
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
+
+    async def _end_by_failure(self) -> None:
+        self._exit_code = EXIT_ENGINE_DIED
+        await self._models.drain(1.0)  # its clients get their errors first
+        self._end()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

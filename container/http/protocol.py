@@ -56,7 +56,7 @@ def check_uvicorn() -> None:
 class CorkedTransport:
     """A transport that sends what is written in one turn of the event loop as one piece.
 
-    Where a reply is out and its request is not all in, `close` ends our side only, and the connection is closed when the
+    Where a reply is out and its request is not all in, `close` ends our side only. The connection is closed when the
     client has ended its own side, or `linger_seconds` later: a client that sends before it reads would lose its reply
     otherwise.
     """
@@ -328,7 +328,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_limit = None
 
     def _limit_sending(self) -> None:
-        """Watch what waits to be sent; nothing is added to it while writing is paused, nor once the connection closes."""
+        """Watch what waits to be sent. Nothing is added to it while writing is paused, or the connection closes."""
         self._unset_send_limit()
         waiting: int = self._connection.get_write_buffer_size()
         self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)

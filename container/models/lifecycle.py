@@ -250,6 +250,11 @@ class Lifecycle:
         if self.service is not None:
             await self.service.stop()
 
+    def fail(self, reason: str) -> None:
+        """Count as failed from now on; what is loaded goes on to answer."""
+        if self._state is State.READY:
+            self._state, self._failure = State.FAILED, reason
+
     def let_go(self) -> None:
         """Keep nothing of what was stopped, so that its memory can be released."""
         self.service = self._stall = None

@@ -1,4 +1,4 @@
-"""What the process does about a stalled engine."""
+"""What the process does about an engine that is stalled or cannot be watched, and how it ends."""
 
 from __future__ import annotations
 
@@ -25,19 +25,32 @@ class Stalled:
     stalled = "the engine is stalled"
     drained = False
 
+    def fail(self, reason: str) -> None:
+        self.state, self.reason = State.FAILED, reason
+
     async def drain(self, limit: float) -> None:
         self.drained = True
 
 
-async def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int | None:
+class Unwatchable(Stalled):
+    """A life cycle whose state cannot be told."""
+
+    @property
+    def stalled(self) -> str:  # type: ignore[override]
+        raise ZeroDivisionError("a bug")
+
+
+async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **settings: Any) -> int | None:
     """The exit code, None where the process goes on."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
-    lifecycle: Any = Stalled()
+    lifecycle = lifecycle or Stalled()
     process = server.Process(Startup(ServerSettings(**settings), ()))
     process._models = Models.of(lifecycle)
     try:
-        await asyncio.wait_for(process._watch_engines(), 0.2)
+        await asyncio.wait_for(process._watch(), 0.2)
     except TimeoutError:
+        return None
+    if not settings.get("fail_fast"):
         return None
     assert lifecycle.drained
     assert all(listener.server.should_exit for listener in process._listeners)
@@ -58,6 +71,20 @@ async def test_a_stalled_engine_ends_the_process_only_if_both_settings_say_so(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], code: int | None
 ) -> None:
     assert await watched(monkeypatch, **settings) == code
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("fail_fast", "code"), [(False, None), (True, 137)])
+async def test_engines_that_cannot_be_watched_any_more_count_as_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fail_fast: bool, code: int | None
+) -> None:
+    lifecycle = Unwatchable()
+    assert await watched(monkeypatch, lifecycle, fail_fast=fail_fast) == code
+    assert (lifecycle.state, lifecycle.reason) == (
+        State.FAILED,
+        "the engine cannot be watched any more: internal error",
+    )
+    assert "ZeroDivisionError: a bug" in caplog.text
 
 
 @pytest.mark.asyncio
