@@ -22,115 +22,17 @@ from prometheus_client.samples import Sample
 from container.models.lifecycle import State
 from container.models.registry import Model, Models
 from handlers.engines.protocol import EngineStatus
-from handlers.meter import CallCounts, Distribution, Meter
+from handlers.meter import Distribution, Meter
 from handlers.workers.pool import PoolStatus
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERSION = "1"
 """What Triton's series say of a model that has no version."""
 _MICROSECONDS = 1e6
+_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 Labels = Mapping[str, str]
-
-
-def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:
-    """The series of one model that runs on an engine. `version`: tells it from others of its name."""
-    own = {"version": version} if version else {}
-    yield from _vllm({"model_name": model, "engine": "0"} | own, meter, status)
-    yield from _triton({"model": model, "version": _VERSION} | own, meter, status)
-    yield from _tgi(meter, status)
-
-
-def _vllm(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
-    yield _known_gauge("vllm:num_requests_running", "Sequences in the engine's batch.", labels, status.running_requests)
-    yield _known_gauge(
-        "vllm:num_requests_waiting", "Sequences that wait for the engine.", labels, status.waiting_requests
-    )
-    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # the latter until vLLM 0.10
-        yield _known_gauge(name, "Share of the KV cache in use, 0 to 1.", labels, status.kv_cache_usage)
-    yield _known_counter("vllm:prompt_tokens", "Tokens of prompts.", labels, meter.prompt_tokens)
-    yield _known_counter("vllm:generation_tokens", "Tokens generated.", labels, meter.tokens)
-    yield _known_counter("vllm:request_success", "Sequences that came to their end.", labels, meter.finished_requests)
-    yield _known_histogram(
-        "vllm:time_to_first_token_seconds", "From submission to the first token.", labels, meter.time_to_first_token
-    )
-    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):  # the latter until 0.11
-        yield _known_histogram(name, "Between one token and the next.", labels, meter.inter_token)
-    yield _known_histogram(
-        "vllm:request_queue_time_seconds", "From submission to its first step.", labels, meter.queue_time
-    )
-
-
-def _triton(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
-    calls = meter.calls
-    yield _plain_counter("nv_inference_request_success", "Calls that were answered.", labels, calls.succeeded)
-    yield _plain_counter("nv_inference_request_failure", "Calls that failed.", labels, calls.failed)
-    yield _plain_counter("nv_inference_count", "Prompts given to the engine.", labels, meter.started_requests)
-    yield _plain_counter(
-        "nv_inference_request_duration_us",
-        "Duration of all answered calls together, in microseconds.",
-        labels,
-        calls.succeeded_seconds * _MICROSECONDS,
-    )
-    yield _plain_counter(
-        "nv_inference_queue_duration_us",
-        "Time of all sequences in the queue together, in microseconds.",
-        labels,
-        meter.queue_time.total * _MICROSECONDS,
-    )
-    yield _known_gauge(
-        "nv_inference_pending_request_count",
-        "Sequences that wait for the engine.",
-        labels,
-        status.waiting_requests,
-    )
-
-
-def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
-    calls = meter.calls
-    yield _plain_counter("tgi_request_count", "Calls that were answered or failed.", {}, calls.succeeded + calls.failed)
-    yield _plain_counter("tgi_request_success", "Calls that were answered.", {}, calls.succeeded)
-    yield _plain_counter("tgi_request_failure", "Calls that failed.", {}, calls.failed)
-    yield _durations("tgi_request_duration", "Duration of answered calls.", calls)
-    yield _known_histogram("tgi_request_queue_duration", "From submission to its first step.", {}, meter.queue_time)
-    yield _known_gauge("tgi_batch_current_size", "Sequences in the engine's batch.", {}, status.running_requests)
-    yield _known_gauge("tgi_queue_size", "Sequences that wait for the engine.", {}, status.waiting_requests)
-
-
-def _known_counter(name: str, text: str, labels: Labels, value: float) -> Metric:
-    """A counter whose sample ends in `_total`."""
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _plain_counter(name: str, text: str, labels: Labels, value: float) -> Metric:
-    """A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped."""
-    family = UntypedMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _known_gauge(name: str, text: str, labels: Labels, value: float) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _known_histogram(name: str, text: str, labels: Labels, distribution: Distribution) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), distribution.cumulative(), distribution.total)
-    return family
-
-
-def _durations(name: str, text: str, calls: CallCounts) -> Metric:
-    """Number and sum, for averages; the distribution is not known."""
-    return HistogramMetricFamily(
-        name, text, buckets=[("+Inf", float(calls.succeeded))], sum_value=calls.succeeded_seconds
-    )
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_NONE: Labels = {}
 
 
 class HttpCounts:
@@ -237,6 +139,71 @@ class Metrics(Collector):
         yield _counter("slipway_worker_failures", "Crashes and hangs of worker processes.", status.failures)
 
 
+def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:
+    """The series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
+
+    `version`: tells the model from others of its name.
+    """
+    own = {"version": version} if version else {}
+    yield from _vllm({"model_name": model, "engine": "0"} | own, meter, status)
+    yield from _triton({"model": model, "version": _VERSION} | own, meter, status)
+    yield from _tgi(meter, status)
+
+
+def _vllm(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
+    running, waiting = status.running_requests, status.waiting_requests
+    yield _gauge("vllm:num_requests_running", "Sequences in the engine's batch.", running, labels)
+    yield _gauge("vllm:num_requests_waiting", "Sequences that wait for the engine.", waiting, labels)
+    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # the latter until vLLM 0.10
+        yield _gauge(name, "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
+    yield _counter("vllm:prompt_tokens", "Tokens of prompts.", meter.prompt_tokens, labels)
+    yield _counter("vllm:generation_tokens", "Tokens generated.", meter.tokens, labels)
+    yield _counter("vllm:request_success", "Sequences that came to their end.", meter.finished_requests, labels)
+    first = meter.time_to_first_token
+    yield _histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", first, labels)
+    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):  # the latter until 0.11
+        yield _histogram(name, "Between one token and the next.", meter.inter_token, labels)
+    yield _histogram("vllm:request_queue_time_seconds", "From submission to its first step.", meter.queue_time, labels)
+
+
+def _triton(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
+    calls = meter.calls
+    yield _plain_counter("nv_inference_request_success", "Calls that were answered.", calls.succeeded, labels)
+    yield _plain_counter("nv_inference_request_failure", "Calls that failed.", calls.failed, labels)
+    yield _plain_counter("nv_inference_count", "Prompts given to the engine.", meter.started_requests, labels)
+    yield _plain_counter(
+        "nv_inference_request_duration_us",
+        "Duration of all answered calls together, in microseconds.",
+        calls.succeeded_seconds * _MICROSECONDS,
+        labels,
+    )
+    yield _plain_counter(
+        "nv_inference_queue_duration_us",
+        "Time of all sequences in the queue together, in microseconds.",
+        meter.queue_time.total * _MICROSECONDS,
+        labels,
+    )
+    waiting = status.waiting_requests
+    yield _gauge("nv_inference_pending_request_count", "Sequences that wait for the engine.", waiting, labels)
+
+
+def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
+    calls = meter.calls
+    yield _plain_counter("tgi_request_count", "Calls that were answered or failed.", calls.succeeded + calls.failed)
+    yield _plain_counter("tgi_request_success", "Calls that were answered.", calls.succeeded)
+    yield _plain_counter("tgi_request_failure", "Calls that failed.", calls.failed)
+    # Number and sum, for averages; the distribution is not known.
+    yield HistogramMetricFamily(
+        "tgi_request_duration",
+        "Duration of answered calls.",
+        buckets=[("+Inf", float(calls.succeeded))],
+        sum_value=calls.succeeded_seconds,
+    )
+    yield _histogram("tgi_request_queue_duration", "From submission to its first step.", meter.queue_time)
+    yield _gauge("tgi_batch_current_size", "Sequences in the engine's batch.", status.running_requests)
+    yield _gauge("tgi_queue_size", "Sequences that wait for the engine.", status.waiting_requests)
+
+
 def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
     """The series of several models together: each with the label `model`, but where one names its model already."""
     merged: dict[str, Metric] = {}
@@ -253,13 +220,27 @@ def _with_model(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={"model": model, **sample.labels})
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)
+def _counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
+    """A counter whose sample ends in `_total`."""
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
+def _plain_counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
+    """A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped."""
+    family = UntypedMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
 
 
-def _histogram(name: str, text: str, distribution: Distribution) -> Metric:
-    return HistogramMetricFamily(name, text, buckets=distribution.cumulative(), sum_value=distribution.total)
+def _gauge(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _histogram(name: str, text: str, distribution: Distribution, labels: Labels = _NONE) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), distribution.cumulative(), distribution.total)
+    return family

@@ -14,7 +14,7 @@ from functools import partial
 
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, ContractError, CumulativeAnswer, Exchange, Reply
 from handlers.engines.protocol import Engine, Generation
-from handlers.errors import GenerationFailed, InvalidRequest, Overloaded, RequestError
+from handlers.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
 from handlers.formatters import FormatterThread
 from handlers.reply import ReplyWriter
 from handlers.request import TokenDelta
@@ -334,7 +334,11 @@ class _CumulativeCall(RunningCall):
 
     def _send(self) -> None:
         self._timer = None
-        self._writer.write_latest(self._part)
+        try:
+            self._writer.write_latest(self._part)
+        except Exception:
+            logger.exception("request %s: a part of the answer cannot be made", self._request_id)
+            self.on_error(InternalError())
 
     def _part(self) -> bytes:
         self._unsent = False

@@ -130,7 +130,8 @@ class Endpoint:
                 body = await bounded_body(headers, receive, *self._limits, self._state.models.reading)
                 if body is None:
                     return
-                endpoint = self._wanting(body)
+                if self.otherwise is not None:
+                    endpoint = self._wanting(body)
                 call = _call(scope, headers, body, identity)
                 if self._state.settings.log_prompts:
                     logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})

@@ -74,14 +74,11 @@ class CorkedTransport:
         self._still_sends, self._closing, self._linger_seconds = still_sends, closing, linger_seconds
         self._pieces: list[bytes] = []
         self._end: asyncio.TimerHandle | None = None
-
-    @property
-    def lingering(self) -> bool:
+        self.lingering = False
         """Our side is ended; what comes from the client now is for nobody."""
-        return self._end is not None
 
     def is_closing(self) -> bool:
-        return self._end is not None or self._transport.is_closing()
+        return self.lingering or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
         """Keep the data until the end of this turn."""
@@ -111,6 +108,7 @@ class CorkedTransport:
         if self._still_sends():
             self._transport.write_eof()
             self._transport.resume_reading()
+            self.lingering = True
             self._end = self._loop.call_later(self._linger_seconds, self._transport.close)
         else:
             self._transport.close()
@@ -257,11 +255,12 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
-        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
+        self.scope["extensions"] = self._extensions
 
     def on_headers_complete(self) -> None:
         self._in_head, self._overhead = False, 0
-        self._unset_head_limit()
+        if self._head_limit is not None:
+            self._unset_head_limit()
         if self._offers_protocol():
             return
         super().on_headers_complete()

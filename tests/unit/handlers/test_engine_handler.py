@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from handlers.contracts.family import ContractSetting
+from handlers.contracts.happy_vllm.answer import StreamAnswer
 from handlers.contracts.happy_vllm.family import HappyVllmContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
@@ -475,3 +476,19 @@ async def test_a_single_cumulative_sequence_is_told_at_once_and_long_ones_less_o
     sent = len(writer.written)
     await asyncio.sleep(0.05)
     assert len(writer.written) == sent
+
+
+async def test_a_part_that_cannot_be_made_between_two_steps_ends_the_reply_and_is_logged(
+    queue: EngineQueue, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: StreamAnswer) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    writer = await cumulative(queue, 3)
+    monkeypatch.setattr(StreamAnswer, "latest", broken)
+    engine.sinks[0].on_delta(TokenDelta("y", token_count=1))
+    await asyncio.sleep(0)
+    assert writer.finished
+    assert engine.running[0].cancelled
+    assert queue.open_sequences == 0
+    assert "ZeroDivisionError: a bug" in caplog.text

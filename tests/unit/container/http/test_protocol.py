@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from container.http import protocol
 from container.http.endpoint import AppState, Endpoint
 from container.http.protocol import BREAK_OFF, CorkedTransport, HttpProtocol, check_uvicorn
 from container.http.reply import HttpReply, OpenStreams
@@ -190,7 +190,7 @@ async def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_uvicorn_without_a_method_that_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(protocol.HttpToolsProtocol, "_unset_keepalive_if_required")
+    monkeypatch.delattr(HttpToolsProtocol, "_unset_keepalive_if_required")
     with pytest.raises(RuntimeError, match="_unset_keepalive_if_required"):
         check_uvicorn()
 
