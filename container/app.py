@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from handlers.model_settings import ModelSettings
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 _ANY = "*"
-"""Stands for all methods for which a path has nothing else."""
+"""All methods that a path has nothing else for."""
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 _ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
 """What the API description shows where there are several models, or none yet."""
@@ -39,7 +40,7 @@ _ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """An application that someone else has for the paths below a prefix; the container's own routes go before it."""
+    """An application of someone else for the paths below a prefix; the container's own routes go first."""
 
     prefix: str
     application: Application
@@ -52,7 +53,8 @@ class Routes:
 
     def __init__(self, not_found: Application, mounts: Sequence[Mount] = ()) -> None:
         self._plain: dict[str, dict[str, Application]] = {}
-        self._patterns: list[_Pattern] = []
+        self._patterns: dict[str, _Pattern] = {}
+        """Those with the fewest parameters first: `/models/{model}/invoke` before `/models/{model}/{version}`."""
         self._mounts = tuple(mounts)
         self._not_found = not_found
 
@@ -61,13 +63,10 @@ class Routes:
         if "{" not in path:
             self._plain.setdefault(path, {}).setdefault(method, application)
             return
-        pattern = next((p for p in self._patterns if p.path == path), None)
-        if pattern is None:
-            pattern = _Pattern(path)
-            self._patterns.append(pattern)
-            # `/models/{model}/invoke` is no `/models/{model}/{version}`.
-            self._patterns.sort(key=lambda known: known.path.count("{"))
-        pattern.methods.setdefault(method, application)
+        if path not in self._patterns:
+            self._patterns[path] = _Pattern(compile_path(path)[0].fullmatch, {})
+            self._patterns = dict(sorted(self._patterns.items(), key=lambda known: known[0].count("{")))
+        self._patterns[path].methods.setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
@@ -77,48 +76,42 @@ class Routes:
         if methods is None:
             application = self._mounted(scope["path"])
         else:
-            application = (
-                methods.get(scope["method"]) or methods.get(_ANY) or _of_head(scope, methods) or self._not_found
-            )
+            application = methods.get(scope["method"]) or self._any_method(scope["method"], methods)
         await application(scope, receive, send)
+
+    def _any_method(self, method: str, methods: Mapping[str, Application]) -> Application:
+        """What takes a method that a path does not name.
+
+        HEAD is served wherever GET is (RFC 9110, section 9.1); the HTTP server leaves the body out.
+        """
+        head = methods.get("GET") if method == "HEAD" else None
+        return methods.get(_ANY) or head or self._not_found
 
     def _mounted(self, path: str) -> Application:
         return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
 
     def _match(self, scope: Any) -> Mapping[str, Application] | None:
-        for pattern in self._patterns:
-            if (parameters := pattern.match(scope["path"])) is not None:
-                scope["path_params"] = parameters
+        for pattern in self._patterns.values():
+            if (found := pattern.match(scope["path"])) is not None:
+                scope["path_params"] = found.groupdict()
                 return pattern.methods
         return None
 
     def methods(self, path: str) -> list[str]:
-        """What a path, as it was added, is served with."""
-        pattern = next((p.methods for p in self._patterns if p.path == path), {})
-        return sorted({*self._plain.get(path, {}), *pattern} - {_ANY})
+        """The methods of a path, as it was added."""
+        pattern = self._patterns.get(path)
+        return sorted({*self._plain.get(path, {}), *(pattern.methods if pattern is not None else ())} - {_ANY})
 
 
-def _of_head(scope: Any, methods: Mapping[str, Application]) -> Application | None:
-    """HEAD is served wherever GET is (RFC 9110 section 9.1); the HTTP server leaves the body out."""
-    return methods.get("GET") if scope["method"] == "HEAD" else None
-
-
+@dataclass(frozen=True, slots=True)
 class _Pattern:
-    __slots__ = ("_match", "methods", "path")
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._match = compile_path(path)[0].fullmatch
-        self.methods: dict[str, Application] = {}
-
-    def match(self, path: str) -> dict[str, str] | None:
-        found = self._match(path)
-        return found.groupdict() if found is not None else None
+    match: Callable[[str], re.Match[str] | None]
+    methods: dict[str, Application]
 
 
 @dataclass(frozen=True, slots=True)
 class Applications:
-    """One for each listener."""
+    """The application of each listener."""
 
     main: Routes
     management: Routes | None
@@ -127,7 +120,7 @@ class Applications:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A route of the server's own, which asks for nothing and is neither counted nor logged."""
+    """A page of the server's own, which is neither counted nor logged."""
 
     show: Callable[[], Response]
 
@@ -138,10 +131,7 @@ class _Page:
 def create_app(
     models: Models, settings: ServerSettings, registrar: Registrar, mounts: Sequence[Mount] = ()
 ) -> Applications:
-    """The applications of one server, and whatever is mounted beside them.
-
-    Source of which routes are where: contracts/lmi.md section 1.1.
-    """
+    """The applications of one server, and whatever is mounted beside them."""
     counts = HttpCounts()
     state = AppState(models, settings, counts)
     metrics = Metrics(models, counts)
@@ -176,9 +166,9 @@ def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> No
         paths[path] = None
     for path in paths:
         allow = (("allow", ", ".join(routes.methods(path))),)
-        routes.add(path, _ANY, answered_early(state, path, partial(_always, replace(wrong_method(), headers=allow))))
+        routes.add(path, _ANY, answered_early(state, path, replace(wrong_method(), headers=allow)))
         if state.settings.cors_allowed_origin:
-            routes.add(path, "OPTIONS", answered_early(state, path, partial(_always, Reply(200, "", b"", allow))))
+            routes.add(path, "OPTIONS", answered_early(state, path, Reply(200, "", b"", allow)))
 
 
 class _Description:
@@ -212,14 +202,14 @@ def _add_pages(routes: Routes, description: _Description) -> None:
 
 
 def _add_wrong_methods(routes: Routes, state: AppState) -> None:
-    """A path that is there, but not with this method: its family's answer; preflight requests of browsers get CORS."""
+    """Answer a family's paths where the method is none of theirs: its own error, and CORS for browsers' preflights."""
     for family in FAMILIES:
         for path in {route.path: None for route in family.routes}:
             allowed = ", ".join(routes.methods(path))
             routes.add(path, _ANY, _wrong_method(state, path, family, allowed))
             if state.settings.cors_allowed_origin:
                 preflight = Reply(200, "", b"", (("allow", allowed),))
-                routes.add(path, "OPTIONS", answered_early(state, path, partial(_always, preflight)))
+                routes.add(path, "OPTIONS", answered_early(state, path, preflight))
 
 
 def _wrong_method(state: AppState, path: str, family: Family, allowed: str) -> Application:
@@ -230,12 +220,8 @@ def _wrong_method(state: AppState, path: str, family: Family, allowed: str) -> A
     return answered_early(state, path, reply)
 
 
-def _always(reply: Reply, _: Call) -> Reply:
-    return reply
-
-
 def _not_found(call: Call) -> Reply:
-    """Any path that is not served: the error of the family whose prefix it has, or else LMI's."""
+    """The error of a path that is not served: of the family whose prefix it has, or else LMI's."""
     for family in FAMILIES:
         if family.prefix and family.not_found and call.path.startswith(family.prefix):
             return family.not_found(call)

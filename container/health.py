@@ -1,4 +1,4 @@
-"""`/ping`: the truth about the models, at once. Source: contracts/lmi.md section 1.9."""
+"""`/ping`: the truth about the models, at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _TEXT = {
 
 
 def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
-    """LMI's body and status texts, and a `reason` where something is wrong. Unlike LMI, 200 means that all can serve.
+    """LMI's body, with a `reason` where something is wrong. Unlike in LMI, 200 means that all models can serve.
 
-    `allow_multi_status`: a model that is loading is 207, which some probes take for alive, instead of 503.
-    `workers_health_check`: a custom handler with fewer workers than it should have is 500, as in LMI.
-    An engine that is stalled is `Unhealthy`, since it may go on; `FAILED` is for good.
-
-    A model that the management API loads is PENDING here until it is ready, but leaves the status as it is.
+    With `allow_multi_status` a model that is loading is 207, which some probes take for alive, instead of 503. With
+    `workers_health_check` a custom handler that is short of workers is 500, as in LMI. A stalled engine is `Unhealthy`,
+    since it may go on; `FAILED` is for good. A model that the management API loads is shown as PENDING, and leaves the
+    status as it is.
     """
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]
@@ -36,7 +35,7 @@ def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> R
 
 
 def _status(models: Models, settings: ServerSettings) -> int:
-    """The first that holds, in LMI's order."""
+    """The first status that applies, in LMI's order."""
     states = [(model, model.lifecycle.state) for model in models]
     if any(state is State.FAILED or model.lifecycle.stalled for model, state in states):
         return 500

@@ -1,4 +1,4 @@
-"""From a model's settings to what serves it."""
+"""From a model's settings to the service that answers its calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Limits:
 
 
 class Runtime(Protocol):
-    """What lives as long as the model is loaded: an engine, or the workers of a custom handler."""
+    """What runs a model as long as it is loaded: an engine, or the workers of a custom handler."""
 
     def health(self) -> EngineHealth:
         """Whether it can serve."""
@@ -256,7 +256,7 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
 async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
     custom = CustomHandler(
         settings,
-        # LMI counts a place for the call that is handed to a worker (contracts/lmi.md section 1.8).
+        # LMI counts a place for the call that is handed to a worker.
         queue_size=limits.queue_size - 1,
         overload_status=limits.overload_status,
         unavailable_status=limits.unavailable_status,

@@ -1,7 +1,4 @@
-"""`/invocations`: what kind of call a body is, and which handler answers it.
-
-Source: contracts/lmi.md sections 3.2, 3.7, 4.7 and 6.
-"""
+"""`/invocations`: what kind of call a body is, and which handler answers it."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from handlers.sessions import Sessions
 
 
 class ShapedReply:
-    """Implements `ReplyWriter`: takes vLLM's replies, and gives another writer what a shape makes of them."""
+    """Implements `ReplyWriter`: passes vLLM's replies on to another writer in LMI's shape."""
 
     def __init__(self, writer: ReplyWriter, shape: Shape) -> None:
         self._writer, self.shape = writer, shape
@@ -36,7 +33,7 @@ class ShapedReply:
         self._writer.reply(self.shape.reply(reply))
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """See `ReplyWriter.start`. Waits for the first event: if that is an error, the reply is no stream."""
+        """Wait for the first event: if that is an error, the reply is no stream."""
         self._status, self._headers = status, headers
 
     def write(self, data: bytes) -> None:
@@ -119,7 +116,7 @@ _LMI = Body("lmi")
 
 
 def looks_plain(call: Call) -> bool:
-    """Whether the body can be nothing but LMI's. Costs a search for three words, before anything is decoded."""
+    """Whether the body is LMI's for certain: it has none of three words. Nothing is decoded for that."""
     if not any(mark in call.body for mark in _MARKS):
         return True
     kind = call.content_type.partition(";")[0].strip().lower()
@@ -152,7 +149,7 @@ def _stop_token_ids(fields: _Fields) -> frozenset[int]:
 
 
 class InvocationsHandler:
-    """Chooses by the body; see `handlers.reply.Handler`."""
+    """Implements `handlers.reply.Handler`: hands a call to the handler that its body asks for."""
 
     def __init__(
         self,
@@ -194,7 +191,7 @@ class InvocationsHandler:
             raise ContractError(unknown_adapter(error), error.message) from None
 
     def _adapter(self, call: Call) -> str | None:
-        """What the header, the body's `adapters` or the query says; None if they do not, or there are no adapters."""
+        """The adapter that header, body or query names; None if none does, or the model has no adapters."""
         if not self._settings.enable_lora:
             return None
         given = adapters_in(call.body)

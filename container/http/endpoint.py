@@ -170,10 +170,12 @@ async def _answered(call: Call, reply: HttpReply, model: Model | None) -> None:
     raise AssertionError("a call of this route was answered before its body was read")
 
 
-def answered_early(state: AppState, route: str, reply: Callable[[Call], Reply]) -> Endpoint:
-    """An endpoint that replies by method and path alone, before the body is read."""
+def answered_early(state: AppState, route: str, reply: Reply | Callable[[Call], Reply]) -> Endpoint:
+    """An endpoint that replies before the body is read, by method and path alone."""
 
     def find(scope: Scope, _: dict[bytes, bytes]) -> Reply:
+        if isinstance(reply, Reply):
+            return reply
         return reply(Call(body=b"", request_id="", method=scope["method"], path=scope["path"]))
 
     return Endpoint(state, route, _answered, lambda _: Reply(500, "", b""), find=find)

@@ -1,6 +1,6 @@
 """What a wire contract is: bytes to requests, deltas to bytes.
 
-A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an `Exchange` of a call; the exchange's
+A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an `Exchange` of a call. The exchange's
 `Answer` turns what the engine pushes into the bytes of the reply.
 """
 
@@ -22,7 +22,7 @@ LONG_BODY = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request as it came in."""
+    """An HTTP request with its whole body."""
 
     body: bytes
     content_type: str = ""
@@ -36,12 +36,12 @@ class Call:
     path: str = ""
     """As it came in, decoded, without the query."""
     path_parameters: Mapping[str, str] = field(default_factory=dict)
-    """What stands in the place of `{name}` in the route's path."""
+    """The parts of the path that `{name}` stands for in the route."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer, body and all."""
+    """A whole HTTP reply."""
 
     status: int
     content_type: str
@@ -62,13 +62,13 @@ class ContractError(Exception):
 
 
 class Answer(Protocol):
-    """Makes the reply's bytes from deltas. One for each call, used once."""
+    """Turns the deltas of one call into the bytes of its reply."""
 
     content_type: str
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Further headers of the reply, asked for when it begins."""
+        """Further headers of the reply; read when it begins."""
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The bytes that this delta adds to the body; empty if there is nothing to send yet.
@@ -85,18 +85,18 @@ class Answer(Protocol):
 
 
 class CumulativeAnswer(Answer, Protocol):
-    """An answer each part of which repeats all before it, so that a client that lags needs the latest alone."""
+    """An answer whose every part repeats all before it: a client that lags needs only the latest."""
 
     def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta as `feed` does, but make no bytes; whether there is anything new to tell."""
+        """Take a delta, without making bytes. Returns whether there is anything new to tell."""
 
     def latest(self) -> bytes:
-        """The part that tells all that was added."""
+        """The part with all that was added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A call that has been understood."""
+    """A call as its contract understands it: requests for the engine, and the answer that they make."""
 
     requests: tuple[GenerationRequest, ...]
     """One for each prompt; `Answer.feed` names them by their place here."""
@@ -104,9 +104,9 @@ class Exchange:
     notes: tuple[str, ...] = ()
     """For the log: parameters that were ignored."""
     comment: bytes = b""
-    """What the stream sends while it has nothing to say; one that has it begins at once, before its first token."""
+    """What the stream sends while it has nothing to say. A stream with a comment begins before its first token."""
     cumulative: CumulativeAnswer | None = None
-    """The answer again, if it is one. It has no `comment`."""
+    """`answer`, where it is cumulative; there is no `comment` then."""
 
 
 class Contract(Protocol):
@@ -120,12 +120,12 @@ class Contract(Protocol):
         """
 
     def refusal(self, error: RequestError) -> Reply:
-        """The reply to a call that could not be read to its end."""
+        """The reply to a call that `parse` could not finish, since it took too long or ended its thread."""
 
 
 _HEADER = SAGEMAKER_ADAPTER_IDENTIFIER_HEADER.lower()
 
 
 def adapter_header(call: Call) -> str | None:
-    """What the header names; None if there is none. The last of several counts; an empty one is the model itself."""
+    """The adapter that SageMaker's header names: "" for the model itself, None without the header; the last counts."""
     return next((value.strip() for name, value in reversed(call.headers) if name.lower() == _HEADER), None)

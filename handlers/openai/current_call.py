@@ -1,7 +1,7 @@
-"""What one HTTP call holds while vLLM's serving classes work for it.
+"""What one HTTP call holds while vLLM's serving classes work for it: places in the queue, and adapters.
 
-They make and drop generators, tasks and background tasks as they please, so what is held is tied to the call itself,
-and free again when it ends, whatever became of them.
+These classes start and drop generators and tasks as they please. What is held therefore belongs to the call, and is
+freed when the call ends, whatever became of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hold(Protocol):
 
 
 class OpenAICall:
-    """Places in the queue, the adapter, and whether the call may name any model."""
+    """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
     __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "failed", "generates")
 
@@ -35,11 +35,11 @@ class OpenAICall:
         self._held = 0
         self._closed = False
         self.any_model = any_model
-        """The `model` of its body never makes a refusal."""
+        """No `model` in its body is refused."""
         self.adapters: dict[str, Hold] = {}
-        """What keeps adapters in place while the call runs, by their names: a beam search asks for its own again."""
+        """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
         self.generates = False
-        """It was let into the queue."""
+        """It was admitted to the queue."""
         self.failed = False
         """The engine gave up on one of its requests."""
 
@@ -76,7 +76,7 @@ class OpenAICall:
             self._queue.open_sequences -= sequences
 
     def keep(self, adapter: str, hold: Hold) -> Hold:
-        """Keep an adapter in place until the call ends; once for all requests of the call, which is returned."""
+        """Keep an adapter until the call ends. Returns the one hold that all requests of the call share."""
         if self._closed:
             hold.release()
             return hold

@@ -92,7 +92,7 @@ NO_NAMES = Names()
 
 
 class OpenAIHandler:
-    """Hands calls to vLLM's own front end."""
+    """Implements `handlers.reply.Handler`: hands calls to vLLM's own front end."""
 
     def __init__(self, app: Any, queue: EngineQueue, llm: Any, names: Names = NO_NAMES) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
@@ -105,7 +105,7 @@ class OpenAIHandler:
         return document
 
     def abort(self, request_id: str) -> None:
-        """End the requests with this id, if there are any: that of the answer (`chatcmpl-...`), or of the HTTP request.
+        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id.
 
         Their clients get what there is of the answer, with the finish reason `abort`.
         """
@@ -124,8 +124,8 @@ class OpenAIHandler:
     ) -> Running:
         """Answer the call as one to `path`.
 
-        `any_model`: the `model` of its body never makes a refusal. `adapter`: what takes its place; the empty name is
-        the model itself.
+        `any_model`: no `model` in its body is refused. `adapter`: takes the place of that `model`; "" is the model
+        itself.
 
         Raises:
             UnknownAdapter: it is not registered.
@@ -178,7 +178,7 @@ class _RunningCall:
                     self._meter.calls.count(time.monotonic() - started, failed=self._held.failed)
 
     def _finish(self, reply: Reply) -> None:
-        """See to it that there is an answer, whatever became of the front end."""
+        """Complete the reply, if the front end has not."""
         exchange = self._exchange
         if exchange.complete or exchange.disconnected:
             return
@@ -201,7 +201,7 @@ def _last_events(path: str, reply: Reply) -> bytes:
 
 
 class AsgiExchange:
-    """`receive` and `send` of one call."""
+    """The ASGI `receive` and `send` of one call."""
 
     def __init__(self, body: bytes, writer: ReplyWriter) -> None:
         self._body: bytes | None = body
@@ -235,7 +235,7 @@ class AsgiExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Hand on what the application sends. A reply begins with its first bytes: they tell whether it streams."""
+        """Pass on what the application sends. A reply begins with its first bytes: they show whether it streams."""
         if self._gone.is_set():
             return
         if message["type"] == "http.response.start":
@@ -291,7 +291,7 @@ def scope(call: Call, path: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def hopeless(body: bytes, path: str, max_model_len: int) -> Reply | None:
-    """The reply to a body of more parts than could fit into the model's context; None for all others."""
+    """The refusal of a body that has more parts than the model's context could hold; None for all others."""
     if len(body) < LONG_BODY:
         return None
     limit = _MARKS_PER_TOKEN * max_model_len + _FURTHER_MARKS

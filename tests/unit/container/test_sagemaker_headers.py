@@ -1,7 +1,4 @@
-"""SageMaker's headers, from the platform to the container and back.
-
-Source: contracts/sagemaker_hosting.md section 3.
-"""
+"""SageMaker's headers, from the platform to the container and back."""
 
 from __future__ import annotations
 
