@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -168,13 +167,32 @@ async def _load_engine(
 async def _serving(
     settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None, sessions: Sessions
 ) -> Service:
+    """The service of an engine that has started."""
     queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
-    invocations, adapters = _invocations(settings, limits, queue, thread, formatters, openai, sessions), None
+
+    def formatted(given: Formatters) -> Handler:
+        contract = FormatterContract(
+            _contract(settings, limits, engine),
+            settings,
+            read=given.input,
+            write=given.output,
+            writes_tokens=given.output_takes_tokens,
+            tokenizer=engine.tokenizer,
+            overload_status=limits.overload_status,
+        )
+        return EngineHandler(queue, contract, thread)
+
+    invocations: Handler
+    if formatters is None:
+        lmi = EngineHandler(queue, _contract(settings, limits, engine))
+        invocations = InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status)
+    else:
+        invocations = formatted(formatters)
+    adapters = None
     if engine.adapters is not None:
-        make = partial(_formatted, settings, limits, queue, thread)
-        own = AdapterFormatters(make, formatters, settings.predict_timeout)
+        own = AdapterFormatters(formatted, formatters, settings.predict_timeout)
         invocations = AdapterInvocations(invocations, own)
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
     return Service(
@@ -205,37 +223,6 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     except RequestError as error:
         raise EngineStartError(error.message) from None
     return registry
-
-
-def _invocations(
-    settings: ModelSettings,
-    limits: Limits,
-    queue: EngineQueue,
-    thread: FormatterThread,
-    formatters: Formatters | None,
-    openai: OpenAIHandler | None,
-    sessions: Sessions,
-) -> Handler:
-    if formatters is None:
-        contract = _contract(settings, limits, queue.engine)
-        return InvocationsHandler(EngineHandler(queue, contract), openai, settings, sessions, limits.overload_status)
-    return _formatted(settings, limits, queue, thread, formatters)
-
-
-def _formatted(
-    settings: ModelSettings, limits: Limits, queue: EngineQueue, thread: FormatterThread, formatters: Formatters
-) -> Handler:
-    contract = _contract(settings, limits, queue.engine)
-    formatted = FormatterContract(
-        contract,
-        settings,
-        read=formatters.input,
-        write=formatters.output,
-        writes_tokens=formatters.output_takes_tokens,
-        tokenizer=queue.engine.tokenizer,
-        overload_status=limits.overload_status,
-    )
-    return EngineHandler(queue, formatted, thread)
 
 
 def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
