@@ -16,13 +16,14 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 import uvicorn
 
 from container.app import Application, Mount, create_app
-from container.http.protocol import HttpProtocol, check_uvicorn
+from container.http.protocol import Cork, HttpProtocol, check_uvicorn
 from container.models.lifecycle import State
 from container.models.registration import Registrar, as_model
 from container.models.registry import Model, Models
@@ -127,7 +128,7 @@ def http_server(application: Application) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             application,
-            http=HttpProtocol,
+            http=partial(HttpProtocol, cork=Cork()),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             proxy_headers=False,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 import uvicorn
@@ -53,6 +53,37 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
+class Corked(Protocol):
+    """What collects what is written to it, for a cork."""
+
+    def flush(self) -> None:
+        """Hand over what was written."""
+
+
+class Cork:
+    """Has everything flushed that was written in one turn of the event loop, in one call at its end.
+
+    A cork belongs to one server, and so to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Corked] = []
+
+    def add(self, corked: Corked) -> None:
+        """Have it flushed at the end of this turn."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush_all)
+        self._waiting.append(corked)
+
+    def _flush_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for corked in waiting:
+            try:
+                corked.flush()
+            except Exception:  # of one connection; the others have theirs to send
+                logger.exception("a reply cannot be sent")
+
+
 class CorkedTransport:
     """A transport that sends what is written in one turn of the event loop as one piece.
 
@@ -64,13 +95,13 @@ class CorkedTransport:
     def __init__(
         self,
         transport: asyncio.Transport,
-        loop: asyncio.AbstractEventLoop,
+        cork: Cork,
         still_sends: Callable[[], bool] = lambda: False,
         closing: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.0,
     ) -> None:
         """`still_sends`: whether a reply is out and its request is not all in. `closing`: called when it is closed."""
-        self._transport, self._loop = transport, loop
+        self._transport, self._cork = transport, cork
         self._still_sends, self._closing, self._linger_seconds = still_sends, closing, linger_seconds
         self._pieces: list[bytes] = []
         self._end: asyncio.TimerHandle | None = None
@@ -83,7 +114,7 @@ class CorkedTransport:
     def write(self, data: bytes) -> None:
         """Keep the data until the end of this turn."""
         if not self._pieces:
-            self._loop.call_soon(self.flush)
+            self._cork.add(self)
         self._pieces.append(data)
 
     def flush(self) -> None:
@@ -109,7 +140,7 @@ class CorkedTransport:
             self._transport.write_eof()
             self._transport.resume_reading()
             self.lingering = True
-            self._end = self._loop.call_later(self._linger_seconds, self._transport.close)
+            self._end = asyncio.get_running_loop().call_later(self._linger_seconds, self._transport.close)
         else:
             self._transport.close()
         self._closing()
@@ -159,8 +190,10 @@ class HttpProtocol(HttpToolsProtocol):
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
+    def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
+        """`cork`: of all connections of a server; each has its own otherwise."""
         super().__init__(*args, **keywords)
+        self._cork = cork or Cork()
         self.parser = _new_parser(self)
         self._in_head = False
         self._overhead = 0
@@ -173,7 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._connection = CorkedTransport(
-            transport, self.loop, self._still_sends, self._limit_sending, self.LINGER_SECONDS
+            transport, self._cork, self._still_sends, self._limit_sending, self.LINGER_SECONDS
         )
         # ASGI has no way to break a connection off whose client does not take what was sent.
         self._extensions = {BREAK_OFF: transport.abort}

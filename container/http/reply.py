@@ -8,6 +8,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any, Protocol
 
+from container.http.protocol import Cork
 from container.settings.load import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
@@ -37,8 +38,8 @@ def cors_headers(settings: ServerSettings) -> Headers:
     return [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
-class OpenStreams:
-    """How many streams are open.
+class OpenStreams(Cork):
+    """How many streams are open, and the cork of those that are in a crowd.
 
     In a crowd, what one turn of the event loop writes to a stream is sent as one part. A turn has several parts for a
     stream only where the engine's steps come faster than they are sent; then fewer and larger parts save time. Nothing
@@ -47,11 +48,12 @@ class OpenStreams:
 
     def __init__(self, crowd: int) -> None:
         """`crowd`: how many open streams are a crowd; 0: no number is."""
+        super().__init__()
         self._crowd = crowd
         self.count = 0
         self.crowded = False
 
-    def add(self, streams: int) -> None:
+    def count_up(self, streams: int) -> None:
         """Count streams that have been opened, or, below 0, closed."""
         self.count += streams
         self.crowded = 0 < self._crowd <= self.count
@@ -110,7 +112,7 @@ class HttpReply:
         """Begin a reply whose length is not known; it goes out in chunks."""
         self._start(status, [(b"content-type", content_type.encode("latin-1"))] if content_type else [], headers)
         self._streaming = True
-        self._streams.add(1)
+        self._streams.count_up(1)
 
     def _start(self, status: int, framing: Headers, more: tuple[tuple[str, str], ...]) -> None:
         self.status = status
@@ -126,7 +128,9 @@ class HttpReply:
         # What is held goes first, also when the crowd has thinned. What waits for the client is joined anyway.
         if self._held or (self._streams.crowded and self._resuming is None):
             if not last:
-                self._hold(data)
+                if not self._held:
+                    self._streams.add(self)
+                self._held.append(data)
                 return
             data = b"".join([*self._held, data])
             self._held.clear()
@@ -154,7 +158,7 @@ class HttpReply:
 
     def close(self) -> None:
         """Send what is held; nothing more comes. Called once the request is over, however it ended."""
-        self._flush()
+        self.flush()
         self._close_stream()
         for counter in self._counted_by:
             counter.open_calls -= 1
@@ -164,21 +168,16 @@ class HttpReply:
         self._latest = None
         if self._streaming:
             self._streaming = False
-            self._streams.add(-1)
+            self._streams.count_up(-1)
 
     async def drain(self) -> None:
         """Wait until no more than what the connection itself holds is unsent."""
-        self._flush()
+        self.flush()
         while self._resuming is not None and not self._resuming.done():
             await asyncio.wait({self._resuming})
 
-    def _hold(self, data: bytes) -> None:
-        """Send the data together with all that this turn of the event loop still writes."""
-        if not self._held:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._held.append(data)
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what is held."""
         if self._held and not self._broken:
             data = b"".join(self._held)
             self._held.clear()

@@ -15,10 +15,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from container.http.endpoint import AppState, Endpoint
-from container.http.protocol import BREAK_OFF, CorkedTransport, HttpProtocol, check_uvicorn
+from container.http.protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
 from container.http.reply import HttpReply, OpenStreams
 from container.metrics import HttpCounts
 from container.models.registry import Models
+from container.server import http_server
 from container.settings.load import ServerSettings
 from handlers.contracts.protocol import Reply
 from handlers.errors import GenerationFailed
@@ -137,14 +138,17 @@ class Transport:
     def abort(self) -> None:
         self.aborted = True
 
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
 
-def corked(inner: Transport, loop: asyncio.AbstractEventLoop | None = None) -> CorkedTransport:
-    return CorkedTransport(inner, loop or asyncio.get_running_loop())  # type: ignore[arg-type]
+
+def corked(inner: Transport, cork: Cork) -> CorkedTransport:
+    return CorkedTransport(inner, cork)  # type: ignore[arg-type]
 
 
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
     inner = Transport()
-    transport = corked(inner)
+    transport = corked(inner, Cork())
     transport.write(b"head")
     transport.write(b"body")
     assert inner.writes == []
@@ -160,26 +164,59 @@ async def test_a_connection_that_cannot_be_written_to_is_broken_off_and_no_other
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     inner = [Transport(), Transport(broken=True), Transport()]
+    cork = Cork()
     for one in inner:
-        corked(one).write(b"part")
+        corked(one, cork).write(b"part")
     await asyncio.sleep(0)
     assert [one.writes for one in inner] == [[b"part"], [], [b"part"]]
     assert [one.aborted for one in inner] == [False, True, False]
     assert "no such transport" in caplog.text
 
 
-async def test_an_event_loop_that_ends_with_something_unsent_is_nothing_to_the_next() -> None:
-    def write_and_turn(inner: Transport, turns: int) -> None:
-        loop = asyncio.new_event_loop()
-        corked(inner, loop).write(b"part")
-        for _ in range(turns):
-            loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+async def test_what_cannot_be_flushed_keeps_nothing_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    flushed: list[str] = []
 
-    former, latter = Transport(), Transport()
-    await asyncio.to_thread(write_and_turn, former, 0)
-    await asyncio.to_thread(write_and_turn, latter, 1)
-    assert (former.writes, latter.writes) == ([], [b"part"])
+    class Broken:
+        def flush(self) -> None:
+            raise RuntimeError("no such transport")
+
+    class Good:
+        def flush(self) -> None:
+            flushed.append("good")
+
+    cork = Cork()
+    for one in (Good(), Broken(), Good()):
+        cork.add(one)
+    await asyncio.sleep(0)
+    assert flushed == ["good", "good"]
+    assert "no such transport" in caplog.text
+
+
+def serve_once(answers: bool) -> bytes:
+    """What a client gets from a server in an event loop of its own, which may stop before anything is sent."""
+    loop = asyncio.new_event_loop()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        if not answers:
+            loop.stop()
+        await send({"type": "http.response.body", "body": b""})
+
+    server = http_server(answer)
+    server.config.load()
+    inner = Transport()
+    connection = server.config.http_protocol_class(server.config, server.server_state, {}, _loop=loop)  # type: ignore[call-arg]
+    connection.connection_made(inner)  # type: ignore[arg-type]
+    loop.call_soon(connection.data_received, b"GET / HTTP/1.1\r\n\r\n")  # type: ignore[attr-defined]
+    loop.call_later(0.05, loop.stop)
+    loop.run_forever()
+    loop.close()
+    return b"".join(inner.writes)
+
+
+async def test_an_event_loop_that_stops_with_something_unsent_is_nothing_to_the_next() -> None:
+    assert await asyncio.to_thread(serve_once, False) == b""
+    assert b"200 OK" in await asyncio.to_thread(serve_once, True)
 
 
 async def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
