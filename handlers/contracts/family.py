@@ -13,6 +13,7 @@ import msgspec
 
 from handlers.adapters import Adapter
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
+from handlers.contracts.schemas import Schema
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -159,13 +160,16 @@ class ContractSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route is for, as /openapi.json and /docs show it."""
+    """What a route does, as /openapi.json and /docs show it."""
 
     summary: str
-    request: Mapping[str, Any] | None = None
-    """The JSON schema of the body; None where there is none."""
-    answers: Mapping[str, tuple[str, str, Mapping[str, Any] | None]] = field(default_factory=dict)
-    """Status to what it means, media type and JSON schema."""
+    request: Schema | None = None
+    """The body's schema; None: there is no body."""
+    request_type: str = "application/json"
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    """Parameters of the query; the body may give them instead."""
+    answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
+    """By status: what it means, and the body's schema by media type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

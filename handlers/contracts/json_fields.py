@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from handlers.errors import InvalidParameter
@@ -172,6 +172,9 @@ class ParameterReader:
     def _take(self, name: str, default: Any) -> Any:
         self._read.add(name)
         return self._values.get(name, default)
+
+
+Reader = Callable[[Mapping[str, Any]], ParameterReader]
 
 
 def _check_range(name: str, value: float, minimum: float | None, maximum: float | None, above: float | None) -> None:

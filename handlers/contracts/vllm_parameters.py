@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import ParameterReader
+from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, Constraint, SamplingParameters
 
@@ -158,8 +158,13 @@ class VllmParameters:
     """False: the answer's text is empty."""
 
 
-def read_vllm_parameters(values: Mapping[str, Any], *, text_values: bool = False) -> VllmParameters:
-    """Validate and translate vLLM's keywords; null is absent.
+def read_vllm_parameters(
+    values: Mapping[str, Any],
+    *,
+    text_values: bool = False,
+    reader: Reader = ParameterReader,
+) -> VllmParameters:
+    """Validate and translate vLLM's keywords; null is absent. The API description asks with a `reader` of its own.
 
     `text_values`: numbers, booleans and documents may come as strings ("16", "0.5", "true"), as Triton's clients send
     them.
@@ -167,7 +172,7 @@ def read_vllm_parameters(values: Mapping[str, Any], *, text_values: bool = False
     Raises:
         InvalidParameter: naming the parameter, its value and what is allowed; also for a name that vLLM has not.
     """
-    read = ParameterReader(_from_text(values) if text_values else values)
+    read = reader(_from_text(values) if text_values else values)
     sampling = _sampling(read)
     sequences, candidates = _sequences(read)
     beam_search = _beam_search(read, candidates)

@@ -26,13 +26,13 @@ from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
 DEFAULT_MAX_NEW_TOKENS = 30
 
-_RENAMED = {
+RENAMED = {
     "max_new_tokens": "max_tokens",
     "truncate": "truncate_prompt_tokens",
     "ignore_eos_token": "ignore_eos",
 }
 _OWN = frozenset({"details", "decoder_input_details", "return_full_text", "do_sample", "stop_sequences"})
-_PASSED_ON = frozenset(
+PASSED_ON = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
@@ -71,13 +71,13 @@ def read_async_parameters(
     own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
     passed = {name: value for name, value in model_defaults.items() if name in _DEFAULTS and value is not None}
     passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    passed |= {name: value for name, value in given.items() if name in _PASSED_ON}
-    passed |= {theirs: given[name] for name, theirs in _RENAMED.items() if name in given}
+    passed |= {name: value for name, value in given.items() if name in PASSED_ON}
+    passed |= {theirs: given[name] for name, theirs in RENAMED.items() if name in given}
     if own.has("do_sample") and not own.boolean("do_sample", True):
         passed["temperature"] = 0.0
     if stop := own.strings("stop_sequences"):
         passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
-    ignored = sorted(given.keys() - _OWN - _PASSED_ON - _RENAMED.keys() - {"stream"})
+    ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
     if ignored and strict:
         raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
     parameters = _named_as_sent(passed, given)
@@ -96,7 +96,7 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
     try:
         return read_vllm_parameters(passed)
     except InvalidParameter as error:
-        for name, theirs in _RENAMED.items():
+        for name, theirs in RENAMED.items():
             if theirs == error.parameter and name in given:
                 raise InvalidParameter(name, error.message.removeprefix(f"`{theirs}` ")) from None
         raise

@@ -130,6 +130,22 @@ _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_
 """What rolling batch shows and this answer has no place for."""
 
 
+def default_max_new_tokens(settings: ModelSettings) -> int:
+    """The limit on new tokens where a request has none."""
+    return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
+
+
+def parameter_rules(settings: ModelSettings) -> ParameterRules:
+    """How these settings make parameters read."""
+    return ParameterRules(
+        do_sample_inferred=settings.do_sample_inferred,
+        typical_p=True,
+        max_sequences=settings.rolling_batch_size,
+        strict=settings.strict_parameters,
+        token_logprobs=False,
+    )
+
+
 class LmiDynamicContract:
     """Parses dynamic-batch bodies for one model.
 
@@ -141,16 +157,8 @@ class LmiDynamicContract:
         self._pad_text = pad_text
         self._streaming = settings.enable_streaming
         self._stop_sequences = settings.stop_sequences
-        self._max_new_tokens = (
-            DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
-        )
-        self._rules = ParameterRules(
-            do_sample_inferred=settings.do_sample_inferred,
-            typical_p=True,
-            max_sequences=settings.rolling_batch_size,
-            strict=settings.strict_parameters,
-            token_logprobs=False,
-        )
+        self._max_new_tokens = default_max_new_tokens(settings)
+        self._rules = parameter_rules(settings)
 
     def parse(self, call: Call) -> Exchange:
         try:

@@ -23,7 +23,7 @@ MAX_WORKERS = 128
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 """Not `.` or `..`: clients resolve them in a path, and could never unload such a model."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
-_MODEL_KEYS = {
+MODEL_KEYS = {
     "engine": "engine",
     "device": "load_on_devices",
     "job_queue_size": "job_queue_size",
@@ -77,7 +77,7 @@ def read_registration(call: Call) -> Registration:
         url,
         _name("model_name", name),
         _name("model_version", given.get("model_version") or None),
-        {key: given[parameter] for parameter, key in _MODEL_KEYS.items() if parameter in given},
+        {key: given[parameter] for parameter, key in MODEL_KEYS.items() if parameter in given},
         _boolean("synchronous", given.get("synchronous", "true")),
     )
 
@@ -122,7 +122,7 @@ def _json_parameters(body: bytes) -> dict[str, str]:
 
 
 def _is_ours(name: str) -> bool:
-    return name in _MODEL_KEYS or name in ("url", "model_name", "model_version", "synchronous")
+    return name in MODEL_KEYS or name in ("url", "model_name", "model_version", "synchronous")
 
 
 def _text(name: str, value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import ParameterReader
+from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 
@@ -62,13 +62,15 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
     token_logprobs: bool = True
 
 
-def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
-    """Validate and translate `parameters`.
+def read_parameters(
+    values: Mapping[str, Any], rules: ParameterRules, reader: Reader = ParameterReader
+) -> LmiParameters:
+    """Validate and translate `parameters`. The API description asks with a `reader` of its own.
 
     Raises:
         InvalidParameter: naming the parameter, its value and what is allowed.
     """
-    read = ParameterReader(_without_switch(values) if rules.trtllm else values)
+    read = reader(_without_switch(values) if rules.trtllm else values)
     sequences, candidates = _sequences(read, rules)
     beam_search = _beam_search(read, rules)
     sampling = _sampling(read, rules)

@@ -244,6 +244,19 @@ _ADAPTERS = "adapters"
 _CACHED_PARAMETERS, _CACHED_KEY_BYTES = 1000, 500
 
 
+def parameter_rules(settings: ModelSettings) -> ParameterRules:
+    """How these settings make parameters read."""
+    return ParameterRules(
+        do_sample_inferred=settings.do_sample_inferred,
+        details_by_default=settings.tgi_compat,
+        typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
+        trtllm=settings.rolling_batch == "trtllm",
+        max_sequences=settings.rolling_batch_size,
+        strict=settings.strict_parameters,
+        token_logprobs=settings.token_logprobs,
+    )
+
+
 class LmiContract:
     """Parses LMI bodies for one model."""
 
@@ -252,15 +265,7 @@ class LmiContract:
         self._overload_status = overload_status
         self._fields = _TOP_LEVEL | {_ADAPTERS} if settings.enable_lora else _TOP_LEVEL
         self._known: dict[bytes, LmiParameters] = {}
-        self._rules = ParameterRules(
-            do_sample_inferred=settings.do_sample_inferred,
-            details_by_default=settings.tgi_compat,
-            typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
-            trtllm=settings.rolling_batch == "trtllm",
-            max_sequences=settings.rolling_batch_size,
-            strict=settings.strict_parameters,
-            token_logprobs=settings.token_logprobs,
-        )
+        self._rules = parameter_rules(settings)
 
     def parse(self, call: Call) -> Exchange:
         document = _document(call)

@@ -134,7 +134,7 @@ def _card(
     }
 
 
-_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", JSON, None)})
+_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", {JSON: {}})})
 _VERSIONED = (
     # In LMI another name of /invocations (contracts/lmi.md section 1.2).
     Forwards(path="/v1/chat/completions", own_handler=True),

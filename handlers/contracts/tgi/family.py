@@ -14,8 +14,8 @@ from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, R
 from handlers.contracts.tgi.answer import GenerationAnswer, Show, StreamAnswer
 from handlers.contracts.tgi.errors import refuse, refuse_stream, wrong_method
 from handlers.contracts.tgi.model import tell_all_health, tell_chat_tokens, tell_health, tell_info, tell_tokens
-from handlers.contracts.tgi.operations import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
-from handlers.contracts.tgi.operations import VERTEX as ABOUT_VERTEX
+from handlers.contracts.tgi.openapi import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
+from handlers.contracts.tgi.openapi import VERTEX as ABOUT_VERTEX
 from handlers.contracts.tgi.request import (
     Body,
     TgiParameters,

@@ -13,8 +13,7 @@ from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, R
 from handlers.contracts.triton import model
 from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer, Shape
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
-from handlers.contracts.triton.request import TritonParameters, read_body, read_parameters
-from handlers.contracts.triton.schemas import (
+from handlers.contracts.triton.openapi import (
     GENERATE,
     GENERATE_STREAM,
     INDEX,
@@ -24,6 +23,7 @@ from handlers.contracts.triton.schemas import (
     document,
     probe,
 )
+from handlers.contracts.triton.request import TritonParameters, read_body, read_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest

@@ -1,0 +1,204 @@
+"""LMI's routes in the API description: generating, managing models and managing adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from handlers.contracts.family import Operation
+from handlers.contracts.lmi import dynamic_batch, rolling_batch
+from handlers.contracts.lmi.asynchronous import DEFAULT_MAX_NEW_TOKENS, PASSED_ON, RENAMED
+from handlers.contracts.lmi.errors import JSON
+from handlers.contracts.lmi.management import MODEL_KEYS
+from handlers.contracts.lmi.parameters import read_parameters
+from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
+from handlers.contracts.schemas import parameters as asked_for
+from handlers.contracts.vllm_parameters import read_vllm_parameters
+from handlers.model_settings import HandlerSettings, ModelSettings
+
+JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
+_BOOLEAN: Schema = {"type": "boolean", "default": False}
+_STRINGS = an_array(STRING)
+
+_DETAILS = "finish_reason, generated_tokens, prefill, tokens and more, where asked for"
+_ANSWER = an_answer("LmiAnswer", f"details: {_DETAILS}.", "generated_text", "details")
+_RECORD = an_answer(
+    "LmiRecord",
+    "One for each token, which has id, text and log_prob (`logprob` in TGI's form and under option.async_mode). "
+    f"The last one has the whole generated_text, and details: {_DETAILS}.",
+    *("token", "generated_text", "details"),
+)
+_CHAT = an_answer("LmiChatAnswer", "LMI's answer to a chat.", "id", "object", "created", "choices", "usage")
+_CHAT_RECORD = an_answer("LmiChatRecord", "One for each part of a chat's answer.", "id", "object", "created", "choices")
+_OPENAI = an_answer("OpenAIAnswer", "OpenAI's object, as /v1/chat/completions or /v1/completions answers, or a chunk.")
+_TEXT = an_answer("LmiText", "The prompt and what was generated after it.", "generated_text")
+_STEP = an_answer("LmiStepRecord", "One for each step: what it added to each prompt's text.", "outputs")
+
+_FRONT_END_ERROR = an_answer(
+    "LmiFrontEndError", "The status, LMI's name for it, what is wrong.", *("code", "type", "message")
+)
+_HANDLER_ERROR = an_answer("LmiHandlerError", "error: what is wrong.", "code", "message", "error")
+_REQUEST_ERROR = an_answer(
+    "LmiError",
+    "The status and what is wrong; an empty text with finish_reason `error` where a parameter or the generation is.",
+    *("error", "code", "generated_text", "details"),
+)
+
+
+def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
+    """`/invocations` and its other names, as these settings have it.
+
+    `for_vllm`: the bodies that vLLM's front end answers there, by its own path for them.
+    """
+    if model.handler is not None:
+        return _custom_handler(model.handler)
+    if model.rolling_batch == "disable":
+        return _dynamic_batch(model)
+    name = "asynchronous handler" if model.async_mode else "rolling batch"
+    request = _asynchronous_request(model) if model.async_mode else _rolling_batch_request(model)
+    answers = [(JSON, an_array(_ANSWER) if model.tgi_compat else _ANSWER), (JSON_LINES, _RECORD), (EVENTS, _RECORD)]
+    if for_vllm and (model.async_mode or model.chat_format == "openai"):
+        answers += [(JSON, _OPENAI), (JSON_LINES if model.async_mode else EVENTS, _OPENAI)]
+    elif for_vllm:
+        answers += [(JSON, _CHAT), (JSON_LINES, _CHAT_RECORD), (JSON, _OPENAI), (EVENTS, _OPENAI)]
+    content = {kind: either([schema for given, schema in answers if given == kind]) for kind, _ in answers}
+    return Operation(
+        summary="; ".join(
+            [f"Generate text (LMI {name})", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
+        ),
+        request=either([request, *for_vllm.values()]),
+        answers={
+            "200": ("One document, or a record for each token", content),
+            **_failures(_REQUEST_ERROR),
+            **({"500": ("Generation failed", {JSON: _REQUEST_ERROR})} if model.async_mode else {}),
+        },
+    )
+
+
+def _rolling_batch_request(model: ModelSettings) -> Schema:
+    rules = rolling_batch.parameter_rules(model)
+    parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+    return _request("LmiRequest", parameters, model, {"stream": _BOOLEAN})
+
+
+def _asynchronous_request(model: ModelSettings) -> Schema:
+    asked = asked_for(lambda reader: read_vllm_parameters({}, reader=reader))
+    passed = {name: schema for name, schema in asked.items() if name in PASSED_ON}
+    passed |= {"max_tokens": {**asked["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
+    passed |= {name: passed[theirs] for name, theirs in RENAMED.items()}
+    own = dict.fromkeys(("details", "decoder_input_details", "return_full_text", "do_sample"), _BOOLEAN)
+    return _request("LmiAsyncRequest", {**passed, **own, "stop_sequences": _STRINGS}, model, {"stream": _BOOLEAN})
+
+
+def _request(name: str, parameters: Mapping[str, Schema], model: ModelSettings, more: Mapping[str, Schema]) -> Schema:
+    if model.enable_lora:
+        more = {**more, "adapters": {"type": ["string", "array"], "items": STRING}}
+    inputs = {"type": ["string", "array"], "items": STRING, "description": "The prompt, or an array of prompts."}
+    note = "A body of type text/plain is the prompt alone."
+    return an_object(
+        {"inputs": inputs, "parameters": an_object(parameters), **more}, "inputs", name=name, description=note
+    )
+
+
+def _dynamic_batch(model: ModelSettings) -> Operation:
+    rules = dynamic_batch.parameter_rules(model)
+    parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+    limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
+    content = {JSON: an_array(_TEXT), JSON_LINES: _STEP}
+    return Operation(
+        summary="Generate text (LMI dynamic batch)",
+        request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}, model, {}),
+        answers={
+            "200": ("A text for each prompt; with option.enable_streaming a record for each step", content),
+            **_failures(_HANDLER_ERROR),
+        },
+    )
+
+
+def _custom_handler(handler: HandlerSettings) -> Operation:
+    return Operation(
+        summary=f"Call the model's own handler ({Path(handler.entry_point).name})",
+        request=ANYTHING,
+        request_type="*/*",
+        answers={
+            "200": ("Whatever the handler answers; its status may be another", {"*/*": ANYTHING}),
+            "204": ("The handler returned nothing", {}),
+            **_failures(_HANDLER_ERROR),
+            "507": ("The handler ran out of memory", {}),
+        },
+    )
+
+
+def _failures(error: Schema) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+    return {
+        "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
+        "413": ("The body is too large", {}),
+        "424": ("The payload or a parameter is wrong, or the request failed", {JSON: error}),
+        "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
+    }
+
+
+_STATUSES = {
+    "200": "Done",
+    "400": "A parameter or a setting is missing or wrong",
+    "404": "There is no such model, adapter or directory",
+    "409": "The name is taken",
+    "424": "The adapter cannot be loaded",
+    "500": "The model cannot be loaded",
+    "503": "The model is not ready",
+    "507": "There is not enough memory",
+}
+"""Of managing models and adapters."""
+
+
+def _manages(summary: str, fields: Mapping[str, Schema], *, body: bool) -> Operation:
+    """`body`: the fields may come as an object."""
+    answers = {
+        status: (meaning, {JSON: OBJECT if status == "200" else _FRONT_END_ERROR})
+        for status, meaning in _STATUSES.items()
+    }
+    return Operation(summary=summary, query=fields, request=an_object(fields) if body else None, answers=answers)
+
+
+def _text(meaning: str) -> Schema:
+    return {**STRING, "description": meaning}
+
+
+_PAGE = {"limit": _text("Entries in one answer, 100 at most."), "next_page_token": _text("Where the list continues.")}
+_REGISTRATION = {
+    "url": _text("The model's directory, or where it is downloaded from."),
+    "model_name": _text("Its name; by default the last segment of the url, in a body required."),
+    "model_version": _text("Its version."),
+    "synchronous": _text("Whether to answer once it is loaded, the default, or at once with 202."),
+    **{name: _text(f"The model's `{key}`.") for name, key in MODEL_KEYS.items()},
+}
+_WORKERS = {name: _REGISTRATION[name] for name in ("min_worker", "max_worker")}
+_HOLD: Mapping[str, Schema] = {
+    "preload": {"type": "boolean", "default": True, "description": "Load it now instead of for its first request."},
+    "pin": {"type": "boolean", "default": False, "description": "Keep it in the engine's memory."},
+}
+_ADAPTER = {
+    "name": _text("What requests call the adapter."),
+    "src": _text("Where its files are; a relative path is below the model's directory."),
+    **_HOLD,
+}
+
+MANAGEMENT: Mapping[tuple[str, str], Operation] = {
+    ("GET", "/models"): _manages("List models", _PAGE, body=False),
+    ("POST", "/models"): _manages("Load a model", _REGISTRATION, body=True),
+    ("GET", "/models/{model}"): _manages("Describe a model, each version of it", {}, body=False),
+    ("PUT", "/models/{model}"): _manages("Scale a model", _WORKERS, body=False),
+    ("DELETE", "/models/{model}"): _manages("Unload a model", {}, body=False),
+}
+"""By method and path; `/workflows` has the same operations."""
+ADAPTERS: Mapping[tuple[str, str], Operation] = {
+    (method, prefix + path): _manages(summary, fields, body=method == "POST")
+    for prefix in ("", "/models/{model}")
+    for method, path, summary, fields in (
+        ("GET", "/adapters", "List adapters", _PAGE),
+        ("POST", "/adapters", "Register an adapter", _ADAPTER),
+        ("GET", "/adapters/{adapter}", "Describe an adapter", {}),
+        ("DELETE", "/adapters/{adapter}", "Unregister an adapter", {}),
+        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter", _HOLD),
+    )
+}
