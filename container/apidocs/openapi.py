@@ -28,14 +28,14 @@ _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}(\w+)"')
 
 _PAGES = {
-    "/ping": Operation(
-        summary="Health",
-        answers={"200": ("The model generates", {JSON: {}}), "500": ("It failed", {}), "503": ("It is not ready", {})},
-    ),
-    "/metrics": Operation(summary="Prometheus metrics", answers={"200": ("The metrics", {"text/plain": {}})}),
-    "/openapi.json": Operation(summary="This document", answers={"200": ("The document", {JSON: {}})}),
-    "/docs": Operation(summary="This document, to try it out", answers={"200": ("A page", {"text/html": {}})}),
-    "/docs/plain": Operation(summary="This document, without scripts", answers={"200": ("A page", {"text/html": {}})}),
+    path: Operation(summary=summary, answers={"200": (summary, {kind: {}})})
+    for path, summary, kind in (
+        ("/ping", "Health: 200 if the model generates, else 500 or 503", JSON),
+        ("/metrics", "Prometheus metrics", "text/plain"),
+        ("/openapi.json", "This document", JSON),
+        ("/docs", "This document as a page to try things on", "text/html"),
+        ("/docs/plain", "The same as a page without scripts", "text/html"),
+    )
 }
 _VLLM_ADAPTERS = {
     path: Operation(summary=summary, request=struct(order), answers={"200": ("Done", {"text/plain": {}})})

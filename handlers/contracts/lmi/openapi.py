@@ -17,8 +17,8 @@ from handlers.contracts.vllm_parameters import read_vllm_parameters
 from handlers.model_settings import HandlerSettings, ModelSettings
 
 JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
-_BOOLEAN: Schema = {"type": "boolean", "default": False}
-_STRINGS = an_array(STRING)
+_FALSE: Schema = {"type": "boolean", "default": False}
+_ONE_OR_MORE: Schema = {"type": ["string", "array"], "items": STRING}
 
 _DETAILS = "finish_reason, generated_tokens, prefill, tokens and more, where asked for"
 _ANSWER = an_answer("LmiAnswer", f"details: {_DETAILS}.", "generated_text", "details")
@@ -54,31 +54,32 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
         return _custom_handler(model.handler)
     if model.rolling_batch == "disable":
         return _dynamic_batch(model)
-    name = "asynchronous handler" if model.async_mode else "rolling batch"
-    request = _asynchronous_request(model) if model.async_mode else _rolling_batch_request(model)
-    answers = [(JSON, an_array(_ANSWER) if model.tgi_compat else _ANSWER), (JSON_LINES, _RECORD), (EVENTS, _RECORD)]
-    if for_vllm and (model.async_mode or model.chat_format == "openai"):
-        answers += [(JSON, _OPENAI), (JSON_LINES if model.async_mode else EVENTS, _OPENAI)]
-    elif for_vllm:
-        answers += [(JSON, _CHAT), (JSON_LINES, _CHAT_RECORD), (JSON, _OPENAI), (EVENTS, _OPENAI)]
+    if model.async_mode:
+        name, request = "asynchronous handler", _asynchronous_request(model)
+        answers = [(JSON, _ANSWER), (JSON_LINES, _RECORD)]
+        chats = [(JSON, _OPENAI), (JSON_LINES, _OPENAI)]
+    else:
+        name, request = "rolling batch", _rolling_batch_request(model)
+        whole = an_array(_ANSWER) if model.tgi_compat else _ANSWER
+        answers = [(JSON, whole), (JSON_LINES, _RECORD), (EVENTS, _RECORD)]
+        chats = [(JSON, _OPENAI), (EVENTS, _OPENAI)]
+        if model.chat_format == "lmi":
+            chats += [(JSON, _CHAT), (JSON_LINES, _CHAT_RECORD)]
+    if for_vllm:
+        answers += chats
     content = {kind: either([schema for given, schema in answers if given == kind]) for kind, _ in answers}
+    kinds = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
-        summary="; ".join(
-            [f"Generate text (LMI {name})", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
-        ),
+        summary=f"Generate text ({', '.join(kinds)})",
         request=either([request, *for_vllm.values()]),
-        answers={
-            "200": ("One document, or a record for each token", content),
-            **_failures(_REQUEST_ERROR),
-            **({"500": ("Generation failed", {JSON: _REQUEST_ERROR})} if model.async_mode else {}),
-        },
+        answers={"200": ("One document, or a record for each token", content), **_failures(_REQUEST_ERROR)},
     )
 
 
 def _rolling_batch_request(model: ModelSettings) -> Schema:
     rules = rolling_batch.parameter_rules(model)
     parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
-    return _request("LmiRequest", parameters, model, {"stream": _BOOLEAN})
+    return _request("LmiRequest", parameters, stream=_FALSE, **_adapters(model))
 
 
 def _asynchronous_request(model: ModelSettings) -> Schema:
@@ -86,18 +87,18 @@ def _asynchronous_request(model: ModelSettings) -> Schema:
     passed = {name: schema for name, schema in asked.items() if name in PASSED_ON}
     passed |= {"max_tokens": {**asked["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
     passed |= {name: passed[theirs] for name, theirs in RENAMED.items()}
-    own = dict.fromkeys(("details", "decoder_input_details", "return_full_text", "do_sample"), _BOOLEAN)
-    return _request("LmiAsyncRequest", {**passed, **own, "stop_sequences": _STRINGS}, model, {"stream": _BOOLEAN})
+    own = dict.fromkeys(("details", "decoder_input_details", "return_full_text"), _FALSE)
+    more = {"do_sample": {"type": "boolean"}, "stop_sequences": an_array(STRING)}
+    return _request("LmiAsyncRequest", {**passed, **own, **more}, stream=_FALSE, **_adapters(model))
 
 
-def _request(name: str, parameters: Mapping[str, Schema], model: ModelSettings, more: Mapping[str, Schema]) -> Schema:
-    if model.enable_lora:
-        more = {**more, "adapters": {"type": ["string", "array"], "items": STRING}}
-    inputs = {"type": ["string", "array"], "items": STRING, "description": "The prompt, or an array of prompts."}
-    note = "A body of type text/plain is the prompt alone."
-    return an_object(
-        {"inputs": inputs, "parameters": an_object(parameters), **more}, "inputs", name=name, description=note
-    )
+def _adapters(model: ModelSettings) -> dict[str, Schema]:
+    return {"adapters": _ONE_OR_MORE} if model.enable_lora else {}
+
+
+def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Schema:
+    fields = {"inputs": _ONE_OR_MORE, "parameters": an_object(parameters), **more}
+    return an_object(fields, "inputs", name=name, description="A body of type text/plain is the prompt alone.")
 
 
 def _dynamic_batch(model: ModelSettings) -> Operation:
@@ -107,7 +108,7 @@ def _dynamic_batch(model: ModelSettings) -> Operation:
     content = {JSON: an_array(_TEXT), JSON_LINES: _STEP}
     return Operation(
         summary="Generate text (LMI dynamic batch)",
-        request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}, model, {}),
+        request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}),
         answers={
             "200": ("A text for each prompt; with option.enable_streaming a record for each step", content),
             **_failures(_HANDLER_ERROR),
@@ -133,7 +134,7 @@ def _failures(error: Schema) -> dict[str, tuple[str, Mapping[str, Schema]]]:
     return {
         "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
         "413": ("The body is too large", {}),
-        "424": ("The payload or a parameter is wrong, or the request failed", {JSON: error}),
+        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: error}),
         "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
     }
 
