@@ -1,7 +1,6 @@
 """LMI's dynamic-batch contract: `inputs`, a string or an array of strings, and `parameters`.
 
-Spoken under `option.rolling_batch=disable`. Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema;
-contracts/lmi.md sections 3.6 and 5.
+Selected by `option.rolling_batch=disable`. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -13,121 +12,20 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_fields import json_kind
-from handlers.contracts.lmi.body import BodyError, decode_object
-from handlers.contracts.lmi.errors import JSON, handler_failure, overloaded, status_of
+from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, request_ids
+from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
+from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-
-JSON_LINES = "application/jsonlines"
-
-
-def failure(error: RequestError, overload_status: int) -> Reply:
-    """The answer to a call that failed before its first byte: E3, or the front end's own for a full queue."""
-    if isinstance(error, Overloaded):
-        return overloaded(error, overload_status)
-    status = status_of(error)
-    return Reply(status, JSON, handler_failure(error.message, status))
-
-
-class ListAnswer:
-    """One text for each prompt, in the prompts' order; sent when all have finished."""
-
-    content_type = JSON
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, lead: Sequence[str], overload_status: int) -> None:
-        """`lead`: what each text begins with, the prompt or nothing."""
-        self._texts = [[text] for text in lead]
-        self._open = len(lead)
-        self._overload_status = overload_status
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        if delta.sequence == 0:  # further ones are less probable
-            self._texts[prompt].append(delta.text)
-        self._open -= delta.last
-        return b"" if self._open else self._body().encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
-
-    def _body(self) -> str:
-        objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
-        return "[\n" + ",\n".join(objects) + "\n]"
-
-
-class RecordListAnswer:
-    """A record for each step, with an entry for each prompt.
-
-    A record is complete when every unfinished prompt has its entry. A prompt that comes again before that is a step
-    ahead of the others, which wait in another batch or hold their text back: then the record goes without them.
-    """
-
-    content_type = JSON_LINES
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
-        """`first_record`: what is sent before anything was generated; nothing if empty."""
-        self._entries: list[str | None] = [None] * prompts
-        self._finished = [False] * prompts
-        self._missing = prompts
-        self._overload_status = overload_status
-        self._pad_text = pad_text
-        self._head = _record(first_record) if first_record else ""
-        self._sent = bool(first_record)
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        records, self._head = self._head, ""
-        if self._entries[prompt] is not None:
-            records += self._flush()
-        shown_as_pad = not delta.text and delta.finish_reason is FinishReason.EOS
-        self._entries[prompt] = self._pad_text if shown_as_pad else delta.text
-        self._finished[prompt] = delta.last
-        self._missing -= 1
-        if self._missing == 0:
-            records += self._flush()
-        return records.encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        """The error as a record of its own, without `outputs`; what was generated before it is not lost."""
-        pending = self._flush() if any(self._entries) else ""
-        reason = encode_basestring_ascii(error.message)
-        record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'
-        return f"{pending}{record}".encode()
-
-    def _flush(self) -> str:
-        entries = [
-            entry if entry is not None else self._pad_text if finished else ""
-            for entry, finished in zip(self._entries, self._finished, strict=True)
-        ]
-        at_end = all(self._finished) and not any(entry for entry in entries if entry != self._pad_text)
-        self._entries = [None] * len(entries)
-        self._missing = self._finished.count(False)
-        if at_end and self._sent:  # nothing but ends: no record is needed to say so
-            return ""
-        self._sent = True
-        return _record(entries)
-
-
-def _record(entries: Sequence[str]) -> str:
-    return f'{{"outputs": [{", ".join(map(encode_basestring_ascii, entries))}]}}\n'
-
+from handlers.request import FinishReason, GenerationRequest, TokenDelta
 
 STREAMED_MAX_NEW_TOKENS = 50
 """LMI's default limit on new tokens where the answer is streamed."""
 
-_TOP_LEVEL = {"inputs", "parameters"}
+_FIELDS = frozenset({"inputs", "parameters"})
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
-"""What rolling batch shows and this answer has no place for."""
+"""Parameters of rolling batch for which this answer has no place."""
 
 
 def default_max_new_tokens(settings: ModelSettings) -> int:
@@ -162,41 +60,39 @@ class LmiDynamicContract:
 
     def parse(self, call: Call) -> Exchange:
         try:
-            document = _document(call)
+            document = decode_object(call.body, call.content_type)
             prompts = _prompts(document.get("inputs"))
-            values = _parameter_values(document.get("parameters"), self._max_new_tokens)
+            values = _plain_names(parameters_of(document), self._max_new_tokens)
             parameters = read_parameters(values, self._rules)
             if self._streaming != "false" and parameters.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
-            raise ContractError(failure(error, self._overload_status), error.message) from None
+            raise ContractError(self.refusal(error), error.message) from None
         requests = tuple(
-            self._request(call, index if len(prompts) > 1 else None, prompt, parameters)
-            for index, prompt in enumerate(prompts)
+            self._request(request_id, prompt, parameters)
+            for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
-        return Exchange(requests, self._answer(prompts, values), _notes(document, values, parameters))
+        ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
+        return Exchange(requests, self._answer(prompts, values), notes_of(document, _FIELDS, ignored))
 
     def refusal(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status)
+        return _failure(error, self._overload_status)
 
-    def _request(self, call: Call, index: int | None, prompt: str, parameters: LmiParameters) -> GenerationRequest:
+    def _request(self, request_id: str, prompt: str, parameters: LmiParameters) -> GenerationRequest:
         stream = self._streaming != "false"
+        sampling = parameters.sampling
+        if self._stop_sequences:
+            sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
         return GenerationRequest(
-            request_id=call.request_id if index is None else f"{call.request_id}-{index}",
+            request_id=request_id,
             prompt=prompt,
-            sampling=self._stopping(parameters.sampling),
+            sampling=sampling,
             stream=stream,
             # The answer has one text for each prompt: the most probable of those that were asked for.
             candidates=1 if stream else parameters.candidates,
             beam_search=parameters.beam_search,
             truncate_prompt_tokens=parameters.truncate,
         )
-
-    def _stopping(self, sampling: SamplingParameters) -> SamplingParameters:
-        """With the stop strings that the model's settings add to those of each request."""
-        if not self._stop_sequences:
-            return sampling
-        return msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
 
     def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
         if self._streaming == "false":
@@ -205,13 +101,6 @@ class LmiDynamicContract:
         # The library's own streamer, which this setting names, begins with the prompt.
         with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
         return RecordListAnswer(len(prompts), self._overload_status, self._pad_text, prompts if with_prompt else ())
-
-
-def _document(call: Call) -> dict[str, Any]:
-    try:
-        return decode_object(call.body, call.content_type)
-    except BodyError as error:
-        raise InvalidRequest(str(error)) from None
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -230,12 +119,8 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
     return tuple(prompts)
 
 
-def _parameter_values(values: Any, max_new_tokens: int) -> dict[str, Any]:
-    """The parameters that were given, under the names that rolling batch has for them."""
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(values)}")
+def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """The parameters that were given, under rolling batch's names, with this contract's limit on new tokens."""
     given = {name: value for name, value in values.items() if value is not None}
     if "manual_seed" in given:
         given.setdefault("seed", given["manual_seed"])
@@ -245,10 +130,94 @@ def _parameter_values(values: Any, max_new_tokens: int) -> dict[str, Any]:
     return given
 
 
-def _notes(document: dict[str, Any], values: dict[str, Any], parameters: LmiParameters) -> tuple[str, ...]:
-    notes = []
-    if ignored := [*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values)]:
-        notes.append(f"parameters without effect: {', '.join(ignored)}")
-    if unknown := document.keys() - _TOP_LEVEL:
-        notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
-    return tuple(notes)
+class ListAnswer:
+    """One text for each prompt, in the prompts' order; sent when all have finished."""
+
+    content_type = JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, lead: Sequence[str], overload_status: int) -> None:
+        """`lead`: what each text begins with; the prompt, or nothing."""
+        self._texts = [[text] for text in lead]
+        self._open = len(lead)
+        self._overload_status = overload_status
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        if delta.sequence == 0:  # further ones are less probable
+            self._texts[prompt].append(delta.text)
+        self._open -= delta.last
+        return b"" if self._open else self._body().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error, self._overload_status)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        return b""  # the body is sent whole
+
+    def _body(self) -> str:
+        objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
+        return "[\n" + ",\n".join(objects) + "\n]"
+
+
+class RecordListAnswer:
+    """A record for each step, with an entry for each prompt.
+
+    A record is complete when every unfinished prompt has its entry. When a prompt has a second entry before that, the
+    others wait in another batch or hold their text back, and the record is sent without them.
+    """
+
+    content_type = "application/jsonlines"
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
+        """`first_record`: what is sent before anything was generated; nothing if empty."""
+        self._entries: list[str | None] = [None] * prompts
+        self._finished = [False] * prompts
+        self._missing = prompts
+        self._overload_status = overload_status
+        self._pad_text = pad_text
+        self._head = _record(first_record) if first_record else ""
+        self._sent = bool(first_record)
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        records, self._head = self._head, ""
+        if self._entries[prompt] is not None:
+            records += self._flush()
+        shown_as_pad = not delta.text and delta.finish_reason is FinishReason.EOS
+        self._entries[prompt] = self._pad_text if shown_as_pad else delta.text
+        self._finished[prompt] = delta.last
+        self._missing -= 1
+        if self._missing == 0:
+            records += self._flush()
+        return records.encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error, self._overload_status)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """The pending record, and the error as one without `outputs`."""
+        pending = self._flush() if any(self._entries) else ""
+        reason = encode_basestring_ascii(error.message)
+        record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'
+        return f"{pending}{record}".encode()
+
+    def _flush(self) -> str:
+        entries = [
+            entry if entry is not None else self._pad_text if finished else ""
+            for entry, finished in zip(self._entries, self._finished, strict=True)
+        ]
+        at_end = all(self._finished) and not any(entry for entry in entries if entry != self._pad_text)
+        self._entries = [None] * len(entries)
+        self._missing = self._finished.count(False)
+        if at_end and self._sent:  # nothing but ends: no record is needed to say so
+            return ""
+        self._sent = True
+        return _record(entries)
+
+
+def _record(entries: Sequence[str]) -> str:
+    return f'{{"outputs": [{", ".join(map(encode_basestring_ascii, entries))}]}}\n'
+
+
+def _failure(error: RequestError, overload_status: int) -> Reply:
+    return failure(error, overload_status, handler_failure(error.message, status_of(error)))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from handlers.contracts.family import Operation
 from handlers.contracts.lmi import dynamic_batch, rolling_batch
-from handlers.contracts.lmi.asynchronous import DEFAULT_MAX_NEW_TOKENS, PASSED_ON, RENAMED
+from handlers.contracts.lmi.asynchronous import PASSED_ON, RENAMED
 from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.lmi.management import MODEL_KEYS
-from handlers.contracts.lmi.parameters import read_parameters
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.contracts.schemas import parameters as asked_for
 from handlers.contracts.vllm_parameters import read_vllm_parameters
