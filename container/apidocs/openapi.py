@@ -1,6 +1,6 @@
-"""`/openapi.json`: what this server serves, as OpenAPI 3.1.
+"""`/openapi.json`: the API description, as OpenAPI 3.1.
 
-The contracts describe their routes in `Operation`s; vLLM describes those that go to its own front end.
+Contracts describe their routes as `Operation`s; routes that are forwarded to vLLM's front end are in vLLM's document.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")
-"""vLLM's routes whose bodies LMI's routes take as well."""
+"""vLLM's routes for bodies that LMI's routes take as well."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}(\w+)"')
@@ -57,7 +57,7 @@ class Document:
 def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None) -> Document:
     """Describe what is served with these settings.
 
-    `vllm`: the OpenAPI document of vLLM's front end, which is there once the model is loaded.
+    `vllm`: the OpenAPI document of vLLM's front end, known once the model is loaded.
     """
     vllm = vllm or {}
     forwarded = _forwarded(vllm)
@@ -82,7 +82,7 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
 
 
 def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
-    """Method, path, tag and description of each route that this server answers itself; the first of a path counts."""
+    """Method, path, tag and description of each route that is not forwarded; of equal ones the first counts."""
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
     invocations = invocation(model, bodies)
     for path in ("/invocations", f"/predictions/{model.name}", "/models/{model}/invoke"):
@@ -131,7 +131,7 @@ def _identity(method: str, path: str) -> str:
 
 
 def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
-    """The same with references in the place of schemas that have a title, which go into `schemas` by it."""
+    """The content with each schema that has a title moved into `schemas`, and a reference in its place."""
     if isinstance(content, list | tuple):
         return [_hoisted(value, schemas) for value in content]
     if not isinstance(content, Mapping):
@@ -144,7 +144,7 @@ def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
 
 
 def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of vLLM's document, the path items of the routes that go to its front end."""
+    """The path items of forwarded routes, from vLLM's document."""
     paths: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         for route in family.routes:
@@ -159,7 +159,7 @@ def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """The operation of a route on which two families answer: it takes the bodies of both."""
+    """The operation of a route that two families share: it takes the bodies of both."""
     request = either([_body_schema(item["requestBody"]) for item in (ours, theirs)])
     answer = either([_body_schema(item["responses"]["200"]) for item in (ours, theirs)])
     return {
@@ -182,7 +182,7 @@ def _body_schema(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _referred_to(content: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """Those schemas that the content names, and those that they name."""
+    """The schemas to which the content refers, directly or through others."""
     found: dict[str, Any] = {}
     names = _REFERENCE.findall(msgspec.json.encode(content).decode())
     while names:

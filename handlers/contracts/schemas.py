@@ -1,4 +1,8 @@
-"""JSON schemas for the API description, made from what reads the requests: parameter parsers and msgspec structs."""
+"""JSON schemas for the API description, made from the code that reads requests.
+
+`parameters` runs a parser with a reader that notes each parameter's name, type, range and default; `struct` takes a
+msgspec struct. `MEANINGS` has a sentence on each field.
+"""
 
 from __future__ import annotations
 
@@ -103,37 +107,37 @@ MEANINGS = {
     "vanilla": "Tokenize the text by itself; false: as part of a longer text.",
     "with_tokens_str": "Return the tokens' texts as well.",
 }
-"""What the fields of requests mean, in all contracts."""
+"""Descriptions of the fields of requests; a name means the same in all contracts."""
 
 
 def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:
-    """A schema of an object; `name` gives it an entry of its own in the document's schemas."""
+    """The schema of an object with these fields. `name`: the document has it once, under this name."""
     described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
     title = {"title": name} if name else {}
     return {**title, "type": "object", "required": list(required), "properties": described, **more}
 
 
 def an_array(items: Schema) -> Schema:
-    """A schema of an array."""
+    """The schema of an array."""
     return {"type": "array", "items": items}
 
 
 def an_answer(name: str, description: str, *fields: str) -> Schema:
-    """A schema of what a route answers: the names of an object's fields."""
+    """The schema of an answer, with the names of its fields; the document has it once, under `name`."""
     return {"title": name, "type": "object", "description": description, "properties": {key: {} for key in fields}}
 
 
 def either(schemas: Sequence[Schema]) -> Schema:
-    """A schema of what fits one of these."""
+    """The schema of values that fit one of these."""
     if not all(schemas):
         return ANYTHING
     return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
-    """Schemas of the parameters that a parser asks for when none is given.
+    """Schemas of the parameters that a parser reads, by name.
 
-    `parse` calls the parser, with the reader that it is given.
+    `parse`: calls the parser with an empty object and the given reader.
     """
     asked = _Asked()
     parse(lambda values: asked)
@@ -141,7 +145,7 @@ def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
 
 
 class _Asked(ParameterReader):
-    """A reader without values that keeps names, types, ranges and defaults of what a parser asks for."""
+    """A reader that has no values and makes a schema of each parameter that it is asked for."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -191,18 +195,18 @@ class _Asked(ParameterReader):
 
 
 _OF_THE_STRUCT = ("title", "description")
-"""A struct's name and docstring, which say nothing to a client."""
+"""A struct's name and docstring, which are not for clients."""
 
 
 def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:
-    """The schema of a body that msgspec reads as `shape`; null counts as absent."""
+    """The schema of a body that msgspec decodes to `shape`, where null counts as absent."""
     _, definitions = msgspec.json.schema_components((shape,), ref_template="{name}")
     schema = _plain(definitions[shape.__name__], definitions)
     return an_object(schema["properties"], *schema.get("required", ()), name=name)
 
 
 def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """A schema of msgspec's with what it refers to in place, and without nulls."""
+    """A schema from msgspec with its references resolved and without nulls."""
     if isinstance(schema, list):
         return [_plain(item, definitions) for item in schema]
     if not isinstance(schema, dict):

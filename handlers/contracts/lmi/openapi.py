@@ -1,4 +1,4 @@
-"""LMI's routes in the API description: generating, managing models and managing adapters."""
+"""LMI's routes in the API description: generation, management of models and of adapters."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _REQUEST_ERROR = an_answer(
 
 
 def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
-    """`/invocations` and its other names, as these settings have it.
+    """`/invocations` under these settings.
 
-    `for_vllm`: the bodies that vLLM's front end answers there, by its own path for them.
+    `for_vllm`: schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
     """
     if model.handler is not None:
         return _custom_handler(model.handler)
