@@ -1,17 +1,34 @@
-"""`slipway deploy | update | destroy | status | invoke | logs | template | policy`."""
+"""`slipway deploy | update | destroy | status | template | invoke | logs | policy`.
+
+Exit codes: 0, it is done; 1, it failed; 2, the configuration is wrong; 3, what is there stands in the way; 130,
+interrupted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import time
-from typing import Annotated, Optional
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
 
 import typer
 
 from deploy.sagemaker import options as given
-from deploy.sagemaker.command_run import FAILED, IN_THE_WAY, cloud_of, reported_errors, surroundings
-from deploy.sagemaker.deploy_commands import deploy, template, update
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deploy.sagemaker.aws import Aws
+    from deploy.sagemaker.configuration import Configuration
+    from deploy.sagemaker.stack import ChangeSet, Stack, Wanted
+
+FAILED, WRONG, IN_THE_WAY, INTERRUPTED = 1, 2, 3, 130
+_LOG_LINES = 20
 
 Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 
@@ -22,35 +39,128 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
+def deploy(
+    context: typer.Context,
+    file: given.File = None,
+    name: given.Name = None,
+    model: given.Model = None,
+    upload: given.Upload = None,
+    image: given.Image = None,
+    push: given.Push = None,
+    role: given.Role = None,
+    create_role: given.CreateRole = False,
+    instance_type: given.InstanceType = None,
+    instances: given.Instances = None,
+    env: given.Env = None,
+    tag: given.Tag = None,
+    account: given.Account = None,
+    setting: given.Setting = None,
+    region: given.Region = None,
+    profile: given.Profile = None,
+    dry_run: given.DryRun = False,
+    rollback: Annotated[bool, typer.Option(help="Remove what was made if anything fails.")] = True,
+    check: Annotated[bool, typer.Option(help="Check the execution role first.")] = True,
+) -> None:
+    """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
+    with reported_errors():
+        deployment = _prepared(context.params)
+        if dry_run:
+            _show(deployment)
+            return
+        if check:
+            _check_role(deployment)
+        with _termination_interrupts():
+            _deploy(deployment, rollback=rollback)
+        typer.echo(f"{deployment.name} is in service")
+        component = f" --component {deployment.name}" if deployment.configuration.component else ""
+        typer.echo(f'try: slipway invoke {deployment.name}{component} --prompt "Hello"', err=True)
+
+
+def update(
+    context: typer.Context,
+    file: given.File = None,
+    name: given.Name = None,
+    model: given.Model = None,
+    upload: given.Upload = None,
+    image: given.Image = None,
+    push: given.Push = None,
+    role: given.Role = None,
+    create_role: given.CreateRole = False,
+    instance_type: given.InstanceType = None,
+    instances: given.Instances = None,
+    env: given.Env = None,
+    tag: given.Tag = None,
+    account: given.Account = None,
+    setting: given.Setting = None,
+    region: given.Region = None,
+    profile: given.Profile = None,
+    dry_run: given.DryRun = False,
+) -> None:
+    """Bring a deployment to another configuration while it serves."""
+    with reported_errors():
+        deployment = _prepared(context.params)
+        if dry_run:
+            _show(deployment)
+            return
+        with _termination_interrupts():
+            changed = _update(deployment)
+        typer.echo(f"{deployment.name} is {'updated' if changed else 'up to date'}")
+        configuration = deployment.configuration
+        sent = [what for what in (configuration.push and configuration.image, configuration.upload) if what]
+        if sent and not changed:
+            typer.echo(
+                f"slipway: note: {' and '.join(sent)} has been sent again, and what runs stays as it is: give the "
+                "image another tag, or the model another prefix, to have it rolled out",
+                err=True,
+            )
+
+
+def template(
+    context: typer.Context,
+    file: given.File = None,
+    name: given.Name = None,
+    model: given.Model = None,
+    image: given.Image = None,
+    role: given.Role = None,
+    create_role: given.CreateRole = False,
+    instance_type: given.InstanceType = None,
+    instances: given.Instances = None,
+    env: given.Env = None,
+    tag: given.Tag = None,
+    account: given.Account = None,
+    setting: given.Setting = None,
+    region: given.Region = None,
+) -> None:
+    """Print the CloudFormation template that `deploy` makes."""
+    with reported_errors():
+        from deploy.sagemaker.template import as_yaml
+
+        typer.echo(as_yaml(dict(_prepared(context.params).wanted.template)), nl=False)
+
+
 def destroy(
     name: Endpoint,
     region: given.Region = None,
     profile: given.Profile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
-    untagged: Annotated[bool, typer.Option("--untagged", help="Also what has the name without the tag.")] = False,
     repository: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--repository", help="Also this image repository, with its images, if it carries the tag."),
     ] = None,
 ) -> None:
-    """Remove an endpoint and all that belongs to it, from whatever state it is in."""
+    """Remove an endpoint and all that belongs to it: delete its stack."""
     with reported_errors():
-        from deploy.sagemaker.destroy import destroy as remove_all
+        from deploy.sagemaker.aws import Aws
 
-        around = surroundings(cloud_of(region, profile))
-        done = remove_all(around, name, untagged=untagged, repository=repository, dry_run=dry_run)
-        for key in done.removed:
-            typer.echo(f"{'would remove' if dry_run else 'removed'}: {key}")
-        for key in done.foreign:
-            typer.echo(f"not of this deployment, kept: {key}", err=True)
-        for key in done.left:
-            typer.echo(f"left: {key}", err=True)
-        if not (done.removed or done.left or done.foreign):
+        aws = Aws(region, profile)
+        removed = _removed(aws, name, dry_run=dry_run)
+        for resource in removed:
+            typer.echo(f"{'would remove' if dry_run else 'removed'}: {resource}")
+        if repository and _repository_removed(aws, name, repository, dry_run=dry_run):
+            removed.append(repository)
+            typer.echo(f"{'would remove' if dry_run else 'removed'}: image repository {repository}")
+        if not removed:
             typer.echo(f"there is nothing of {name}")
-        if done.left:
-            sys.exit(FAILED)
-        if done.foreign and not done.removed:
-            sys.exit(IN_THE_WAY)
 
 
 def status(
@@ -59,12 +169,17 @@ def status(
     profile: given.Profile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show an endpoint, its variants, components, scaling and alarms."""
+    """Show an endpoint's stack, variants, components, scaling and alarms."""
     with reported_errors():
         from deploy.sagemaker import status as looking
+        from deploy.sagemaker.aws import Aws
 
-        found = looking.status(cloud_of(region, profile), name)
-        typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(looking.lines(found)))
+        aws = Aws(region, profile)
+        found = looking.status(aws, name, _stack(aws, name).status())
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            _console().print(looking.table(found))
 
 
 def invoke(
@@ -88,21 +203,22 @@ def invoke(
     """Ask an endpoint; AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names another than AWS's."""
     with reported_errors():
         from deploy.sagemaker import invoke as asking
+        from deploy.sagemaker.aws import Aws
 
         if not (prompt or body or input_location):
             raise given.WrongOption("--prompt: missing; expected a text (or --body, or --input-location)")
-        cloud = cloud_of(region, profile)
+        runtime = Aws(region, profile).client("sagemaker-runtime")
         if input_location:
-            typer.echo(asking.invoke_asynchronously(cloud, name, input_location))
+            typer.echo(asking.invoke_asynchronously(runtime, name, input_location))
             return
         made = asking.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
         # What was no UTF-8 in the shell goes out as it was.
         request = body.encode(errors="surrogateescape") if body else made
         if not stream:
-            typer.echo(asking.invoke(cloud, name, request, component))
+            typer.echo(asking.invoke(runtime, name, request, component))
             return
         try:
-            for text in asking.texts(asking.invoke_stream(cloud, name, request, component)):
+            for text in asking.texts(asking.invoke_stream(runtime, name, request, component)):
                 typer.echo(text, nl=False)
         except asking.StreamBroken:
             typer.echo()
@@ -124,13 +240,12 @@ def logs(
     """Show what the containers of an endpoint log."""
     with reported_errors():
         from deploy.sagemaker import logs as reading
-        from deploy.sagemaker.progress import RealClock
+        from deploy.sagemaker.aws import Aws
 
-        cloud = cloud_of(region, profile)
+        client = Aws(region, profile).client("logs")
         group = reading.group_of_component(component) if component else reading.group_of_endpoint(name)
         start = int((time.time() - since * 60) * 1000)
-        lines = reading.follow(cloud, group, start, RealClock()) if follow else reading.read(cloud, group, start)
-        for line in lines:
+        for line in (reading.follow if follow else reading.read)(client, group, start):
             typer.echo(str(line))
 
 
@@ -145,11 +260,292 @@ def policy(
 ) -> None:
     """Print the IAM policy that someone needs who deploys, looks, asks and removes."""
     with reported_errors():
-        from deploy.sagemaker.configuration_reader import check_caller
-        from deploy.sagemaker.policies import caller_policy, push_policy
+        from deploy.sagemaker import configuration as fields
+        from deploy.sagemaker.roles import caller_policy, push_policy
 
-        check_caller({"account": account, "role": role, "region": region, "repository": repository})
-        document = caller_policy(account, region, role)
+        fields.check_fields(
+            account=(fields.Account, account),
+            region=(fields.Region, region),
+            role=(fields.Roles, role),
+            repository=(fields.Repository, repository),
+        )
+        document = caller_policy(role, region, account)
         if repository:
-            document["Statement"] += push_policy(account, region, repository)["Statement"]
+            document["Statement"] += push_policy(role, region, account, repository)["Statement"]
         typer.echo(json.dumps(document, indent=2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Deployment:
+    """A configuration, the stack that is to be made of it, and where."""
+
+    aws: Aws
+    configuration: Configuration
+    stack: Stack
+    wanted: Wanted
+
+    @property
+    def name(self) -> str:
+        return self.configuration.name
+
+
+def _prepared(options: dict[str, Any]) -> _Deployment:
+    """What the options and the file say; AWS is asked for the account alone, where a push needs it."""
+    from deploy.sagemaker.aws import Aws
+    from deploy.sagemaker.configuration import laid_over, read_configuration, read_file
+    from deploy.sagemaker.stack import ENDPOINT_TAG, Wanted
+    from deploy.sagemaker.template import parameter_values, template
+
+    overrides = given.overrides(options)
+    file: Path | None = options["file"]
+    values = laid_over(read_file(file) if file else {}, overrides.values)
+    region = values.get("region")
+    aws = Aws(region if isinstance(region, str) else None, options.get("profile"))
+    values.setdefault("region", aws.region)
+    if values.get("push") and not values.get("account") and not values.get("role") and aws.has_credentials:
+        values["account"] = str(aws.client("sts").get_caller_identity()["Account"])
+    configuration = read_configuration(values, overrides.origins)
+    tags = {**configuration.tags, ENDPOINT_TAG: configuration.name}
+    wanted = Wanted(template(configuration), parameter_values(configuration), tags)
+    return _Deployment(aws, configuration, _stack(aws, configuration.name), wanted)
+
+
+def _stack(aws: Aws, name: str) -> Stack:
+    from deploy.sagemaker.stack import Stack
+
+    return Stack(aws.client("cloudformation"), name, _teller())
+
+
+def _show(deployment: _Deployment) -> None:
+    """The template and the commands of a push; and with credentials, what CloudFormation would change."""
+    from botocore.exceptions import BotoCoreError
+
+    from deploy.sagemaker.aws import error_in_words
+    from deploy.sagemaker.stack import Conflict
+    from deploy.sagemaker.template import as_yaml
+    from deploy.sagemaker.uploads import push_script
+
+    configuration, stack = deployment.configuration, deployment.stack
+    typer.echo(as_yaml(dict(deployment.wanted.template)), nl=False)
+    if configuration.push:
+        typer.echo(push_script(configuration.push, configuration.image, configuration.region), err=True)
+    if configuration.upload:
+        typer.echo(f"{configuration.upload} would be uploaded to {configuration.model}", err=True)
+    if not deployment.aws.has_credentials:
+        typer.echo("slipway: note: no change set, as there are no AWS credentials", err=True)
+        return
+    try:
+        if stack.status() is not None:
+            stack.check_updatable()
+        change = stack.propose(deployment.wanted)
+    except Conflict as error:
+        typer.echo(f"slipway: note: no change set: {error}", err=True)
+        return
+    except BotoCoreError as error:
+        typer.echo(f"slipway: note: no change set: {error_in_words(error)}", err=True)
+        return
+    _show_changes(change)
+    if change:
+        stack.discard(change)
+
+
+def _show_changes(change: ChangeSet | None) -> None:
+    from rich.table import Table
+
+    if change is None:
+        typer.echo("nothing would change", err=True)
+        return
+    table = Table("", "Resource", "Type", "Replaced", title="A new stack" if change.creates else "Changes")
+    for each in change.changes:
+        table.add_row(each.action, each.resource, each.kind, each.replacement)
+    _console(stderr=True).print(table)
+
+
+def _check_role(deployment: _Deployment) -> None:
+    from deploy.sagemaker.roles import check_role
+
+    aws = deployment.aws
+    findings = tuple(check_role(aws.client("iam"), aws.client("sts"), deployment.configuration))
+    for finding in findings:
+        typer.echo(f"slipway: {'' if finding.problem else 'note: '}{finding.text}", err=True)
+    if any(finding.problem for finding in findings):
+        sys.exit(WRONG)
+
+
+def _deploy(deployment: _Deployment, *, rollback: bool) -> None:
+    from deploy.sagemaker.stack import Conflict
+
+    stack = deployment.stack
+    new = stack.ready_to_create()
+    change = stack.propose(deployment.wanted, rollback=rollback)
+    if change and not new:
+        stack.discard(change)
+        differing = ", ".join(each.resource for each in change.changes) or "its tags"
+        raise Conflict(f"{deployment.name} is there and differs in {differing}; `slipway update` changes it")
+    _send(deployment, change)
+    if change:
+        with _log_of_what_does_not_start(deployment):
+            stack.create(change, rollback=rollback)
+
+
+def _update(deployment: _Deployment) -> bool:
+    stack = deployment.stack
+    stack.check_updatable()
+    change = stack.propose(deployment.wanted)
+    _send(deployment, change)
+    if change is None:
+        return False
+    with _log_of_what_does_not_start(deployment):
+        for problem in stack.update(change, deployment.wanted):
+            typer.echo(f"left: {problem}", err=True)
+    return True
+
+
+def _send(deployment: _Deployment, change: ChangeSet | None) -> None:
+    """Push the image and upload the model, where that is asked for; a proposal is forgotten if it fails."""
+    from deploy.sagemaker.uploads import push, upload_model
+
+    aws, configuration, tell = deployment.aws, deployment.configuration, _teller()
+    try:
+        if configuration.push:
+            push(aws.client("ecr"), configuration.push, configuration.image, deployment.wanted.tags, tell)
+        if configuration.upload:
+            upload_model(aws.client("s3"), Path(configuration.upload), configuration.model, tell)
+    except BaseException:
+        if change:
+            deployment.stack.discard(change)
+        raise
+
+
+@contextlib.contextmanager
+def _log_of_what_does_not_start(deployment: _Deployment) -> Iterator[None]:
+    """Show the last lines that the containers have logged, if the endpoint or a component does not start."""
+    from deploy.sagemaker import logs as reading
+    from deploy.sagemaker.stack import Failed
+
+    begun, name = time.time(), deployment.name
+    try:
+        yield
+    except Failed as error:
+        if error.started:
+            component = deployment.configuration.component is not None
+            group = reading.group_of_component(name) if component else reading.group_of_endpoint(name)
+            for line in reading.last_lines(deployment.aws.client("logs"), group, _LOG_LINES, begun):
+                typer.echo(f"  log: {line}", err=True)
+        raise
+
+
+def _removed(aws: Aws, name: str, *, dry_run: bool) -> list[str]:
+    """Delete the stack; gives what was in it."""
+    from botocore.exceptions import ClientError
+
+    from deploy.sagemaker.aws import is_missing
+    from deploy.sagemaker.stack import Conflict
+
+    stack = _stack(aws, name)
+    if stack.description() is None:
+        try:
+            aws.client("sagemaker").describe_endpoint(EndpointName=name)
+        except ClientError as error:
+            if is_missing(error):
+                return []
+            raise
+        raise Conflict(f"the endpoint {name} is there, and no stack of Slipway has made it: kept")
+    found = stack.resources()
+    if not dry_run:
+        with _termination_interrupts():
+            stack.delete()
+    return found
+
+
+def _repository_removed(aws: Aws, name: str, repository: str, *, dry_run: bool) -> bool:
+    """Remove an image repository that `deploy --push` has made for this deployment.
+
+    Raises:
+        Conflict: it was made for something else.
+    """
+    from deploy.sagemaker.stack import ENDPOINT_TAG, Conflict
+
+    ecr = aws.client("ecr")
+    try:
+        found = ecr.describe_repositories(repositoryNames=[repository])["repositories"][0]
+    except ecr.exceptions.RepositoryNotFoundException:
+        return False
+    tags = ecr.list_tags_for_resource(resourceArn=found["repositoryArn"])["tags"]
+    if {"Key": ENDPOINT_TAG, "Value": name} not in tags:
+        raise Conflict(f"not of this deployment, kept: image repository {repository}")
+    if not dry_run:
+        ecr.delete_repository(repositoryName=repository, force=True)
+    return True
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 400  # what reads it is a program, for which nothing is to be cut
+    return console
+
+
+def _teller() -> Callable[[str], None]:
+    """Writes lines to standard error, with the seconds since the start; what failed is red on a terminal."""
+    start, console = time.monotonic(), _console(stderr=True)
+
+    def tell(line: str) -> None:
+        style = "red" if "_FAILED" in line else None
+        console.print(f"[{time.monotonic() - start:6.0f} s] {line}", style=style, soft_wrap=True)
+
+    return tell
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM, with which a CI system cancels a job, is what Ctrl-C is."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def reported_errors() -> Iterator[None]:
+    """Say what went wrong in one line for each problem, and end with its exit code; never with a traceback."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from deploy.sagemaker.aws import NoRegion, error_in_words
+    from deploy.sagemaker.configuration import ConfigurationError
+    from deploy.sagemaker.invoke import StreamBroken
+    from deploy.sagemaker.logs import NoLog
+    from deploy.sagemaker.stack import Conflict, Failed
+    from deploy.sagemaker.status import NoEndpoint
+    from deploy.sagemaker.uploads import UploadFailed
+
+    try:
+        yield
+    except ConfigurationError as error:
+        _end(WRONG, *error.problems)
+    except (given.WrongOption, NoRegion) as error:
+        _end(WRONG, str(error))
+    except Conflict as error:
+        _end(IN_THE_WAY, str(error))
+    except Failed as error:
+        _end(INTERRUPTED if error.interrupted else FAILED, str(error))
+    except (NoEndpoint, NoLog, StreamBroken, UploadFailed) as error:
+        _end(FAILED, str(error))
+    except (BotoCoreError, Boto3Error, ClientError) as error:
+        _end(FAILED, error_in_words(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _end(code: int, *problems: str) -> NoReturn:
+    for problem in problems:
+        typer.echo(f"slipway: {problem}", err=True)
+    sys.exit(code)
