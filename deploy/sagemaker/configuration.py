@@ -474,8 +474,8 @@ def _expected(annotation: Any) -> str:
         return str(meta.description)
     if get_origin(bare) is tuple:
         item = get_args(bare)[0]
-        of = "tables" if isinstance(item, type) and issubclass(item, _Table) else _expected(item)
-        return f"a list of 1 to {meta.max_length}: {of}"
+        of = " tables" if isinstance(item, type) and issubclass(item, _Table) else f": {_expected(item)}"
+        return f"a list of 1 to {meta.max_length}{of}"
     if get_origin(bare) is dict:
         return f"a table of at most {meta.max_length} entries"
     if bare is int:

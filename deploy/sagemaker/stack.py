@@ -28,7 +28,6 @@ _WHOLE = frozenset({"CREATE_COMPLETE", "UPDATE_COMPLETE"})
 _GONE = frozenset({"DELETE_COMPLETE"})
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
 """What has containers in it, which log."""
-_NOTHING_CHANGES = ("didn't contain changes", "No updates are to be performed")
 
 
 class Conflict(Exception):
@@ -283,19 +282,26 @@ class Stack:
         *,
         rollback: bool = True,
     ) -> ChangeSet | None:
+        from botocore.exceptions import ClientError
+
         creates = self.status() is None
         kind: dict[str, Any] = {"ChangeSetType": "UPDATE"}
         if creates:
             kind = {"ChangeSetType": "CREATE", "OnStackFailure": "DELETE" if rollback else "DO_NOTHING"}
-        made = self._client.create_change_set(
-            StackName=self.name,
-            ChangeSetName=f"slipway-{time.time_ns()}",
-            TemplateBody=_body(template),
-            Parameters=parameters,
-            Capabilities=["CAPABILITY_IAM"],
-            Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
-            **kind,
-        )
+        try:
+            made = self._client.create_change_set(
+                StackName=self.name,
+                ChangeSetName=f"slipway-{time.time_ns()}",
+                TemplateBody=_body(template),
+                Parameters=parameters,
+                Capabilities=["CAPABILITY_IAM"],
+                Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
+                **kind,
+            )
+        except ClientError as error:
+            if _is_no_change(str(error)):
+                return None
+            raise
         change = ChangeSet(made["Id"], made["StackId"], (), creates)
         while (found := self._client.describe_change_set(ChangeSetName=change.id))["Status"] in (
             "CREATE_PENDING",
@@ -305,7 +311,7 @@ class Stack:
         if found["Status"] != "CREATE_COMPLETE":
             self.discard(change)
             reason = str(found.get("StatusReason", "no reason was given"))
-            if any(words in reason for words in _NOTHING_CHANGES):
+            if _is_no_change(reason):
                 return None
             raise Failed(f"CloudFormation cannot make this change: {reason}")
         return ChangeSet(change.id, change.stack, tuple(self._changes(change.id)), creates)
@@ -369,6 +375,10 @@ class Stack:
         if newest_first:
             self._last_event = newest_first[0]["EventId"]
         return newest_first[::-1]
+
+
+def _is_no_change(reason: str) -> bool:
+    return "didn't contain changes" in reason or "No updates are to be performed" in reason
 
 
 def _changes_scaled_instances(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

@@ -44,9 +44,9 @@ def registry(account: str, region: str) -> str:
     import botocore.session
 
     session = botocore.session.get_session()
-    partition = session.get_partition_for_region(region)
-    domain = session.get_component("endpoint_resolver").get_partition_dns_suffix(partition)
-    return f"{account}.dkr.ecr.{region}.{domain}"
+    name = session.get_partition_for_region(region)
+    partition = next(each for each in session.get_data("endpoints")["partitions"] if each["partition"] == name)
+    return f"{account}.dkr.ecr.{region}.{partition['dnsSuffix']}"
 
 
 def pushed_image(local: str, repository: str, account: str, region: str) -> str:

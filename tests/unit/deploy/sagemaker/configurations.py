@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.sagemaker.configuration import Configuration
-from deploy.sagemaker.configuration_reader import laid_over, read_configuration
-from deploy.sagemaker.plan import Plan, plan
+from deploy.sagemaker.configuration import Configuration, laid_over, read_configuration
 
 ACCOUNT, REGION = "111122223333", "eu-west-1"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/models"
@@ -74,7 +72,7 @@ VALUES: dict[str, dict[str, Any]] = {
             {"instance_type": "ml.g6e.xlarge", "priority": 1},
             {"instance_type": "ml.g5.2xlarge", "priority": 2},
         ],
-        "component": {"copies": 1, "gpus": 1, "cpus": 2.0, "placement": "SPREAD"},
+        "component": {"copies": 1, "gpus": 1, "cpus": 2.0},
         "adapters": [{"name": "french", "source": "s3://adapters/french.tar.gz"}],
         "provision_timeout": 900,
         "ssm": True,
@@ -85,8 +83,3 @@ VALUES: dict[str, dict[str, Any]] = {
 def configuration(name: str, /, **changes: Any) -> Configuration:
     """One of `VALUES`, with changes laid over it."""
     return read_configuration(laid_over(VALUES[name], changes))
-
-
-def planned(name: str, /, **changes: Any) -> Plan:
-    """Its plan."""
-    return plan(configuration(name, **changes))

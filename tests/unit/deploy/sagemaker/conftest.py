@@ -1,28 +1,6 @@
 from __future__ import annotations
 
-import io
-
 import pytest
-
-from deploy.sagemaker.presence import Surroundings
-from deploy.sagemaker.progress import Progress
-from tests.unit.deploy.cloud import MemoryCloud, TurnedClock
-
-
-@pytest.fixture
-def cloud() -> MemoryCloud:
-    return MemoryCloud()
-
-
-@pytest.fixture
-def told() -> io.StringIO:
-    return io.StringIO()
-
-
-@pytest.fixture
-def around(cloud: MemoryCloud, told: io.StringIO) -> Surroundings:
-    clock = TurnedClock()
-    return Surroundings(cloud, Progress(told, clock), clock)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deploy.sagemaker.configuration import Configuration
-from deploy.sagemaker.configuration_reader import ConfigurationError, laid_over, read_configuration, read_file
+from deploy.sagemaker.configuration import (
+    LONGEST_NAME,
+    Configuration,
+    ConfigurationError,
+    laid_over,
+    name_from_model,
+    read_configuration,
+    read_file,
+)
 from deploy.sagemaker.options import WrongOption, overrides
-from deploy.sagemaker.plan import plan
-from tests.unit.deploy.configurations import VALUES, configuration
+from deploy.sagemaker.template import template
+from tests.unit.deploy.sagemaker.configurations import VALUES, configuration
+
+ROOT = Path(__file__).parents[4]
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "my_llm"}, 'name is "my_llm"; expected letters, digits and hyphens'),
@@ -67,6 +77,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"component": {}, "instance_type": "ml.g7.2xlarge"}, "component.gpus: missing; expected a number"),
     ({"component": {}, "async": {"output": "s3://b/"}}, "SageMaker has no asynchronous components"),
     ({"component": {}, "adapters": [{"name": "a", "source": "s3://b/a.zip"}]}, "adapters[0].source"),
+    (
+        {
+            "component": {},
+            "env": {"OPTION_ENABLE_LORA": True},
+            "adapters": [{"name": name, "source": "s3://b/a.tar.gz"} for name in ("a-b", "aB")],
+        },
+        "expected different names",
+    ),
+    ({"routing": "KV_AWARE"}, "expected one of LEAST_OUTSTANDING_REQUESTS, RANDOM, PREFIX_AWARE"),
+    ({"metrics": {"path": "/other"}}, "metrics.path: there is no such field"),
+    ({"component": {"placement": "SPREAD"}}, "component.placement: there is no such field"),
+    ({"image": None, "role": None, "create_role": True, "push": "slipway:gpu"}, "account: missing"),
+    ({"upload": "model/"}, "upload is set; expected an s3:// prefix as model"),
     ({"volume_gb": 200}, "volume_gb is 200; expected none, as ml.g6e.xlarge has disks of its own"),
     (
         {
@@ -111,7 +134,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_a_wrong_option_is_named() -> None:
-    given_options = overrides({"instance_type": "g5"}, settings=["autoscaling.max=-1"])
+    given_options = overrides({"instance_type": "g5", "setting": ["autoscaling.max=-1"]})
     with pytest.raises(ConfigurationError) as raised:
         read_configuration(laid_over(VALUES["real_time"], given_options.values), given_options.origins)
     assert 'instance_type is "g5" (--instance-type); ' in raised.value.problems[0]
@@ -133,10 +156,14 @@ def test_a_model_from_s3_may_name_its_directory_and_bring_its_own_settings() -> 
 
 def test_options_go_before_the_file() -> None:
     given_options = overrides(
-        {"name": "other", "create_role": False, "role": None},
-        ["A=1", "B=x=y"],
-        ["team=ads"],
-        ["autoscaling.max=9", "routing=RANDOM", 'vpc={subnets=["s"], security_groups=["g"]}'],
+        {
+            "name": "other",
+            "create_role": False,
+            "role": None,
+            "env": ["A=1", "B=x=y"],
+            "tag": ["team=ads"],
+            "setting": ["autoscaling.max=9", "routing=RANDOM", 'vpc={subnets=["s"], security_groups=["g"]}'],
+        }
     )
     read = read_configuration(laid_over(VALUES["real_time"], given_options.values), given_options.origins)
     assert (read.name, read.env["A"], read.env["B"], read.tags["team"]) == ("other", "1", "x=y", "ads")
@@ -146,10 +173,10 @@ def test_options_go_before_the_file() -> None:
     assert read.vpc is not None
 
 
-@pytest.mark.parametrize("given_options", [{"env": ["A"]}, {"tags": ["=x"]}, {"settings": ["a"]}, {"settings": ["a="]}])
+@pytest.mark.parametrize("given_options", [{"env": ["A"]}, {"tag": ["=x"]}, {"setting": ["a"]}, {"setting": ["a="]}])
 def test_options_that_cannot_be_taken_apart_are_refused(given_options: dict[str, list[str]]) -> None:
     with pytest.raises(WrongOption, match="expected"):
-        overrides({}, **given_options)
+        overrides(given_options)
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -163,7 +190,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_the_account_comes_from_the_role_or_the_image() -> None:
     assert configuration("real_time").account == "111122223333"
     values = _plain(role=None, create_role=True)
-    assert read_configuration(values).role == "arn:aws:iam::111122223333:role/slipway-my-llm"
+    assert read_configuration(values).account == "111122223333"
 
 
 _VALUES = st.recursive(
@@ -173,7 +200,7 @@ _VALUES = st.recursive(
 )
 _FIELDS = st.sampled_from(
     [
-        *Configuration.__dataclass_fields__,
+        *Configuration.__struct_fields__,
         *("async", "adapters", "nonsense"),
     ]
 )
@@ -186,37 +213,37 @@ _FIELDS = st.sampled_from(
 def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str, Any]) -> None:
     problems: tuple[str, ...] = ()
     try:
-        calls = plan(read_configuration(laid_over(VALUES["scale_to_zero"], changes))).calls
+        made = template(read_configuration(laid_over(VALUES["scale_to_zero"], changes)))
     except ConfigurationError as error:
-        calls, problems = (), error.problems
-    assert bool(calls) is not bool(problems)
+        made, problems = {}, error.problems
+    assert bool(made) is not bool(problems)
     assert all(problem.isprintable() for problem in problems)
 
 
-@settings(deadline=None)
-@given(
-    st.integers(0, 12),
-    st.integers(1, 12),
-    st.floats(0.1, 1000),
-    st.sampled_from(["ml.g5.xlarge", "ml.g6e.48xlarge", "ml.c7i.xlarge"]),
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-1-8b-instruct"),
+        ("s3://bucket/models/llama/", "llama"),
+        ("s3://bucket/llama.tar.gz", "llama"),
+        ("s3://bucket/", "bucket"),
+        ("s3://bucket", "bucket"),
+        ("___", ""),
+    ],
 )
-def test_what_is_read_gives_calls_that_the_services_model_allows(
-    minimum: int, maximum: int, target: float, instance_type: str
-) -> None:
-    from deploy.sagemaker.call_checks import violations
+def test_a_name_is_made_of_the_model(model: str, name: str) -> None:
+    assert name_from_model(model) == name
 
-    scaling = {"min": minimum, "max": maximum, "target": target}
-    capacity = {"min": minimum, "max": maximum}
-    changes = {"autoscaling": scaling, "capacity": capacity, "instance_type": instance_type}
-    try:
-        read = read_configuration(laid_over(VALUES["scale_to_zero"], changes))
-    except ConfigurationError:
-        return
-    assert not [problem for call in plan(read).calls for problem in violations(call)]
+
+@settings(deadline=None)
+@given(st.text())
+def test_whatever_the_model_its_name_is_one_or_empty(model: str) -> None:
+    name = name_from_model(model)
+    assert not name or (re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9])*", name) and len(name) <= LONGEST_NAME)
 
 
 def test_every_example_is_toml_with_its_own_command_in_it() -> None:
-    examples = sorted((Path(__file__).parents[3] / "examples/deploy").glob("*.toml"))
+    examples = sorted((ROOT / "examples/deploy").glob("*.toml"))
     assert len(examples) == 6
     for path in examples:
         text = path.read_text()

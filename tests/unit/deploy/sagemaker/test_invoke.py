@@ -3,20 +3,23 @@ from __future__ import annotations
 import io
 import json
 import socket
+import struct
 import threading
+import zlib
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 from botocore.exceptions import EventStreamError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from deploy.cli import app
 from deploy.local.event_stream import payload_part
-from deploy.sagemaker import invoke, logs
-from deploy.sagemaker.api_call import ApiCall
-from deploy.sagemaker.aws import AwsCloud
-from tests.unit.deploy.cloud import TurnedClock, error
+from deploy.sagemaker import invoke
+from deploy.sagemaker.aws import Aws
 
 
 class Stream:
@@ -37,18 +40,20 @@ class Stream:
 class Runtime:
     def __init__(self, body: Any) -> None:
         self.body = body
-        self.calls: list[ApiCall] = []
+        self.calls: list[dict[str, Any]] = []
 
-    def call(self, call: ApiCall) -> dict[str, Any]:
-        self.calls.append(call)
+    def invoke_endpoint(self, **parameters: Any) -> dict[str, Any]:
+        self.calls.append(parameters)
         return {"Body": self.body, "OutputLocation": "s3://answers/1"}
+
+    invoke_endpoint_with_response_stream = invoke_endpoint_async = invoke_endpoint
 
 
 def test_an_answer_is_given_as_it_came() -> None:
     runtime = Runtime(io.BytesIO(b'{"generated_text": "x"}'))
     request = invoke.body("Hi", max_new_tokens=3, chat=False, stream=False)
     assert invoke.invoke(runtime, "e", request, "c") == b'{"generated_text": "x"}'
-    assert runtime.calls[0].parameters == {
+    assert runtime.calls[0] == {
         "EndpointName": "e",
         "Body": b'{"inputs": "Hi", "parameters": {"max_new_tokens": 3}}',
         "ContentType": "application/json",
@@ -93,7 +98,7 @@ def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch:
             monkeypatch.setenv(name, value)
         server = threading.Thread(target=answer, args=(listener,))
         server.start()
-        pieces = invoke.invoke_stream(AwsCloud("eu-west-1"), "e", b"{}")
+        pieces = invoke.invoke_stream(Aws("eu-west-1").client("sagemaker-runtime"), "e", b"{}")
         assert next(pieces) == b"a"
         with pytest.raises(invoke.StreamBroken, match="the connection broke"):
             next(pieces)
@@ -142,66 +147,56 @@ def test_texts_of_anything_are_texts(pieces: list[bytes]) -> None:
     assert "".join(invoke.texts(iter(pieces))).encode("utf-8", "surrogatepass") is not None
 
 
-class Group:
-    """A log group that grows with each look."""
-
-    def __init__(self, *looks: list[tuple[str, int]]) -> None:
-        self.looks = list(looks)
-        self.starts: list[int] = []
-
-    def call(self, call: ApiCall) -> dict[str, Any]:
-        self.starts.append(call.parameters["startTime"])
-        if not self.looks:
-            raise error("filter_log_events", "The specified log group does not exist.", "ResourceNotFoundException")
-        events = self.looks.pop(0)
-        return {
-            "events": [
-                {"eventId": id, "timestamp": when, "logStreamName": "s", "message": f"line {id}\n"}
-                for id, when in events
-            ],
-            **({"nextToken": "more"} if self.looks and self.looks[0] and self.looks[0][0][0] == "page" else {}),
-        }
+def _message(headers: dict[str, str], payload: bytes) -> bytes:
+    """A message of AWS's event stream."""
+    block = b"".join(
+        bytes([len(name)]) + name.encode() + b"\x07" + struct.pack(">H", len(value)) + value.encode()
+        for name, value in headers.items()
+    )
+    prelude = struct.pack(">II", 16 + len(block) + len(payload), len(block))
+    body = prelude + struct.pack(">I", zlib.crc32(prelude)) + block + payload
+    return body + struct.pack(">I", zlib.crc32(body))
 
 
-def test_a_log_is_read_page_after_page() -> None:
-    group = Group([("1", 1000)], [("page", 2000)])
-    assert [str(line) for line in logs.read(group, "g", 0)] == [
-        "1970-01-01 00:00:01 line 1",
-        "1970-01-01 00:00:02 line page",
-    ]
+class Endpoint(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        status, media_type, body = 200, "application/json", b'{"echo": ' + asked + b"}"
+        if self.path == "/endpoints/refused/invocations":
+            status, body = 424, b'{"Message": "no", "OriginalStatusCode": 424, "OriginalMessage": "wrong"}'
+        if self.path == "/endpoints/my-llm/invocations-response-stream":
+            media_type = "application/vnd.amazon.eventstream"
+            event = {":message-type": "event", ":event-type": "PayloadPart"}
+            body = _message(event, b'{"token": {"text": " Pa') + _message(event, b'ris"}}\n')
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(body)))
+        if status != 200:
+            self.send_header("x-amzn-ErrorType", "ModelError")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a test's output is its own."""
 
 
-def test_of_a_group_that_is_not_there_it_is_said() -> None:
-    with pytest.raises(logs.NoLog, match="there is no log group g: nothing has logged there yet"):
-        list(logs.read(Group(), "g", 0))
-    assert logs.last_lines(Group(), "g", 5, 0.0) == ["(there is no log group g: nothing has logged there yet)"]
+@pytest.fixture
+def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with HTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
+        thread.join()
 
 
-def test_following_waits_for_a_group_that_is_not_there_yet() -> None:
-    class Late(Group):
-        def call(self, call: ApiCall) -> dict[str, Any]:
-            if len(self.starts) < 2:
-                self.starts.append(0)
-                raise error("filter_log_events", "does not exist", "ResourceNotFoundException")
-            return super().call(call)
-
-    assert next(logs.follow(Late([("1", 1000)]), "g", 0, TurnedClock())).id == "1"
-
-
-def test_following_gives_each_line_once_and_late_ones_too() -> None:
-    group = Group([("1", 100_000)], [("1", 100_000), ("2", 90_000)], [("3", 101_000)])
-    clock = TurnedClock()
-    lines = logs.follow(group, "g", 50_000, clock)
-    assert [next(lines).id for _ in range(3)] == ["1", "2", "3"]
-    assert group.starts == [50_000, 40_000, 40_000]
-    assert clock.now() == 2 * logs.FOLLOW_INTERVAL
-
-
-def test_a_log_that_cannot_be_read_says_why() -> None:
-    class Denied:
-        def call(self, call: ApiCall) -> dict[str, Any]:
-            raise error(call.operation, "no", "AccessDeniedException")
-
-    assert logs.last_lines(Denied(), "g", 5, 0.0) == [
-        "(the log cannot be read: filter_log_events: AccessDeniedException: no)"
-    ]
+@pytest.mark.usefixtures("_runtime")
+def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
+    plain = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--max-new-tokens", "3"])
+    assert plain.stdout == '{"echo": {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}}\n'
+    streamed = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--stream"])
+    assert streamed.stdout == " Paris\n"
+    refused = CliRunner().invoke(app, ["invoke", "refused", "--body", "{}"])
+    assert refused.exit_code == 1
+    assert "ModelError" in refused.stderr

@@ -6,8 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from deploy.sagemaker.configuration import Configuration
-from deploy.sagemaker.configuration_reader import ConfigurationError, read_configuration
+from deploy.sagemaker.configuration import Configuration, ConfigurationError, read_configuration
 
 ACCOUNT = "111122223333"
 _PARTITIONS = {
@@ -56,7 +55,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         **maybe("download_timeout", st.sampled_from([60, 3600])),
         **maybe("startup_timeout", st.sampled_from([60, 3600])),
         **maybe("provision_timeout", st.sampled_from([300, 3600])),
-        **maybe("routing", st.sampled_from(["RANDOM", "PREFIX_AWARE", "KV_AWARE"])),
+        **maybe("routing", st.sampled_from(["RANDOM", "PREFIX_AWARE"])),
         **maybe("network_isolation", st.booleans()),
         **maybe("ssm", st.booleans()),
         **maybe(
@@ -71,7 +70,12 @@ def configurations(draw: st.DrawFn) -> Configuration:
         **maybe(
             "capture", st.fixed_dictionaries({"destination": st.just("s3://c/"), "percent": st.sampled_from([0, 100])})
         ),
-        **maybe("metrics", st.fixed_dictionaries({"detailed": st.booleans(), "enhanced": st.booleans()})),
+        **maybe(
+            "metrics",
+            st.fixed_dictionaries(
+                {"detailed": st.booleans(), "enhanced": st.booleans(), "period": st.sampled_from([10, 60])}
+            ),
+        ),
         **maybe("rollout", _rollouts()),
         **maybe("autoscaling", _ranges({"target": 3.5})),
         **maybe("reservation", st.just(arn.format("sagemaker", "training-plan/p"))),
