@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from cfnlint.schema.manager import PROVIDER_SCHEMA_MANAGER
 
 from deploy.sagemaker.roles import (
     OF_STACK,
@@ -18,6 +19,7 @@ from deploy.sagemaker.roles import (
     push_policy,
     trust_policy,
 )
+from deploy.sagemaker.template import template
 from tests.unit.deploy.sagemaker.configurations import ACCOUNT, REGION, ROLE, VALUES, configuration
 
 PLACE = Place("aws", REGION, ACCOUNT)
@@ -112,6 +114,18 @@ def test_a_policy_names_places_and_no_more(name: str) -> None:
     assert len(json.dumps(document)) < 10240
 
 
+def test_who_deploys_may_do_what_cloudformation_does_for_them_on_their_own_stacks() -> None:
+    statements = {each["Sid"]: each for each in caller_policy(ROLE, REGION, ACCOUNT)["Statement"]}
+    assert statements["Stack"]["Resource"] == f"arn:aws:cloudformation:{REGION}:{ACCOUNT}:stack/slipway-*/*"
+    allowed = {action for each in statements.values() for action in each["Action"]}
+    for name in ("real_time", "asynchronous", "adapters"):
+        for resource in template(configuration(name))["Resources"].values():
+            schema = PROVIDER_SCHEMA_MANAGER.get_resource_schema(REGION, resource["Type"]).schema
+            for handler in ("create", "read", "update", "delete"):
+                needed = set(schema["handlers"][handler]["permissions"])
+                assert {each for each in needed if each.startswith("sagemaker:")} <= allowed
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_the_policy_of_a_stack_is_that_of_the_place_where_it_is_made(name: str) -> None:
     of_stack = json.dumps(execution_policy(configuration(name), OF_STACK))
@@ -130,12 +144,10 @@ def test_a_policy_is_of_its_roles_partition() -> None:
     assert set(re.findall(r"arn:(aws[a-z-]*):", json.dumps(documents))) == {"aws-cn"}
 
 
-def test_the_docs_have_the_policies_that_the_code_makes() -> None:
+def test_the_docs_have_the_policies_of_the_execution_role() -> None:
     page = (Path(__file__).parents[4] / "docs/deploy.md").read_text()
     for document in (
-        caller_policy(ROLE, REGION, ACCOUNT),
         execution_policy(configuration("scale_to_zero"), PLACE),
         trust_policy(),
-        push_policy(ROLE, REGION, ACCOUNT, "slipway"),
     ):
         assert json.dumps(document, indent=2) in page
