@@ -27,71 +27,56 @@ LONGEST_SAGEMAKER_NAME = 63
 
 _NAME = r"[a-zA-Z0-9](-*[a-zA-Z0-9])*"
 _S3 = r"s3://[^/\s]+(/\S*)?"
+_PERIODS = (10, 30, 60, 120, 180, 240, 300)
+"""Seconds between two publications of metrics, as SageMaker has them."""
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9]+")
 _ARCHIVE = re.compile(r"\.(tar\.gz|tgz|tar)$")
 
+
+def _text(pattern: str, description: str) -> Meta:
+    """Text that matches as a whole."""
+    return Meta(pattern=rf"^({pattern})\Z", description=description)
+
+
+def _one_of(*choices: str) -> Meta:
+    return _text("|".join(choices), f"one of {', '.join(choices)}")
+
+
 EndpointName = Annotated[
     str,
-    Meta(
-        pattern=rf"^(?=.{{1,{LONGEST_NAME}}}\Z){_NAME}\Z",
-        description=f"letters, digits and hyphens, at most {LONGEST_NAME}, with no hyphen at either end",
+    _text(
+        rf"(?=.{{1,{LONGEST_NAME}}}\Z){_NAME}",
+        f"letters, digits and hyphens, at most {LONGEST_NAME}, with no hyphen at either end",
     ),
 ]
-Model = Annotated[
-    str,
-    Meta(
-        pattern=rf"^({_S3}|[\w][\w.-]*(/[\w][\w.-]*)?)\Z", description="a hub id such as org/model, or an s3:// prefix"
-    ),
-]
-Image = Annotated[str, Meta(pattern=r"^\S{1,255}\Z", description="an image reference without blanks")]
-LocalImage = Annotated[str, Meta(pattern=r"^[^\s@-][^\s@]*\Z", description="a local image such as slipway:gpu")]
-Repository = Annotated[
-    str, Meta(pattern=rf"^(?=.{{2,256}}\Z){ECR_REPOSITORY}\Z", description="a repository name of ECR")
-]
-Region = Annotated[
-    str,
-    Meta(pattern=r"^[a-z]{2,8}(-[a-z0-9]+)+\Z", description="a region such as eu-west-1 (also AWS_REGION)"),
-]
-Account = Annotated[str, Meta(pattern=r"^\d{12}\Z", description="twelve digits")]
-Role = Annotated[
-    str,
-    Meta(
-        pattern=r"^arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+\Z",
-        description="the ARN of an IAM role, arn:aws:iam::<account>:role/<name>",
-    ),
-]
-Roles = Annotated[
-    str,
-    Meta(
-        pattern=r"^arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/*-]+\Z",
-        description="the ARN of an IAM role, arn:aws:iam::<account>:role/<name>",
-    ),
-]
+Model = Annotated[str, _text(rf"{_S3}|[\w][\w.-]*(/[\w][\w.-]*)?", "a hub id such as org/model, or an s3:// prefix")]
+Image = Annotated[str, _text(r"\S{1,255}", "an image reference without blanks")]
+LocalImage = Annotated[str, _text(r"[^\s@-][^\s@]*", "a local image such as slipway:gpu")]
+Repository = Annotated[str, _text(rf"(?=.{{2,256}}\Z){ECR_REPOSITORY}", "a repository name of ECR")]
+Region = Annotated[str, _text(r"[a-z]{2,8}(-[a-z0-9]+)+", "a region such as eu-west-1 (also AWS_REGION)")]
+Account = Annotated[str, _text(r"\d{12}", "twelve digits")]
+_ROLE = ("the ARN of an IAM role, arn:aws:iam::<account>:role/<name>", r"arn:aws[a-z-]*:iam::\d{12}:role/")
+Role = Annotated[str, _text(rf"{_ROLE[1]}[\w+=,.@/-]+", _ROLE[0])]
+Roles = Annotated[str, _text(rf"{_ROLE[1]}[\w+=,.@/*-]+", _ROLE[0])]
 """A policy may be for several roles, such as `role/slipway-*`."""
-InstanceType = Annotated[
-    str, Meta(pattern=rf"^{instances.TYPE.pattern}\Z", description="an instance type such as ml.g6e.xlarge")
-]
-Cuda = Annotated[str, Meta(pattern=r"^\d{1,2}\.\d{1,2}\Z", description="a version such as 13.0")]
-S3Prefix = Annotated[str, Meta(pattern=rf"^{_S3}\Z", description="an s3:// prefix")]
-S3Archive = Annotated[
-    str, Meta(pattern=r"^s3://[^/\s]+/\S+\.tar\.gz\Z", description="an s3:// archive that ends in .tar.gz")
-]
-Topic = Annotated[
-    str, Meta(pattern=r"^arn:aws[a-z-]*:sns:[a-z0-9-]*:\d{12}:[\w.-]+\Z", description="the ARN of an SNS topic")
-]
-NetworkId = Annotated[str, Meta(pattern=r"^[-0-9a-zA-Z]{1,32}\Z", description="the id of a subnet or security group")]
-Routing = Annotated[
+InstanceType = Annotated[str, _text(instances.TYPE.pattern, "an instance type such as ml.g6e.xlarge")]
+Cuda = Annotated[str, _text(r"\d{1,2}\.\d{1,2}", "a version such as 13.0")]
+MachineImage = Annotated[str, _text(r"[a-z0-9-]+", "an InferenceAmiVersion")]
+Key = Annotated[str, _text(r"[a-zA-Z0-9:/_-]{1,2048}", "a KMS key's id, ARN or alias")]
+Reservation = Annotated[
     str,
-    Meta(
-        pattern=r"^(LEAST_OUTSTANDING_REQUESTS|RANDOM|PREFIX_AWARE)\Z",
-        description="one of LEAST_OUTSTANDING_REQUESTS, RANDOM, PREFIX_AWARE",
-    ),
+    _text(r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:\d{12}:[a-z0-9-]{1,14}/.+", "the ARN of a capacity reservation"),
 ]
+S3Prefix = Annotated[str, _text(_S3, "an s3:// prefix")]
+S3Archive = Annotated[str, _text(r"s3://[^/\s]+/\S+\.tar\.gz", "an s3:// archive that ends in .tar.gz")]
+Topic = Annotated[str, _text(r"arn:aws[a-z-]*:sns:[a-z0-9-]*:\d{12}:[\w.-]+", "the ARN of an SNS topic")]
+NetworkId = Annotated[str, _text(r"[-0-9a-zA-Z]{1,32}", "the id of a subnet or security group")]
+AlarmName = Annotated[str, _text(r"\S.{0,254}", "an alarm's name")]
+VariableName = Annotated[str, _text(r"[a-zA-Z_][a-zA-Z0-9_]{0,1023}", "a variable's name")]
+TagKey = Annotated[str, _text(r"(?!aws:|slipway:)[\w\s.:/=+@-]{1,128}", "a tag's key")]
 Positive = Annotated[float, Meta(gt=0, le=1e9, description="a number above 0")]
 Seconds = Annotated[int, Meta(ge=instances.SHORTEST_TIMEOUT, le=instances.LONGEST_TIMEOUT)]
 Cooldown = Annotated[int, Meta(ge=0, le=86400)]
-VariableName = Annotated[str, Meta(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,1023}\Z")]
-TagKey = Annotated[str, Meta(pattern=r"^(?!aws:|slipway:)[\w\s.:/=+@-]{1,128}\Z")]
 
 
 class _Table(msgspec.Struct, frozen=True):
@@ -117,7 +102,7 @@ class Capture(_Table, frozen=True, kw_only=True):
 
     destination: S3Prefix
     percent: Annotated[int, Meta(ge=0, le=100)] = 100
-    mode: Annotated[str, Meta(pattern=r"^(input|output|both)\Z", description="one of input, output, both")] = "both"
+    mode: Annotated[str, _one_of("input", "output", "both")] = "both"
 
 
 class Metrics(_Table, frozen=True, kw_only=True):
@@ -126,10 +111,7 @@ class Metrics(_Table, frozen=True, kw_only=True):
     detailed: bool = True
     """Scrape the container's Prometheus metrics, and publish those of each GPU and instance."""
     enhanced: bool = False
-    period: Annotated[
-        int,
-        Meta(description="one of 10, 30, 60, 120, 180, 240, 300"),
-    ] = 60
+    period: Annotated[int, Meta(description=f"one of {', '.join(map(str, _PERIODS))}")] = 60
 
 
 class Capacity(_Table, frozen=True, kw_only=True):
@@ -137,13 +119,7 @@ class Capacity(_Table, frozen=True, kw_only=True):
 
     minimum: Annotated[int, Meta(ge=0)] = field(name="min")
     maximum: Annotated[int, Meta(ge=1)] = field(name="max")
-    strategy: (
-        Annotated[
-            str,
-            Meta(pattern=r"^(IDLE_RELEASE|CONSOLIDATION)\Z", description="one of IDLE_RELEASE, CONSOLIDATION"),
-        ]
-        | None
-    ) = None
+    strategy: Annotated[str, _one_of("IDLE_RELEASE", "CONSOLIDATION")] | None = None
 
 
 class Component(_Table, frozen=True, kw_only=True):
@@ -162,7 +138,7 @@ class Component(_Table, frozen=True, kw_only=True):
 class Adapter(_Table, frozen=True, kw_only=True):
     """A LoRA adapter as an inference component on top of the model's."""
 
-    name: Annotated[str, Meta(pattern=rf"^{_NAME}\Z", description="letters, digits and hyphens")]
+    name: Annotated[str, _text(_NAME, "letters, digits and hyphens")]
     source: S3Archive
 
 
@@ -191,20 +167,12 @@ class Asynchronous(_Table, frozen=True, kw_only=True):
 class Rollout(_Table, frozen=True, kw_only=True):
     """How an update replaces what runs, and the alarms that take it back."""
 
-    strategy: Annotated[
-        str,
-        Meta(
-            pattern=r"^(blue-green|canary|linear|rolling)\Z", description="one of blue-green, canary, linear, rolling"
-        ),
-    ] = "blue-green"
+    strategy: Annotated[str, _one_of("blue-green", "canary", "linear", "rolling")] = "blue-green"
     """"blue-green" shifts all traffic at once."""
     step_percent: Annotated[int, Meta(ge=5, le=50)] = 50
     wait: Annotated[int, Meta(ge=0, le=3600)] = 300
     """Seconds between steps, and before the old ones end."""
-    alarms: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^\S.{0,254}\Z", description="an alarm's name")], ...],
-        Meta(min_length=1, max_length=10),
-    ] = ()
+    alarms: Annotated[tuple[AlarmName, ...], Meta(min_length=1, max_length=10)] = ()
 
 
 class Configuration(_Table, frozen=True, kw_only=True):
@@ -232,30 +200,21 @@ class Configuration(_Table, frozen=True, kw_only=True):
     env: Annotated[dict[VariableName, str], Meta(max_length=90)] = {}
     tags: Annotated[dict[TagKey, str], Meta(max_length=40)] = {}
     cuda: Cuda | None = None
-    ami: Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z", description="an InferenceAmiVersion")] | None = None
+    ami: MachineImage | None = None
     gpus: Annotated[int, Meta(ge=1, le=64)] | None = None
     model_size_gb: Positive | None = None
     download_timeout: Seconds | None = None
     startup_timeout: Seconds | None = None
     provision_timeout: Annotated[int, Meta(ge=300, le=3600)] | None = None
     volume_gb: Annotated[int, Meta(ge=1, le=512)] | None = None
-    kms_key: (
-        Annotated[str, Meta(pattern=r"^[a-zA-Z0-9:/_-]{1,2048}\Z", description="a KMS key's id, ARN or alias")] | None
-    ) = None
-    routing: Routing = "LEAST_OUTSTANDING_REQUESTS"
+    kms_key: Key | None = None
+    routing: Annotated[str, _one_of("LEAST_OUTSTANDING_REQUESTS", "RANDOM", "PREFIX_AWARE")] = (
+        "LEAST_OUTSTANDING_REQUESTS"
+    )
     prefix_length: Annotated[int, Meta(ge=1024, le=65536)] | None = None
     network_isolation: bool = False
     accept_eula: bool = False
-    reservation: (
-        Annotated[
-            str,
-            Meta(
-                pattern=r"^arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:\d{12}:[a-z0-9-]{1,14}/.+\Z",
-                description="the ARN of a capacity reservation",
-            ),
-        ]
-        | None
-    ) = None
+    reservation: Reservation | None = None
     ssm: bool = False
     vpc: Vpc | None = None
     capture: Capture | None = None
@@ -550,7 +509,6 @@ def _contradictions(read: Configuration) -> Iterator[str]:
         )
 
 
-_PERIODS = (10, 30, 60, 120, 180, 240, 300)
 _LEAST_LINEAR_STEP = 10
 """Per cent; canary and rolling steps may be smaller (SageMaker's API reference, TrafficRoutingConfig)."""
 _HUB_ID = "HF_MODEL_ID"

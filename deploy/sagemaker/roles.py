@@ -87,7 +87,7 @@ def caller_policy(role: str, region: str, account: str) -> dict[str, Any]:
     return _document(
         _allow("Stack", _STACK, f"{arn}:cloudformation:{here}:stack/slipway-*/*"),
         _allow("Hosting", _HOSTING, [f"{arn}:sagemaker:{here}:{kind}/*" for kind in kinds]),
-        _allow("Lists", ["sagemaker:ListInferenceComponents", "cloudwatch:DescribeAlarms", _CALLER], "*"),
+        _allow("Lists", _LISTS, "*"),
         _allow("Invoke", _INVOKE, [f"{arn}:sagemaker:{here}:{kind}/*" for kind in kinds[2:]]),
         {
             **_allow("PassRole", ["iam:PassRole"], role),
@@ -209,83 +209,45 @@ def _simulate(iam: Any, source: str, actions: list[str], resources: list[str]) -
     return results
 
 
-_LOGS = ["logs:CreateLogGroup", "logs:CreateLogStream", "logs:DescribeLogStreams", "logs:PutLogEvents"]
-_PULL = ["ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
-_KEYS = ["kms:CreateGrant", "kms:Decrypt", "kms:DescribeKey", "kms:GenerateDataKey"]
-_NETWORK = [
-    "ec2:CreateNetworkInterface",
-    "ec2:CreateNetworkInterfacePermission",
-    "ec2:DeleteNetworkInterface",
-    "ec2:DeleteNetworkInterfacePermission",
-    "ec2:DescribeDhcpOptions",
-    "ec2:DescribeNetworkInterfaces",
-    "ec2:DescribeSecurityGroups",
-    "ec2:DescribeSubnets",
-    "ec2:DescribeVpcs",
-]
-_CALLER = "sts:GetCallerIdentity"
-_STACK = [
-    "cloudformation:CreateChangeSet",
-    "cloudformation:DeleteChangeSet",
-    "cloudformation:DeleteStack",
-    "cloudformation:DescribeChangeSet",
-    "cloudformation:DescribeStackEvents",
-    "cloudformation:DescribeStackResources",
-    "cloudformation:DescribeStacks",
-    "cloudformation:ExecuteChangeSet",
-    "cloudformation:GetTemplate",
-    "cloudformation:TagResource",
-]
-_HOSTING = [
-    *(
-        f"sagemaker:{verb}{noun}"
-        for noun in ("Model", "EndpointConfig", "Endpoint", "InferenceComponent")
-        for verb in ("Create", "Describe", "Delete")
-    ),
-    "sagemaker:UpdateEndpoint",
-    "sagemaker:UpdateInferenceComponent",
-    "sagemaker:UpdateInferenceComponentRuntimeConfig",
-    "sagemaker:AddTags",
-    "sagemaker:DeleteTags",
-    "sagemaker:ListTags",
-]
-_INVOKE = [
-    "sagemaker:InvokeEndpoint",
-    "sagemaker:InvokeEndpointAsync",
-    "sagemaker:InvokeEndpointWithResponseStream",
-    "sagemaker:CallWithBearerToken",
-]
-_SCALING = [
-    "application-autoscaling:DeleteScalingPolicy",
-    "application-autoscaling:DeregisterScalableTarget",
-    "application-autoscaling:DescribeScalableTargets",
-    "application-autoscaling:DescribeScalingPolicies",
-    "application-autoscaling:DescribeScheduledActions",
-    "application-autoscaling:ListTagsForResource",
-    "application-autoscaling:PutScalingPolicy",
-    "application-autoscaling:RegisterScalableTarget",
-    "application-autoscaling:TagResource",
-    "application-autoscaling:UntagResource",
-]
-_ALARMS = [
-    "cloudwatch:DeleteAlarms",
-    "cloudwatch:ListTagsForResource",
-    "cloudwatch:PutMetricAlarm",
-    "cloudwatch:TagResource",
-    "cloudwatch:UntagResource",
-]
-_REPOSITORY = [
-    *_PULL,
-    "ecr:CompleteLayerUpload",
-    "ecr:CreateRepository",
-    "ecr:DeleteRepository",
-    "ecr:DescribeRepositories",
-    "ecr:InitiateLayerUpload",
-    "ecr:ListTagsForResource",
-    "ecr:PutImage",
-    "ecr:TagResource",
-    "ecr:UploadLayerPart",
-]
+def _actions(service: str, names: str) -> list[str]:
+    return [f"{service}:{name}" for name in names.split()]
+
+
+_LOGS = _actions("logs", "CreateLogGroup CreateLogStream DescribeLogStreams PutLogEvents")
+_PULL = _actions("ecr", "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer")
+_KEYS = _actions("kms", "CreateGrant Decrypt DescribeKey GenerateDataKey")
+_NETWORK = _actions(
+    "ec2",
+    "CreateNetworkInterface CreateNetworkInterfacePermission DeleteNetworkInterface DeleteNetworkInterfacePermission "
+    "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs",
+)
+_STACK = _actions(
+    "cloudformation",
+    "CreateChangeSet DeleteChangeSet DeleteStack DescribeChangeSet DescribeStackEvents DescribeStackResources "
+    "DescribeStacks ExecuteChangeSet GetTemplate TagResource",
+)
+_HOSTING = _actions(
+    "sagemaker",
+    "CreateModel DescribeModel DeleteModel CreateEndpointConfig DescribeEndpointConfig DeleteEndpointConfig "
+    "CreateEndpoint DescribeEndpoint DeleteEndpoint UpdateEndpoint CreateInferenceComponent "
+    "DescribeInferenceComponent DeleteInferenceComponent UpdateInferenceComponent "
+    "UpdateInferenceComponentRuntimeConfig AddTags DeleteTags ListTags",
+)
+_LISTS = ["sagemaker:ListInferenceComponents", "cloudwatch:DescribeAlarms", "sts:GetCallerIdentity"]
+_INVOKE = _actions(
+    "sagemaker", "InvokeEndpoint InvokeEndpointAsync InvokeEndpointWithResponseStream CallWithBearerToken"
+)
+_SCALING = _actions(
+    "application-autoscaling",
+    "DeleteScalingPolicy DeregisterScalableTarget DescribeScalableTargets DescribeScalingPolicies "
+    "DescribeScheduledActions ListTagsForResource PutScalingPolicy RegisterScalableTarget TagResource UntagResource",
+)
+_ALARMS = _actions("cloudwatch", "DeleteAlarms ListTagsForResource PutMetricAlarm TagResource UntagResource")
+_REPOSITORY = _PULL + _actions(
+    "ecr",
+    "CompleteLayerUpload CreateRepository DeleteRepository DescribeRepositories InitiateLayerUpload "
+    "ListTagsForResource PutImage TagResource UploadLayerPart",
+)
 
 
 def _document(*statements: dict[str, Any]) -> dict[str, Any]:
