@@ -173,9 +173,13 @@ def status(
     with reported_errors():
         from deploy.sagemaker import status as looking
         from deploy.sagemaker.aws import Aws
+        from deploy.sagemaker.stack import Conflict
 
         aws = Aws(region, profile)
-        found = looking.status(aws, name, _stack(aws, name).status())
+        of_stack = None
+        with contextlib.suppress(Conflict):  # an endpoint that something else has made is shown as well
+            of_stack = _stack(aws, name).status()
+        found = looking.status(aws, name, of_stack)
         if as_json:
             typer.echo(json.dumps(found, indent=2))
         else:

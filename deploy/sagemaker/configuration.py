@@ -300,7 +300,7 @@ def read_configuration(values: Mapping[str, Any], origins: Mapping[str, str] | N
     read = reader.table(Configuration, values, "")
     if read is None:
         raise ConfigurationError(tuple(reader.problems))
-    account = read.account or _account_of(read)
+    account = read.account or (read.role.split(":")[4] if read.role else None)
     read = msgspec.structs.replace(read, name=read.name or name_from_model(read.model), account=account)
     problems = list(_missing_fields(read))
     if not problems:
@@ -452,13 +452,6 @@ def _as_text(value: object) -> str | None:
 
 def _printable(path: str) -> str:
     return path if path.isprintable() else ascii(path)
-
-
-def _account_of(read: Configuration) -> str | None:
-    if read.role:
-        return read.role.split(":")[4]
-    found = ecr_image(read.image)
-    return found.account if found else None
 
 
 def _missing_fields(read: Configuration) -> Iterator[str]:

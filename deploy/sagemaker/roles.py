@@ -223,8 +223,8 @@ _NETWORK = _actions(
 )
 _STACK = _actions(
     "cloudformation",
-    "CreateChangeSet DeleteChangeSet DeleteStack DescribeChangeSet DescribeStackEvents DescribeStackResources "
-    "DescribeStacks ExecuteChangeSet GetTemplate TagResource",
+    "CreateChangeSet DeleteChangeSet DeleteStack DescribeChangeSet DescribeStackEvents DescribeStacks "
+    "ExecuteChangeSet GetTemplate ListStackResources TagResource",
 )
 _HOSTING = _actions(
     "sagemaker",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.sagemaker.aws import is_missing
+from deploy.sagemaker.aws import error_in_words, is_missing
 from deploy.sagemaker.template import SCALING_TYPES
 
 ENDPOINT_TAG = "slipway:endpoint"
@@ -23,7 +23,7 @@ _NOT_MADE = frozenset({"REVIEW_IN_PROGRESS"})
 _DELETABLE = frozenset({"CREATE_IN_PROGRESS", *_NOT_MADE})
 """Of what is in progress; the rest has to end first."""
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
-"""A stack that never was whole: it can only be deleted."""
+"""A stack that can only be deleted."""
 _WHOLE = frozenset({"CREATE_COMPLETE", "UPDATE_COMPLETE"})
 _GONE = frozenset({"DELETE_COMPLETE"})
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
@@ -107,7 +107,7 @@ class Stack:
         Raises:
             Conflict: a stack of the name is there that Slipway has not made.
         """
-        found = self._described(self.name)
+        found = self._described()
         if found is None:
             return None
         tags = {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
@@ -122,7 +122,8 @@ class Stack:
 
     def resources(self) -> list[str]:
         """What belongs to it: "AWS::SageMaker::Endpoint my-llm"."""
-        found = self._client.describe_stack_resources(StackName=self.name)["StackResources"]
+        pages = self._client.get_paginator("list_stack_resources").paginate(StackName=self.name)
+        found = [each for page in pages for each in page["StackResourceSummaries"]]
         return [f"{each['ResourceType']} {each.get('PhysicalResourceId', each['LogicalResourceId'])}" for each in found]
 
     def ready_to_create(self) -> bool:
@@ -215,15 +216,14 @@ class Stack:
         self.discard(change)
         self._tell("releasing the scaling while the instance type changes")
         kept = {name: each for name, each in running["Resources"].items() if each["Type"] not in SCALING_TYPES}
-        self._update_to({**running, "Resources": kept})
-        again = self.propose(wanted)
         try:
+            self._update_to({**running, "Resources": kept})
+            again = self.propose(wanted)
             return self._update(again) if again else ()
         except Failed as error:
             if error.interrupted:
                 raise Failed(f"{error}; run `slipway update` again to have it scaled", interrupted=True) from None
-            self._tell("setting the scaling again")
-            self._update_to(running)
+            self._set_scaling_again(running, error)
             raise
 
     def delete(self) -> None:
@@ -232,10 +232,10 @@ class Stack:
         Raises:
             Failed: something could not be deleted.
         """
-        found = self._described(self.name)
+        found = self._described()
         if found and found["StackStatus"].endswith("_IN_PROGRESS") and found["StackStatus"] not in _DELETABLE:
             self.settle()
-            found = self._described(self.name)
+            found = self._described()
         if found is None:
             return
         self._mark(found["StackId"])
@@ -243,11 +243,11 @@ class Stack:
         if found["StackStatus"] not in _NOT_MADE:
             self._follow(found["StackId"], _GONE)
 
-    def _described(self, name: str) -> dict[str, Any] | None:
+    def _described(self) -> dict[str, Any] | None:
         from botocore.exceptions import ClientError
 
         try:
-            found: dict[str, Any] = self._client.describe_stacks(StackName=name)["Stacks"][0]
+            found: dict[str, Any] = self._client.describe_stacks(StackName=self.name)["Stacks"][0]
         except ClientError as error:
             if is_missing(error):
                 return None
@@ -261,12 +261,22 @@ class Stack:
 
     def _update_to(self, template: Mapping[str, Any]) -> None:
         """Update the stack to a template of the same parameters and tags."""
-        found = self._described(self.name)
+        found = self._described()
         assert found is not None
         same = [{"ParameterKey": name, "UsePreviousValue": True} for name in template["Parameters"]]
         change = self._propose(template, same, {tag["Key"]: tag["Value"] for tag in found["Tags"]})
         if change:
             self._update(change)
+
+    def _set_scaling_again(self, running: Mapping[str, Any], error: Failed) -> None:
+        from botocore.exceptions import ClientError
+
+        self._tell("setting the scaling again")
+        try:
+            self._update_to(running)
+        except (Failed, ClientError) as again:
+            text = f"{error}; and the scaling could not be set again: {error_in_words(again)}"
+            raise Failed(text, started=error.started) from again
 
     def _update(self, change: ChangeSet) -> tuple[str, ...]:
         try:

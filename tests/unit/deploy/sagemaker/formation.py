@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import boto3
+import moto.core.models  # noqa: F401  # what makes a session moto's is there for sessions that are made after it
 from botocore.exceptions import ClientError
 
 SESSION = boto3.Session("testing", "testing", region_name="eu-west-1")
@@ -46,7 +47,7 @@ class Formation:
     @property
     def changes(self) -> list[str]:
         """Operations that were called and change something."""
-        return [name for name, _ in self.calls if not name.startswith(("Describe", "Get"))]
+        return [name for name, _ in self.calls if not name.startswith(("Describe", "Get", "List"))]
 
     def called(self, operation: str) -> list[dict[str, Any]]:
         return [parameters for name, parameters in self.calls if name == operation]
@@ -97,12 +98,12 @@ class Formation:
     def _DescribeStackEvents(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         return {"StackEvents": self.events[::-1]}
 
-    def _DescribeStackResources(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
+    def _ListStackResources(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         found = [
             {"LogicalResourceId": name, "ResourceType": each["Type"], "PhysicalResourceId": name.lower()}
             for name, each in self.template["Resources"].items()
         ]
-        return {"StackResources": found}
+        return {"StackResourceSummaries": found}
 
     def _GetTemplate(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         return {"TemplateBody": json.dumps(self.template)}

@@ -187,10 +187,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         read_file(tmp_path / "bad.toml")
 
 
-def test_the_account_comes_from_the_role_or_the_image() -> None:
-    assert configuration("real_time").account == "111122223333"
-    values = _plain(role=None, create_role=True)
-    assert read_configuration(values).account == "111122223333"
+def test_the_account_comes_from_the_role_and_is_that_of_the_registry() -> None:
+    read = configuration("real_time", image=None, push="slipway:gpu")
+    assert read.account == "111122223333"
+    assert read.image == "111122223333.dkr.ecr.eu-west-1.amazonaws.com/slipway:gpu"
 
 
 _VALUES = st.recursive(

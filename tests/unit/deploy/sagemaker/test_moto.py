@@ -23,15 +23,12 @@ SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--instance-type",
 GIVEN = [*SHORT, "--role", ROLE]
 
 
-# moto has no inference components.
-SESSION.events.register(
-    "before-call.sagemaker.ListInferenceComponents",
-    lambda **more: (SimpleNamespace(status_code=200), {"InferenceComponents": []}),
-)
-
-
 def _run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def _no_components(**more: Any) -> tuple[Any, dict[str, Any]]:
+    return SimpleNamespace(status_code=200), {"InferenceComponents": []}
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +36,12 @@ def _aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # AWS calls the endpoint as the template says; moto gives it a name of its own.
     monkeypatch.setattr(FakeEndpoint, "cloudformation_name_type", staticmethod(lambda: "EndpointName"))
     monkeypatch.setattr("boto3.Session", lambda **more: SESSION)
+    # moto has no inference components.
+    listing = "before-call.sagemaker.ListInferenceComponents"
+    SESSION.events.register(listing, _no_components)
     with mock_aws():
         yield
+    SESSION.events.unregister(listing, _no_components)
 
 
 def _there() -> dict[str, int]:

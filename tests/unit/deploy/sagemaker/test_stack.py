@@ -262,6 +262,24 @@ def test_the_scaling_is_set_again_if_the_instance_type_cannot_change(formation: 
     assert formation.template == WANTED.template
 
 
+def test_a_scaling_that_cannot_be_set_again_is_said(formation: Formation, stack: Stack) -> None:
+    _create(stack)
+    failed = [("Endpoint", ENDPOINT, "UPDATE_FAILED", "no capacity"), of_stack("UPDATE_ROLLBACK_FAILED")]
+    again = [("ScalableTarget", "AWS::ApplicationAutoScaling::ScalableTarget", "CREATE_FAILED", "busy")]
+    formation.outcomes = [[of_stack("UPDATE_COMPLETE")], failed, [*again, of_stack("UPDATE_ROLLBACK_COMPLETE")]]
+    with pytest.raises(Failed, match=r"no capacity; and the scaling could not be set again: .*busy"):
+        _update(stack, LARGER)
+
+
+def test_an_interruption_between_says_that_nothing_scales(formation: Formation, stack: Stack) -> None:
+    _create(stack)
+    change = stack.propose(LARGER)
+    assert change is not None
+    formation.after = _interrupting(formation, "ExecuteChangeSet")
+    with pytest.raises(Failed, match="run `slipway update` again to have it scaled"):
+        stack.update(change, LARGER)
+
+
 def test_copies_and_instances_that_nothing_scales_change_their_type_at_once(formation: Formation, stack: Stack) -> None:
     _create(stack, _wanted(configuration("scale_to_zero")))
     _update(stack, _wanted(configuration("scale_to_zero", instance_type="ml.g6e.12xlarge")))
