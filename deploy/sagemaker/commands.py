@@ -18,14 +18,28 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
 
 import typer
 
+from deploy.sagemaker import configuration as fields
+from deploy.sagemaker import invoke as asking
+from deploy.sagemaker import logs as reading
 from deploy.sagemaker import options as given
+from deploy.sagemaker import status as looking
+from deploy.sagemaker.aws import Aws, NoRegion, error_in_words, is_missing
+from deploy.sagemaker.configuration import (
+    Configuration,
+    ConfigurationError,
+    laid_over,
+    read_configuration,
+    read_file,
+)
+from deploy.sagemaker.roles import caller_policy, check_role, push_policy
+from deploy.sagemaker.stack import ENDPOINT_TAG, ChangeSet, Conflict, Failed, Stack, Wanted
+from deploy.sagemaker.template import as_yaml, parameter_values
+from deploy.sagemaker.template import template as template_of
+from deploy.sagemaker.uploads import UploadFailed, push_script, upload_model
+from deploy.sagemaker.uploads import push as push_image
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from deploy.sagemaker.aws import Aws
-    from deploy.sagemaker.configuration import Configuration
-    from deploy.sagemaker.stack import ChangeSet, Stack, Wanted
 
 FAILED, WRONG, IN_THE_WAY, INTERRUPTED = 1, 2, 3, 130
 _LOG_LINES = 20
@@ -133,8 +147,6 @@ def template(
 ) -> None:
     """Print the CloudFormation template that `deploy` makes."""
     with reported_errors():
-        from deploy.sagemaker.template import as_yaml
-
         typer.echo(as_yaml(dict(_prepared(context.params).wanted.template)), nl=False)
 
 
@@ -150,8 +162,6 @@ def destroy(
 ) -> None:
     """Remove an endpoint and all that belongs to it: delete its stack."""
     with reported_errors():
-        from deploy.sagemaker.aws import Aws
-
         aws = Aws(region, profile)
         removed = _removed(aws, name, dry_run=dry_run)
         for resource in removed:
@@ -171,10 +181,6 @@ def status(
 ) -> None:
     """Show an endpoint's stack, variants, components, scaling and alarms."""
     with reported_errors():
-        from deploy.sagemaker import status as looking
-        from deploy.sagemaker.aws import Aws
-        from deploy.sagemaker.stack import Conflict
-
         aws = Aws(region, profile)
         of_stack = None
         with contextlib.suppress(Conflict):  # an endpoint that something else has made is shown as well
@@ -206,9 +212,6 @@ def invoke(
 ) -> None:
     """Ask an endpoint; AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names another than AWS's."""
     with reported_errors():
-        from deploy.sagemaker import invoke as asking
-        from deploy.sagemaker.aws import Aws
-
         if not (prompt or body or input_location):
             raise given.WrongOption("--prompt: missing; expected a text (or --body, or --input-location)")
         runtime = Aws(region, profile).client("sagemaker-runtime")
@@ -243,9 +246,6 @@ def logs(
 ) -> None:
     """Show what the containers of an endpoint log."""
     with reported_errors():
-        from deploy.sagemaker import logs as reading
-        from deploy.sagemaker.aws import Aws
-
         client = Aws(region, profile).client("logs")
         group = reading.group_of_component(component) if component else reading.group_of_endpoint(name)
         start = int((time.time() - since * 60) * 1000)
@@ -264,9 +264,6 @@ def policy(
 ) -> None:
     """Print the IAM policy that someone needs who deploys, looks, asks and removes."""
     with reported_errors():
-        from deploy.sagemaker import configuration as fields
-        from deploy.sagemaker.roles import caller_policy, push_policy
-
         fields.check_fields(
             account=(fields.Account, account),
             region=(fields.Region, region),
@@ -295,10 +292,6 @@ class _Deployment:
 
 def _prepared(options: dict[str, Any]) -> _Deployment:
     """What the options and the file say; AWS is asked for the account alone, where a push needs it."""
-    from deploy.sagemaker.aws import Aws
-    from deploy.sagemaker.configuration import laid_over, read_configuration, read_file
-    from deploy.sagemaker.stack import ENDPOINT_TAG, Wanted
-    from deploy.sagemaker.template import parameter_values, template
 
     overrides = given.overrides(options)
     file: Path | None = options["file"]
@@ -310,12 +303,11 @@ def _prepared(options: dict[str, Any]) -> _Deployment:
         values["account"] = str(aws.client("sts").get_caller_identity()["Account"])
     configuration = read_configuration(values, overrides.origins)
     tags = {**configuration.tags, ENDPOINT_TAG: configuration.name}
-    wanted = Wanted(template(configuration), parameter_values(configuration), tags)
+    wanted = Wanted(template_of(configuration), parameter_values(configuration), tags)
     return _Deployment(aws, configuration, _stack(aws, configuration.name), wanted)
 
 
 def _stack(aws: Aws, name: str) -> Stack:
-    from deploy.sagemaker.stack import Stack
 
     return Stack(aws.client("cloudformation"), name, _teller())
 
@@ -323,11 +315,6 @@ def _stack(aws: Aws, name: str) -> Stack:
 def _show(deployment: _Deployment) -> None:
     """The template and the commands of a push; and with credentials, what CloudFormation would change."""
     from botocore.exceptions import BotoCoreError
-
-    from deploy.sagemaker.aws import error_in_words
-    from deploy.sagemaker.stack import Conflict
-    from deploy.sagemaker.template import as_yaml
-    from deploy.sagemaker.uploads import push_script
 
     configuration, stack = deployment.configuration, deployment.stack
     typer.echo(as_yaml(dict(deployment.wanted.template)), nl=False)
@@ -366,7 +353,6 @@ def _show_changes(change: ChangeSet | None) -> None:
 
 
 def _check_role(deployment: _Deployment) -> None:
-    from deploy.sagemaker.roles import check_role
 
     aws = deployment.aws
     findings = tuple(check_role(aws.client("iam"), aws.client("sts"), deployment.configuration))
@@ -377,7 +363,6 @@ def _check_role(deployment: _Deployment) -> None:
 
 
 def _deploy(deployment: _Deployment, *, rollback: bool) -> None:
-    from deploy.sagemaker.stack import Conflict
 
     stack = deployment.stack
     new = stack.ready_to_create()
@@ -407,12 +392,11 @@ def _update(deployment: _Deployment) -> bool:
 
 def _send(deployment: _Deployment, change: ChangeSet | None) -> None:
     """Push the image and upload the model, where that is asked for; a proposal is forgotten if it fails."""
-    from deploy.sagemaker.uploads import push, upload_model
 
     aws, configuration, tell = deployment.aws, deployment.configuration, _teller()
     try:
         if configuration.push:
-            push(aws.client("ecr"), configuration.push, configuration.image, deployment.wanted.tags, tell)
+            push_image(aws.client("ecr"), configuration.push, configuration.image, deployment.wanted.tags, tell)
         if configuration.upload:
             upload_model(aws.client("s3"), Path(configuration.upload), configuration.model, tell)
     except BaseException:
@@ -424,8 +408,6 @@ def _send(deployment: _Deployment, change: ChangeSet | None) -> None:
 @contextlib.contextmanager
 def _log_of_what_does_not_start(deployment: _Deployment) -> Iterator[None]:
     """Show the last lines that the containers have logged, if the endpoint or a component does not start."""
-    from deploy.sagemaker import logs as reading
-    from deploy.sagemaker.stack import Failed
 
     begun, name = time.time(), deployment.name
     try:
@@ -442,9 +424,6 @@ def _log_of_what_does_not_start(deployment: _Deployment) -> Iterator[None]:
 def _removed(aws: Aws, name: str, *, dry_run: bool) -> list[str]:
     """Delete the stack; gives what was in it."""
     from botocore.exceptions import ClientError
-
-    from deploy.sagemaker.aws import is_missing
-    from deploy.sagemaker.stack import Conflict
 
     stack = _stack(aws, name)
     if stack.description() is None:
@@ -468,7 +447,6 @@ def _repository_removed(aws: Aws, name: str, repository: str, *, dry_run: bool) 
     Raises:
         Conflict: it was made for something else.
     """
-    from deploy.sagemaker.stack import ENDPOINT_TAG, Conflict
 
     ecr = aws.client("ecr")
     try:
@@ -523,14 +501,6 @@ def reported_errors() -> Iterator[None]:
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from deploy.sagemaker.aws import NoRegion, error_in_words
-    from deploy.sagemaker.configuration import ConfigurationError
-    from deploy.sagemaker.invoke import StreamBroken
-    from deploy.sagemaker.logs import NoLog
-    from deploy.sagemaker.stack import Conflict, Failed
-    from deploy.sagemaker.status import NoEndpoint
-    from deploy.sagemaker.uploads import UploadFailed
-
     try:
         yield
     except ConfigurationError as error:
@@ -541,7 +511,7 @@ def reported_errors() -> Iterator[None]:
         _end(IN_THE_WAY, str(error))
     except Failed as error:
         _end(INTERRUPTED if error.interrupted else FAILED, str(error))
-    except (NoEndpoint, NoLog, StreamBroken, UploadFailed) as error:
+    except (looking.NoEndpoint, reading.NoLog, asking.StreamBroken, UploadFailed) as error:
         _end(FAILED, str(error))
     except (BotoCoreError, Boto3Error, ClientError) as error:
         _end(FAILED, error_in_words(error))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from deploy.sagemaker.aws import Aws, is_missing
 from deploy.sagemaker.template import alarm_name, component_target, variant_target
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class NoEndpoint(Exception):
@@ -48,6 +49,8 @@ def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> Table:
     """The same for people."""
+    from rich.table import Table
+
     made = Table.grid(padding=(0, 2))
     for cells in _rows(found):
         made.add_row(*cells)

@@ -12,8 +12,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from container.masking import masked
 from deploy.sagemaker import instances
 from deploy.sagemaker.configuration import Adapter, Autoscaling, Component, Configuration, Rollout, adapter_component
@@ -50,6 +48,8 @@ def template(configuration: Configuration) -> dict[str, Any]:
 
 def as_yaml(value: dict[str, Any]) -> str:
     """A template for people."""
+    import yaml  # not needed by `slipway serve`, whose command line this is imported for as well
+
     # CloudFormation reads no YAML aliases, which yaml writes for an object that occurs twice.
     unshared = json.loads(json.dumps(value))
     return str(yaml.safe_dump(unshared, sort_keys=False, allow_unicode=True, width=120))

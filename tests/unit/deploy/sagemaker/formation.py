@@ -61,7 +61,7 @@ class Formation:
     def _remember(self, params: dict[str, Any], model: Any, **more: Any) -> None:
         self.calls.append((model.name, params))
 
-    def _answer(self, model: Any, **more: Any) -> tuple[Any, dict[str, Any]]:
+    def _answer(self, model: Any, **more: Any) -> tuple[Any, Any]:
         parameters = self.calls[-1][1]
         try:
             answer = getattr(self, f"_{model.name}")(parameters)

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def services() -> Services:
 
 
 @pytest.fixture
-def formation(monkeypatch: pytest.MonkeyPatch, services: Services) -> Iterator[Formation]:
+def formation(monkeypatch: pytest.MonkeyPatch, services: Services) -> Formation:
     """The commands' AWS is in memory, and waiting takes no time."""
     made = Formation()
     clients: dict[str, Any] = {"cloudformation": made.client}

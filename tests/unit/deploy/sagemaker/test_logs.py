@@ -49,11 +49,11 @@ def test_of_a_group_that_is_not_there_it_is_said() -> None:
 
 def test_following_waits_for_a_group_that_is_not_there_yet() -> None:
     class Late(Group):
-        def filter_log_events(self, **parameters: Any) -> dict[str, Any]:
+        def filter_log_events(self, startTime: int, **more: Any) -> dict[str, Any]:  # noqa: N803
             if len(self.starts) < 2:
                 self.starts.append(0)
                 raise error("filter_log_events", "does not exist", "ResourceNotFoundException")
-            return super().filter_log_events(**parameters)
+            return super().filter_log_events(startTime, **more)
 
     assert next(logs.follow(Late([("1", 1000)]), "g", 0, lambda seconds: None)).id == "1"
 
