@@ -50,7 +50,7 @@ Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
     for command in (deploy, update, destroy, status, invoke, logs, template, policy):
-        app.command()(command)
+        app.command()(_errors_in_words()(command))
 
 
 def deploy(
@@ -76,18 +76,17 @@ def deploy(
     check: Annotated[bool, typer.Option(help="Check the execution role first.")] = True,
 ) -> None:
     """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
-    with reported_errors():
-        deployment = _prepared(context.params)
-        if dry_run:
-            _show(deployment)
-            return
-        if check:
-            _check_role(deployment)
-        with _termination_interrupts():
-            _deploy(deployment, rollback=rollback)
-        typer.echo(f"{deployment.name} is in service")
-        component = f" --component {deployment.name}" if deployment.configuration.component else ""
-        typer.echo(f'try: slipway invoke {deployment.name}{component} --prompt "Hello"', err=True)
+    deployment = _prepared(context.params)
+    if dry_run:
+        _show(deployment)
+        return
+    if check:
+        _check_role(deployment)
+    with _termination_interrupts():
+        _deploy(deployment, rollback=rollback)
+    typer.echo(f"{deployment.name} is in service")
+    component = f" --component {deployment.name}" if deployment.configuration.component else ""
+    typer.echo(f'try: slipway invoke {deployment.name}{component} --prompt "Hello"', err=True)
 
 
 def update(
@@ -111,22 +110,21 @@ def update(
     dry_run: given.DryRun = False,
 ) -> None:
     """Bring a deployment to another configuration while it serves."""
-    with reported_errors():
-        deployment = _prepared(context.params)
-        if dry_run:
-            _show(deployment)
-            return
-        with _termination_interrupts():
-            changed = _update(deployment)
-        typer.echo(f"{deployment.name} is {'updated' if changed else 'up to date'}")
-        configuration = deployment.configuration
-        sent = [what for what in (configuration.push and configuration.image, configuration.upload) if what]
-        if sent and not changed:
-            typer.echo(
-                f"slipway: note: {' and '.join(sent)} has been sent again, and what runs stays as it is: give the "
-                "image another tag, or the model another prefix, to have it rolled out",
-                err=True,
-            )
+    deployment = _prepared(context.params)
+    if dry_run:
+        _show(deployment)
+        return
+    with _termination_interrupts():
+        change = _update(deployment)
+    typer.echo(f"{deployment.name} is {'updated' if change else 'up to date'}")
+    configuration = deployment.configuration
+    sent = [what for what in (configuration.push and configuration.image, configuration.upload) if what]
+    if sent and not (change and any(each.resource == "Model" for each in change.changes)):
+        typer.echo(
+            f"slipway: note: {' and '.join(sent)} has been sent again, and what runs stays as it is: give the "
+            "image another tag, or the model another prefix, to have it rolled out",
+            err=True,
+        )
 
 
 def template(
@@ -146,8 +144,7 @@ def template(
     region: given.Region = None,
 ) -> None:
     """Print the CloudFormation template that `deploy` makes."""
-    with reported_errors():
-        typer.echo(as_yaml(dict(_prepared(context.params).wanted.template)), nl=False)
+    typer.echo(as_yaml(dict(_prepared(context.params).wanted.template)), nl=False)
 
 
 def destroy(
@@ -161,16 +158,15 @@ def destroy(
     ] = None,
 ) -> None:
     """Remove an endpoint and all that belongs to it: delete its stack."""
-    with reported_errors():
-        aws = Aws(region, profile)
-        removed = _removed(aws, name, dry_run=dry_run)
-        for resource in removed:
-            typer.echo(f"{'would remove' if dry_run else 'removed'}: {resource}")
-        if repository and _repository_removed(aws, name, repository, dry_run=dry_run):
-            removed.append(repository)
-            typer.echo(f"{'would remove' if dry_run else 'removed'}: image repository {repository}")
-        if not removed:
-            typer.echo(f"there is nothing of {name}")
+    aws = Aws(region, profile)
+    removed = _removed(aws, name, dry_run=dry_run)
+    for resource in removed:
+        typer.echo(f"{'would remove' if dry_run else 'removed'}: {resource}")
+    if repository and _repository_removed(aws, name, repository, dry_run=dry_run):
+        removed.append(repository)
+        typer.echo(f"{'would remove' if dry_run else 'removed'}: image repository {repository}")
+    if not removed:
+        typer.echo(f"there is nothing of {name}")
 
 
 def status(
@@ -180,16 +176,15 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show an endpoint's stack, variants, components, scaling and alarms."""
-    with reported_errors():
-        aws = Aws(region, profile)
-        of_stack = None
-        with contextlib.suppress(Conflict):  # an endpoint that something else has made is shown as well
-            of_stack = _stack(aws, name).status()
-        found = looking.status(aws, name, of_stack)
-        if as_json:
-            typer.echo(json.dumps(found, indent=2))
-        else:
-            _console().print(looking.table(found))
+    aws = Aws(region, profile)
+    of_stack = None
+    with contextlib.suppress(Conflict):  # an endpoint that something else has made is shown as well
+        of_stack = _stack(aws, name).status()
+    found = looking.status(aws, name, of_stack)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _console().print(looking.table(found))
 
 
 def invoke(
@@ -211,26 +206,25 @@ def invoke(
     profile: given.Profile = None,
 ) -> None:
     """Ask an endpoint; AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names another than AWS's."""
-    with reported_errors():
-        if not (prompt or body or input_location):
-            raise given.WrongOption("--prompt: missing; expected a text (or --body, or --input-location)")
-        runtime = Aws(region, profile).client("sagemaker-runtime")
-        if input_location:
-            typer.echo(asking.invoke_asynchronously(runtime, name, input_location))
-            return
-        made = asking.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
-        # What was no UTF-8 in the shell goes out as it was.
-        request = body.encode(errors="surrogateescape") if body else made
-        if not stream:
-            typer.echo(asking.invoke(runtime, name, request, component))
-            return
-        try:
-            for text in asking.texts(asking.invoke_stream(runtime, name, request, component)):
-                typer.echo(text, nl=False)
-        except asking.StreamBroken:
-            typer.echo()
-            raise
+    if not (prompt or body or input_location):
+        raise given.WrongOption("--prompt: missing; expected a text (or --body, or --input-location)")
+    runtime = Aws(region, profile).client("sagemaker-runtime")
+    if input_location:
+        typer.echo(asking.invoke_asynchronously(runtime, name, input_location))
+        return
+    made = asking.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
+    # What was no UTF-8 in the shell goes out as it was.
+    request = body.encode(errors="surrogateescape") if body else made
+    if not stream:
+        typer.echo(asking.invoke(runtime, name, request, component))
+        return
+    try:
+        for text in asking.texts(asking.invoke_stream(runtime, name, request, component)):
+            typer.echo(text, nl=False)
+    except asking.StreamBroken:
         typer.echo()
+        raise
+    typer.echo()
 
 
 def logs(
@@ -245,12 +239,11 @@ def logs(
     profile: given.Profile = None,
 ) -> None:
     """Show what the containers of an endpoint log."""
-    with reported_errors():
-        client = Aws(region, profile).client("logs")
-        group = reading.group_of_component(component) if component else reading.group_of_endpoint(name)
-        start = int((time.time() - since * 60) * 1000)
-        for line in (reading.follow if follow else reading.read)(client, group, start):
-            typer.echo(str(line))
+    client = Aws(region, profile).client("logs")
+    group = reading.group_of_component(component) if component else reading.group_of_endpoint(name)
+    start = int((time.time() - since * 60) * 1000)
+    for line in (reading.follow if follow else reading.read)(client, group, start):
+        typer.echo(str(line))
 
 
 def policy(
@@ -263,17 +256,16 @@ def policy(
     ] = None,
 ) -> None:
     """Print the IAM policy that someone needs who deploys, looks, asks and removes."""
-    with reported_errors():
-        fields.check_fields(
-            account=(fields.Account, account),
-            region=(fields.Region, region),
-            role=(fields.Roles, role),
-            repository=(fields.Repository, repository),
-        )
-        document = caller_policy(role, region, account)
-        if repository:
-            document["Statement"] += push_policy(role, region, account, repository)["Statement"]
-        typer.echo(json.dumps(document, indent=2))
+    fields.check_fields(
+        account=(fields.Account, account),
+        region=(fields.Region, region),
+        role=(fields.Roles, role),
+        repository=(fields.Repository, repository),
+    )
+    document = caller_policy(role, region, account)
+    if repository:
+        document["Statement"] += push_policy(role, region, account, repository)["Statement"]
+    typer.echo(json.dumps(document, indent=2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,17 +369,16 @@ def _deploy(deployment: _Deployment, *, rollback: bool) -> None:
             stack.create(change, rollback=rollback)
 
 
-def _update(deployment: _Deployment) -> bool:
+def _update(deployment: _Deployment) -> ChangeSet | None:
     stack = deployment.stack
     stack.check_updatable()
     change = stack.propose(deployment.wanted)
     _send(deployment, change)
-    if change is None:
-        return False
-    with _log_of_what_does_not_start(deployment):
-        for problem in stack.update(change, deployment.wanted):
-            typer.echo(f"left: {problem}", err=True)
-    return True
+    if change:
+        with _log_of_what_does_not_start(deployment):
+            for problem in stack.update(change, deployment.wanted):
+                typer.echo(f"left: {problem}", err=True)
+    return change
 
 
 def _send(deployment: _Deployment, change: ChangeSet | None) -> None:
@@ -496,7 +487,7 @@ def _termination_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reported_errors() -> Iterator[None]:
+def _errors_in_words() -> Iterator[None]:
     """Say what went wrong in one line for each problem, and end with its exit code; never with a traceback."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError

@@ -181,10 +181,11 @@ class Stack:
         return self._propose(wanted.template, given, wanted.tags, rollback=rollback)
 
     def discard(self, change: ChangeSet) -> None:
-        """Forget a proposal."""
-        self._client.delete_change_set(ChangeSetName=change.id)
+        """Forget a proposal; the stack that it was to make goes with it."""
         if change.creates:
             self._client.delete_stack(StackName=change.stack)
+        else:
+            self._client.delete_change_set(ChangeSetName=change.id)
 
     def create(self, change: ChangeSet, *, rollback: bool = True) -> None:
         """Carry out the first change; CloudFormation deletes what it made if it fails.

@@ -385,6 +385,9 @@ def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_run
     assert ran[-1] == ("docker", "push", image)
     assert ("has been sent again, and what runs stays as it is" in done.stderr) is note
     assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
+    scaled = _run("update", *PUSH, "--push", f"slipway:{tag}", "--set", "autoscaling={min=1, max=2, target=8}")
+    assert scaled.stdout == "my-llm is updated\n"
+    assert "has been sent again" in scaled.stderr
 
 
 def test_without_docker_the_push_fails_and_no_stack_is_made(
