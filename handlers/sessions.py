@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from djl_python.session_manager import Session, SessionManager
-from handlers.contracts.lmi.errors import overloaded
-from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed, created, refused, session_of
+from handlers.contracts.lmi.errors import failed_dependency, overloaded
+from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed, created, session_of
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
@@ -54,7 +54,7 @@ class Sessions:
             return
         manager = self._on(f"{SESSION_ID} names a session, but ")
         if await self._run(lambda: _found(manager, session_id)) is None:
-            raise refused(f"session has expired: {session_id}")
+            raise failed_dependency(f"session has expired: {session_id}")
 
     async def answer(self, call: Call) -> Reply:
         """The reply to a body with a `requestType`.
@@ -70,7 +70,7 @@ class Sessions:
             assert session.expiration_ts is not None
             return created(session.session_id, session.expiration_ts)
         if not (session_id := session_of(call)):
-            raise refused(f"CLOSE needs the session's id in the header {SESSION_ID}")
+            raise failed_dependency(f"CLOSE needs the session's id in the header {SESSION_ID}")
         await self._run(lambda: _close(manager, session_id))
         return closed(session_id)
 
@@ -86,7 +86,7 @@ class Sessions:
 
     def _on(self, what: str) -> SessionManager:
         if self._manager is None:
-            raise refused(what + _OFF)
+            raise failed_dependency(what + _OFF)
         return self._manager
 
     def _create(self, manager: SessionManager) -> Session:
@@ -105,10 +105,10 @@ class Sessions:
         try:
             return await asyncio.wait_for(asyncio.shield(future), _SECONDS)
         except TimeoutError:
-            raise refused(f"the session was not found within {_SECONDS:g} s; try again later") from None
+            raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None
         except OSError:
             logger.exception("a session cannot be read or written")
-            raise refused("the session cannot be read or written; the server's log says why") from None
+            raise failed_dependency("the session cannot be read or written; the server's log says why") from None
 
     def _done(self, future: asyncio.Future[T]) -> None:
         self._open -= 1
@@ -146,13 +146,13 @@ def _found(manager: SessionManager, session_id: str) -> Session | None:
     try:
         return manager.get_session(session_id)
     except ValueError as error:
-        raise refused(str(error)) from None
+        raise failed_dependency(str(error)) from None
 
 
 def _close(manager: SessionManager, session_id: str) -> None:
     if _found(manager, session_id) is None:  # whether another session has swept it away or not
-        raise refused(f"session has expired: {session_id}")
+        raise failed_dependency(f"session has expired: {session_id}")
     try:
         manager.close_session(session_id)
     except ValueError as error:
-        raise refused(str(error)) from None
+        raise failed_dependency(str(error)) from None

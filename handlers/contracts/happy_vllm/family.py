@@ -1,12 +1,13 @@
-"""happy_vllm's clients: the deprecated generating routes of releases up to 1.1.15, and the routes beside OpenAI's.
+"""happy_vllm's clients: the generating routes of releases up to 1.1.15, and the routes beside OpenAI's.
 
 `/v1/completions`, `/v1/chat/completions` and `/v1/models` are vLLM's own and belong to the OpenAI family.
-Source: happy_vllm_generate; contracts/happy_vllm.md section 1.
+Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,14 +17,14 @@ from handlers.contracts.family import ContractSetting, Family, Generates, ModelV
 from handlers.contracts.happy_vllm import openapi as about
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
-from handlers.contracts.happy_vllm.errors import JSON, refuse, refused, wrong_method
+from handlers.contracts.happy_vllm.errors import JSON, refuse, wrong_method
 from handlers.contracts.happy_vllm.request import document, read_generation, required_string
-from handlers.contracts.protocol import Call, Exchange, Reply
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.errors import InvalidParameter, RequestError
 
 
 class HappyVllmContract:
-    """One of the two routes; they differ in the answer alone."""
+    """`/v1/generate` or `/v1/generate_stream`; they differ in the answer alone."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -33,7 +34,7 @@ class HappyVllmContract:
         try:
             generation = read_generation(values)
         except InvalidParameter as error:
-            raise refused(refuse(error), error.message) from None
+            raise ContractError(refuse(error), error.message) from None
         requests = (generation.request(call.request_id, self._stream),)
         if not self._stream:
             return Exchange(requests, WholeAnswer(generation))
@@ -44,26 +45,13 @@ class HappyVllmContract:
         return refuse(error)
 
 
-APPLICATION = "happy_vllm"
-
-
-def liveness(call: Call, view: ModelView) -> Reply:
+def liveness(call: Call, views: Sequence[ModelView]) -> Reply:
     """`GET /liveness`: whether the process answers."""
     return _reply({"alive": "ok"})
 
 
-def readiness(call: Call, view: ModelView) -> Reply:
-    """`GET /readiness`: always 200; the body says whether the model answers."""
-    return all_readiness(call, (view,))
-
-
-def all_liveness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of a server with several models."""
-    return _reply({"alive": "ok"})
-
-
-def all_readiness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of a server with several models: whether all answer."""
+def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """`GET /readiness`: always 200; the body says whether all models answer."""
     return _reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
 
 
@@ -72,7 +60,7 @@ def info(call: Call, view: ModelView) -> Reply:
     model = view.text()
     return _reply(
         {
-            "application": APPLICATION,
+            "application": "happy_vllm",
             "version": version("slipway"),
             "vllm_version": view.engine_version if view.engine == "vllm" else f"{view.engine} {view.engine_version}",
             "model_name": view.settings.name,
@@ -112,12 +100,8 @@ def _reply(answer: dict[str, Any] | None) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(answer))
 
 
-def _generate(setting: ContractSetting) -> HappyVllmContract:
-    return HappyVllmContract(stream=False)
-
-
-def _generate_stream(setting: ContractSetting) -> HappyVllmContract:
-    return HappyVllmContract(stream=True)
+def _contract(setting: ContractSetting, *, stream: bool) -> HappyVllmContract:
+    return HappyVllmContract(stream=stream)
 
 
 _POST = ("POST",)
@@ -125,22 +109,17 @@ _POST = ("POST",)
 HAPPY_VLLM = Family(
     name="happy_vllm",
     routes=(
-        Generates(path="/v1/generate", contract=_generate, about=about.GENERATE),
-        Generates(path="/v1/generate_stream", contract=_generate_stream, about=about.GENERATE_STREAM),
+        Generates(path="/v1/generate", contract=partial(_contract, stream=False), about=about.GENERATE),
+        Generates(path="/v1/generate_stream", contract=partial(_contract, stream=True), about=about.GENERATE_STREAM),
         Tells(path="/v1/tokenizer", tell=tokens.tokenizer, methods=_POST, about=about.TOKENIZER),
         Tells(path="/v1/decode", tell=tokens.decode, methods=_POST, about=about.DECODE),
         Tells(path="/v2/tokenizer", tell=tokens.tokenizer_v2, methods=_POST, about=about.TOKENIZER_V2),
         Tells(path="/v2/decode", tell=tokens.decode_v2, methods=_POST, about=about.DECODE_V2),
         Tells(path="/v1/split_text", tell=tokens.split, methods=_POST, about=about.SPLIT_TEXT),
         Tells(path="/v1/metadata_text", tell=tokens.metadata, methods=_POST, about=about.METADATA_TEXT),
-        Tells(
-            path="/v1/abort_request",
-            tell=abort_request,
-            methods=_POST,
-            about=about.ABORT_REQUEST,
-        ),
-        Tells(path="/liveness", tell=liveness, tell_all=all_liveness, about=about.LIVENESS),
-        Tells(path="/readiness", tell=readiness, tell_all=all_readiness, about=about.READINESS),
+        Tells(path="/v1/abort_request", tell=abort_request, methods=_POST, about=about.ABORT_REQUEST),
+        Tells.of_all("/liveness", liveness, about=about.LIVENESS),
+        Tells.of_all("/readiness", readiness, about=about.READINESS),
         Tells(path="/v1/info", tell=info, about=about.INFO),
         Tells(path="/v1/launch_arguments", tell=launch_arguments, about=about.LAUNCH_ARGUMENTS),
         Tells(path="/live_metrics", tell=live_metrics, about=about.LIVE_METRICS),

@@ -1,6 +1,6 @@
 """Bodies of LMI's calls, by content type: as a JSON document for an engine, or as an `Input` for a customer's handler.
 
-Source: DJL Serving, "Input formats" and `RequestParser.java`; djl_python, `encode_decode.py`.
+Source: DJL Serving, `RequestParser.java`; djl_python, `encode_decode.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """LMI's error bodies, byte for byte.
 
-Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java` and djl_python, `rolling_batch_utils`.
-There are three plain forms: what the front end answers (unknown model, full queue), a payload that cannot be
-understood, and a handler or dynamic batch that failed. A bad generation parameter and a failure while generating have
-the schema's own objects; these carry `error` and `code` as well, so that a client finds the reason under the same keys
-everywhere.
+Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`. There are three plain forms: what the front
+end answers (unknown model, full queue), a payload that cannot be understood, and a handler or dynamic batch that
+failed. A bad generation parameter and a failure while generating have the schema's own objects; these carry `error` and
+`code` as well, so that a client finds the reason under the same keys everywhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LMI's contract with a customer's formatters around it: theirs read the request, write the answer, or both.
 
-Source: LMI, "Custom Input Formatter Schema" and "Custom Output Formatter Schema". A formatter may block, so this
+Source: LMI, "Custom input formatter schema" and "Custom output formatter schema". A formatter may block, so this
 contract runs in a thread.
 """
 

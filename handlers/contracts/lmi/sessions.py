@@ -1,6 +1,6 @@
 """LMI's stateful sessions on the wire.
 
-Source: contracts/lmi.md section 10, contracts/sagemaker_hosting.md section 7.
+Source: djl_python, `session_manager.py`; Amazon SageMaker, "Stateful sessions with Amazon SageMaker AI models".
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error, payload_refused
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.lmi.errors import JSON, failed_dependency, payload_refused
+from handlers.contracts.protocol import Call, Reply
 
 SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "NEW_SESSION"
-"""What SageMaker's client sends for an id when it has no session yet."""
+"""What SageMaker's client sends as an id when it has no session yet."""
 CLOSE = "CLOSE"
 
 Action = Literal["NEW_SESSION", "CLOSE"]
@@ -29,10 +29,10 @@ _SHOWN = 64
 
 
 def session_of(call: Call) -> str:
-    """The session that the call's header names; empty where it names none, or wants one yet.
+    """The session that the call's header names; empty if it names none or asks for a new one.
 
     Raises:
-        ContractError: 424; it is not the id of a session.
+        ContractError: 424; the header is not an id.
     """
     given = ""
     for name, value in call.headers:
@@ -41,15 +41,15 @@ def session_of(call: Call) -> str:
     if given in ("", NEW_SESSION):
         return ""
     if not _ID.fullmatch(given):
-        raise refused(f"{SESSION_ID} is {_shown(given)}; expected 1 to 256 letters, digits and hyphens")
+        raise failed_dependency(f"{SESSION_ID} is {_shown(given)}; expected 1 to 256 letters, digits and hyphens")
     return given
 
 
 def action_of(body: bytes) -> Action:
-    """What a body with a `requestType` asks for.
+    """The action that a body with a `requestType` asks for.
 
     Raises:
-        ContractError: 424; it asks for something else, or has further fields.
+        ContractError: 424; it is another, or the body has further fields.
     """
     try:
         fields = _decode(body)
@@ -69,7 +69,7 @@ def action_of(body: bytes) -> Action:
 
 
 def created(session_id: str, expires: float) -> Reply:
-    """The reply to NEW_SESSION; `expires`: in seconds since the epoch.
+    """The reply to NEW_SESSION. `expires`: in seconds since the epoch.
 
     SageMaker reads the first of the headers; clients that ask LMI directly read the second.
     """
@@ -80,11 +80,6 @@ def created(session_id: str, expires: float) -> Reply:
 def closed(session_id: str) -> Reply:
     """The reply to CLOSE."""
     return _done(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
-
-
-def refused(message: str) -> ContractError:
-    """424 in LMI's words; the container standards would answer 400."""
-    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(message)), message)
 
 
 def _done(session_id: str, what: str, headers: tuple[tuple[str, str], ...]) -> Reply:

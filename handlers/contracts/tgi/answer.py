@@ -1,7 +1,7 @@
 """TGI's answers: one JSON document, or an event for each token.
 
-Source: contracts/tgi.md sections 3 and 4; TGI's router, `server.rs`. The bytes are serde_json's: no blanks between
-items, non-ASCII characters as they are, keys in the order of TGI's structs.
+Source: TGI's router, `src/lib.rs` and `src/server.rs`. The bytes are serde_json's: no spaces between items, non-ASCII
+characters as they are, keys in the order of TGI's structs.
 """
 
 from __future__ import annotations
@@ -18,48 +18,13 @@ from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incom
 from handlers.errors import RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 
-_SINGLE = Struct("<f")
-_pack, _unpack = _SINGLE.pack, _SINGLE.unpack
-
-
-def single(value: float | None) -> str:
-    """JSON for a number; "null" for None and for what single precision cannot hold. About a microsecond."""
-    if value is None or not isfinite(value):
-        return "null"
-    try:
-        packed = _pack(value)
-    except OverflowError:
-        return "null"
-    nearest: float = _unpack(packed)[0]
-    # Any decimal of six digits is told apart; nine digits tell all numbers apart.
-    text = f"{nearest:.6g}"
-    if _pack(float(text)) != packed:
-        text = f"{nearest:.7g}"
-        if _pack(float(text)) != packed:
-            text = f"{nearest:.8g}"
-            if _pack(float(text)) != packed:
-                text = f"{nearest:.9g}"
-    if "e" in text:
-        return _exponential(text)
-    return text if "." in text else text + ".0"
-
-
-def _exponential(text: str) -> str:
-    """1.5e-07 as 1.5e-7; down to 1e-6 in plain digits."""
-    mantissa, _, exponent = text.partition("e")
-    power = int(exponent)
-    if power < -6 or power > 0:
-        return f"{mantissa}e{power}"
-    sign, digits = ("-", mantissa[1:]) if mantissa[0] == "-" else ("", mantissa)
-    return f"{sign}0.{'0' * (-power - 1)}{digits.replace('.', '')}"
-
-
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "eos_token",
     FinishReason.STOP: "stop_sequence",
 }
-"""Clients know no other; an answer that ends otherwise is an incomplete one."""
+"""Clients know no others; an answer that ends otherwise is incomplete."""
+_pack, _unpack = Struct("<f").pack, Struct("<f").unpack
 _NO_TOKEN = Token(0, "", special=True)
 
 Headers = tuple[tuple[str, str], ...]
@@ -70,7 +35,7 @@ class Show:
     """What one answer shows."""
 
     prompt: str = ""
-    """Put in front of each text; empty unless the full text is wanted."""
+    """What each text begins with; empty unless the full text is wanted."""
     details: bool = False
     top_tokens: bool = False
     in_array: bool = False
@@ -84,7 +49,7 @@ class Show:
 
 
 class _Sequence:
-    """One generated sequence, as far as it has come."""
+    """One sequence of an answer, as far as it has been generated."""
 
     __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
 
@@ -111,7 +76,7 @@ class _Sequence:
 
 
 class GenerationAnswer:
-    """One JSON document when all sequences have finished; of several, the one most probable per token is the answer."""
+    """One JSON document when all sequences have finished; the one with the highest mean log probability comes first."""
 
     content_type = JSON
 
@@ -144,8 +109,7 @@ class GenerationAnswer:
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
     def _body(self) -> str:
         _check_complete(self._sequences)
@@ -194,7 +158,7 @@ class StreamAnswer:
         )
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        """The events of this delta's tokens. The hot path: called for each token of each stream."""
         tokens = delta.tokens
         self._text.append(delta.text)
         if not delta.last:
@@ -251,8 +215,7 @@ class PredictionsAnswer:
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
 
 def _check_complete(sequences: Sequence[_Sequence]) -> None:
@@ -269,15 +232,47 @@ def _counts(ended: _Sequence | TokenDelta, seed: int | None) -> str:
 
 
 def _prompt_token(token: Token) -> str:
-    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{single(token.logprob)}}}'
+    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{float32(token.logprob)}}}'
 
 
 def _token(token: Token, special_texts: Mapping[int, str]) -> str:
     if token.special:
         text = quote(token.text or special_texts.get(token.id, ""))
-        return f'{{"id":{token.id},"text":{text},"logprob":{single(token.logprob)},"special":true}}'
-    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{single(token.logprob)},"special":false}}'
+        return f'{{"id":{token.id},"text":{text},"logprob":{float32(token.logprob)},"special":true}}'
+    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{float32(token.logprob)},"special":false}}'
 
 
 def _tokens(tokens: Sequence[Token], special_texts: Mapping[int, str]) -> str:
     return f"[{','.join([_token(token, special_texts) for token in tokens])}]"
+
+
+def float32(value: float | None) -> str:
+    """JSON for a 32-bit number, as serde_json writes it; "null" for None and for what 32 bits cannot hold."""
+    if value is None or not isfinite(value):
+        return "null"
+    try:
+        packed = _pack(value)
+    except OverflowError:
+        return "null"
+    nearest: float = _unpack(packed)[0]
+    # Six digits always survive 32 bits, and nine tell all numbers apart: the fewest that do are written.
+    text = f"{nearest:.6g}"
+    if _pack(float(text)) != packed:
+        text = f"{nearest:.7g}"
+        if _pack(float(text)) != packed:
+            text = f"{nearest:.8g}"
+            if _pack(float(text)) != packed:
+                text = f"{nearest:.9g}"
+    if "e" in text:
+        return _exponential(text)
+    return text if "." in text else text + ".0"
+
+
+def _exponential(text: str) -> str:
+    """1.5e-07 as 1.5e-7; down to 1e-6 in plain digits."""
+    mantissa, _, exponent = text.partition("e")
+    power = int(exponent)
+    if power < -6 or power > 0:
+        return f"{mantissa}e{power}"
+    sign, digits = ("-", mantissa[1:]) if mantissa[0] == "-" else ("", mantissa)
+    return f"{sign}0.{'0' * (-power - 1)}{digits.replace('.', '')}"

@@ -1,7 +1,4 @@
-"""TGI: the routes of Hugging Face's Text Generation Inference.
-
-Source: contracts/tgi.md; TGI's router 3.3.
-"""
+"""TGI: the routes of Hugging Face's Text Generation Inference. Source: TGI's router 3.3, `src/server.rs`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from handlers.contracts.family import ContractSetting, Family, Generates, Tells
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.contracts.tgi.answer import GenerationAnswer, Show, StreamAnswer
 from handlers.contracts.tgi.errors import refuse, refuse_stream, wrong_method
-from handlers.contracts.tgi.model import tell_all_health, tell_chat_tokens, tell_health, tell_info, tell_tokens
+from handlers.contracts.tgi.model import tell_chat_tokens, tell_health, tell_info, tell_tokens
 from handlers.contracts.tgi.openapi import CHAT_TOKENIZE, GENERATE, GENERATE_STREAM, HEALTH, INFO, ROOT, TOKENIZE
 from handlers.contracts.tgi.openapi import VERTEX as ABOUT_VERTEX
 from handlers.contracts.tgi.request import (
@@ -30,22 +27,22 @@ from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"
-"""What TGI sends while a stream is idle. Source: contracts/tgi.md section 4."""
+"""What TGI sends while a stream is idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """In what the generating routes differ."""
+    """The differences between the generating routes."""
 
     streams: bool | None
-    """None: as the body's `stream` says."""
+    """None: the body's `stream` decides."""
     in_array: bool = False
     full_text: bool = False
     """Default of `return_full_text`."""
 
 
 class TgiContract:
-    """One of the routes /, /generate and /generate_stream, for one model."""
+    """/, /generate or /generate_stream of one model."""
 
     def __init__(self, setting: ContractSetting, style: Style) -> None:
         self._settings, self._style = setting.settings, style
@@ -133,8 +130,8 @@ TGI = Family(
             path="/generate_stream", contract=partial(TgiContract, style=Style(streams=True)), about=GENERATE_STREAM
         ),
         Generates(path="/vertex", contract=VertexContract, long_body=LONG_CHATS, about=ABOUT_VERTEX),
-        Tells(path="/", tell=tell_health, tell_all=tell_all_health, methods=("GET", "HEAD"), about=HEALTH),
-        Tells(path="/health", tell=tell_health, tell_all=tell_all_health, methods=("GET", "HEAD"), about=HEALTH),
+        Tells.of_all("/", tell_health, methods=("GET", "HEAD"), about=HEALTH),
+        Tells.of_all("/health", tell_health, methods=("GET", "HEAD"), about=HEALTH),
         Tells(path="/info", tell=tell_info, about=INFO),
         Tells(path="/tokenize", tell=tell_tokens, methods=("POST",), where="inputs", about=TOKENIZE),
         Tells(path="/chat_tokenize", tell=tell_chat_tokens, methods=("POST",), about=CHAT_TOKENIZE),

@@ -1,8 +1,8 @@
 """Triton's generate responses: one object, or an event for each.
 
-Source: Triton generate 2.68, "generate vs. generate_stream" and "Generate Response JSON Object";
-contracts/triton_generate.md sections 3 to 7. The bytes are Triton's: keys in alphabetical order, no white space,
-non-ASCII characters as they are, a tensor of one element as a bare value and any other as a flat array.
+Source: Triton 2.68, "Generate Extension", "generate vs. generate_stream" and "Generate Response JSON Object". The bytes
+are Triton's: keys in alphabetical order, no white space, non-ASCII characters as they are, a tensor of one element as a
+bare value and any other as a flat array.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = Outputs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the responses to one request look like."""
+    """The form of the responses to one request."""
 
     model: str
     id: str = ""
@@ -48,13 +48,13 @@ class Shape:
     logprobs: bool = False
     """The request has `logprobs`; without them the output of that name is "null"."""
     lead: str = ""
-    """What each text begins with: the prompt, or nothing."""
+    """What each text begins with; the prompt, or nothing."""
     text: bool = True
     """False: `detokenize` is off, and there is no text."""
 
 
 class _Piece:
-    """What one response says of one sequence."""
+    """One sequence's part of one response."""
 
     __slots__ = ("cumulative", "finish_reason", "new_tokens", "seen", "text", "tokens")
 
@@ -66,7 +66,7 @@ class _Piece:
         self.new_tokens = self.seen = 0
 
     def take(self, delta: TokenDelta) -> None:
-        """Become what this delta adds."""
+        """Hold what this delta adds."""
         self.text, self.tokens = delta.text, delta.tokens
         self.finish_reason = delta.finish_reason
         self.new_tokens, self.seen = delta.token_count - self.seen, delta.token_count
@@ -74,7 +74,7 @@ class _Piece:
             self.cumulative = delta.cumulative_logprob
 
     def add(self, delta: TokenDelta) -> None:
-        """Become what was there, and what this delta adds."""
+        """Hold what this delta adds as well as what was there."""
         text, tokens, new_tokens = self.text, self.tokens, self.new_tokens
         self.take(delta)
         self.text, self.tokens, self.new_tokens = (
@@ -84,12 +84,12 @@ class _Piece:
         )
 
     def rest(self) -> None:
-        """Nothing is new."""
+        """Hold nothing new."""
         self.text, self.tokens, self.new_tokens = "", (), 0
 
 
 class _Objects:
-    """Writes response objects from prefixes made once."""
+    """Writes the response objects of one answer, from prefixes made once."""
 
     __slots__ = ("_head", "_id", "_model", "_shape")
 
@@ -101,7 +101,7 @@ class _Objects:
 
     @property
     def plain(self) -> str | None:
-        """What stands before the text and a brace, if there is nothing else."""
+        """What comes before the text, if only a brace comes after it; None if there is more."""
         return self._head if self._shape.outputs == _PLAIN and self._shape.sequences == 1 and self._shape.text else None
 
     def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
@@ -149,10 +149,10 @@ class CollectedAnswer:
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`.
+        """The response, with the last delta.
 
         Raises:
-            SeveralResponses: there is a second step, where only one has room.
+            SeveralResponses: this is a second step, and there is room for one.
         """
         if self._steps and self._fed:
             raise SeveralResponses
@@ -168,12 +168,11 @@ class CollectedAnswer:
         return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
 
 class EventAnswer:
-    """An event for each step of the engine; the body ends with the last, without any mark."""
+    """An event for each step of the engine; nothing marks the last one."""
 
     content_type = EVENTS
     headers: tuple[tuple[str, str], ...] = ()
@@ -185,7 +184,7 @@ class EventAnswer:
         self._pieces = [_Piece() for _ in range(shape.sequences)]
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        """The event of this delta. The hot path: called for each token of each stream."""
         if self._plain is not None:
             return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
         for piece in self._pieces:
@@ -194,7 +193,7 @@ class EventAnswer:
         return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`. Nothing has been streamed, so the error comes as a JSON document."""
+        """The error as a JSON document, since nothing has been streamed."""
         return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -202,20 +201,20 @@ class EventAnswer:
 
 
 def _tensor(elements: Iterable[str]) -> str:
-    """One element bare, any other number as an array."""
+    """One element as a bare value, any other number of them as an array."""
     listed = list(elements)
     return listed[0] if len(listed) == 1 else f"[{','.join(listed)}]"
 
 
 def _float32(value: float | None) -> str:
-    """As Triton prints a float: its nearest 32-bit value, in the digits of a double."""
+    """A float as Triton prints it: the nearest 32-bit value, in the digits of a double."""
     if value is None:
         return "0.0"
     return repr(_FLOAT32.unpack(_FLOAT32.pack(value))[0]) if isfinite(value) else "null"
 
 
 def _rectangle(pieces: Sequence[_Piece]) -> Iterable[str]:
-    """Log probabilities of all sequences' tokens, row after row, short rows filled up with 0."""
+    """Log probabilities of all sequences' tokens, row by row; short rows are filled up with 0."""
     longest = max(len(piece.tokens) for piece in pieces)
     for piece in pieces:
         yield from (_float32(token.logprob) for token in piece.tokens)
@@ -223,7 +222,7 @@ def _rectangle(pieces: Sequence[_Piece]) -> Iterable[str]:
 
 
 def _candidates(token: Token) -> dict[int, dict[str, Any]]:
-    """The chosen token, then the most probable ones that it is not."""
+    """The chosen token, then the other most probable ones."""
     found = {token.id: _candidate(token, token.rank)}
     for place, other in enumerate(token.top, start=1):
         found.setdefault(other.id, _candidate(other, place if other.rank is None else other.rank))

@@ -1,6 +1,6 @@
-"""Triton's generate extension and what of KServe's protocol its clients ask before they generate.
+"""Clients of NVIDIA's Triton Inference Server: its generate extension, and the KServe routes that they call first.
 
-Source: Triton generate 2.68; contracts/triton_generate.md section 1.
+Source: Triton 2.68, "Generate Extension".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TritonContract:
         self._events = events
 
     def parse(self, call: Call) -> Exchange:
-        missing = missing_model(self._name, call.path_parameters["model"], call.path_parameters.get("version"))
+        missing = missing_model(self._name, call.path_parameters)
         if missing is not None:
             raise ContractError(missing, "the path names a model or a version that is not served")
         _check_encoding(call)
@@ -116,7 +116,7 @@ _MODEL_PATHS = (_MODEL, _MODEL + "/versions/{version:int}")
 
 
 def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
-    """A route below the model, with and without a version."""
+    """A route of one model, with and without a version in its path."""
     return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
 
 
@@ -129,42 +129,22 @@ def _generates(path: str, about: Operation, *, events: bool) -> tuple[Generates,
 
 
 def _unknown_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
-    return missing_model(settings.name, names["model"], names.get("version"))
+    return missing_model(settings.name, names)
 
 
 _ROUTES: tuple[Route, ...] = (
     *_generates("/generate", GENERATE, events=False),
     *_generates("/generate_stream", GENERATE_STREAM, events=True),
-    Tells(
-        path="/v2", tell=model.server_metadata, tell_all=model.all_metadata, about=document("Server metadata (KServe)")
-    ),
-    Tells(
-        path="/v2/health/live", tell=model.live, tell_all=model.all_live, about=probe("Does the server live? (KServe)")
-    ),
-    Tells(
-        path="/v2/health/ready",
-        tell=model.ready,
-        tell_all=model.all_ready,
-        about=probe("Is the server ready? (KServe)"),
-    ),
-    Tells(
-        path="/v2/models/stats",
-        tell=model.statistics,
-        tell_all=model.all_statistics,
-        about=document("Statistics of all models (Triton)"),
-    ),
+    Tells.of_all("/v2", model.server_metadata, about=document("Server metadata (KServe)")),
+    Tells.of_all("/v2/health/live", model.live, about=probe("Does the server live? (KServe)")),
+    Tells.of_all("/v2/health/ready", model.ready, about=probe("Is the server ready? (KServe)")),
+    Tells.of_all("/v2/models/stats", model.statistics, about=document("Statistics of all models (Triton)")),
     *_of_model("", model.metadata, document("Model metadata (KServe)")),
     *_of_model("/ready", model.model_ready, probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, document("Model configuration (Triton)")),
     *_of_model("/stats", model.model_statistics, document("Statistics of the model (Triton)")),
     *_of_model("/infer", model.infer, INFER, method="POST"),
-    Tells(
-        path="/v2/repository/index",
-        tell=model.repository_index,
-        tell_all=model.all_index,
-        methods=("POST",),
-        about=INDEX,
-    ),
+    Tells.of_all("/v2/repository/index", model.repository_index, methods=("POST",), about=INDEX),
     Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=LOAD),
     Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=UNLOAD),
 )
@@ -177,4 +157,3 @@ TRITON = Family(
     prefix="/v2/",
     not_found=model.not_found,
 )
-"""Clients of NVIDIA's Triton Inference Server."""
