@@ -141,6 +141,7 @@ def _failures(error: Schema) -> dict[str, tuple[str, Mapping[str, Schema]]]:
 
 _STATUSES = {
     "200": "Done",
+    "202": "The model will be loaded",
     "400": "A parameter or a setting is missing or wrong",
     "404": "There is no such model, adapter or directory",
     "409": "The name is taken",
@@ -152,11 +153,10 @@ _STATUSES = {
 """Of managing models and adapters."""
 
 
-def _manages(summary: str, fields: Mapping[str, Schema], *, body: bool) -> Operation:
-    """`body`: the fields may come as an object."""
+def _manages(summary: str, fields: Mapping[str, Schema], statuses: str, *, body: bool = False) -> Operation:
+    """`statuses`: separated by spaces. `body`: the fields may come as an object."""
     answers = {
-        status: (meaning, {JSON: OBJECT if status == "200" else _FRONT_END_ERROR})
-        for status, meaning in _STATUSES.items()
+        status: (_STATUSES[status], {JSON: OBJECT if status < "4" else _FRONT_END_ERROR}) for status in statuses.split()
     }
     return Operation(summary=summary, query=fields, request=an_object(fields) if body else None, answers=answers)
 
@@ -185,21 +185,21 @@ _ADAPTER = {
 }
 
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/models"): _manages("List models", _PAGE, body=False),
-    ("POST", "/models"): _manages("Load a model", _REGISTRATION, body=True),
-    ("GET", "/models/{model}"): _manages("Describe a model, each version of it", {}, body=False),
-    ("PUT", "/models/{model}"): _manages("Scale a model", _WORKERS, body=False),
-    ("DELETE", "/models/{model}"): _manages("Unload a model", {}, body=False),
+    ("GET", "/models"): _manages("List models", _PAGE, "200 400"),
+    ("POST", "/models"): _manages("Load a model", _REGISTRATION, "200 202 400 404 409 500 507", body=True),
+    ("GET", "/models/{model}"): _manages("Describe a model, each version of it", {}, "200 404"),
+    ("PUT", "/models/{model}"): _manages("Scale a model", _WORKERS, "200 400 404 503"),
+    ("DELETE", "/models/{model}"): _manages("Unload a model", {}, "200 404"),
 }
 """By method and path; `/workflows` has the same operations."""
 ADAPTERS: Mapping[tuple[str, str], Operation] = {
-    (method, prefix + path): _manages(summary, fields, body=method == "POST")
+    (method, prefix + path): _manages(summary, fields, statuses, body=method == "POST")
     for prefix in ("", "/models/{model}")
-    for method, path, summary, fields in (
-        ("GET", "/adapters", "List adapters", _PAGE),
-        ("POST", "/adapters", "Register an adapter", _ADAPTER),
-        ("GET", "/adapters/{adapter}", "Describe an adapter", {}),
-        ("DELETE", "/adapters/{adapter}", "Unregister an adapter", {}),
-        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter", _HOLD),
+    for method, path, summary, fields, statuses in (
+        ("GET", "/adapters", "List adapters", _PAGE, "200 400 404"),
+        ("POST", "/adapters", "Register an adapter", _ADAPTER, "200 400 404 409 424 507"),
+        ("GET", "/adapters/{adapter}", "Describe an adapter", {}, "200 400 404"),
+        ("DELETE", "/adapters/{adapter}", "Unregister an adapter", {}, "200 400 404 424"),
+        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter", _HOLD, "200 400 404 409 424 507"),
     )
 }
