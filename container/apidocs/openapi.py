@@ -25,7 +25,7 @@ _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")
 """vLLM's routes for bodies that LMI's routes take as well."""
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _SCHEMAS = "#/components/schemas/"
-_REFERENCE = re.compile(rf'"{_SCHEMAS}(\w+)"')
+_REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 
 _PAGES = {
     path: Operation(summary=summary, answers={"200": (summary, {kind: {}})})

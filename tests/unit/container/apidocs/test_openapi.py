@@ -50,11 +50,11 @@ def test_the_document_shows_the_mode_that_is_served(mode: str, schema: str) -> N
 def vllms() -> dict[str, Any]:
     """vLLM's own description, as far as what matters here: a schema of its own for each route."""
     paths: dict[str, Any] = {}
-    schemas: dict[str, Any] = {"Request": {"type": "object", "properties": {"shared": {"type": "string"}}}}
+    schemas: dict[str, Any] = {"Request-Input": {"type": "object", "properties": {"shared": {"type": "string"}}}}
     for route in (route for family in FAMILIES for route in family.routes if isinstance(route, Forwards)):
         path = route.path.removeprefix(route.prefix)
         name = re.sub(r"\W", "", path.title()) + "Request"
-        schemas[name] = {"type": "object", "properties": {name.lower(): {"$ref": "#/components/schemas/Request"}}}
+        schemas[name] = {"type": "object", "properties": {name.lower(): {"$ref": "#/components/schemas/Request-Input"}}}
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         answer = {"200": {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}}
         paths[path] = {
@@ -125,7 +125,7 @@ def test_answers_of_a_chat_are_those_of_the_format_that_is_set() -> None:
 def test_our_schemas_and_vllms_have_different_names() -> None:
     schemas = complete(enable_lora=True)["components"]["schemas"]
     ours = json.loads(openapi_document(replace(MODEL, enable_lora=True)).json)["components"]["schemas"]
-    assert {"Request", "TokenizeRequest"} <= schemas.keys() - ours.keys()
+    assert {"Request-Input", "TokenizeRequest"} <= schemas.keys() - ours.keys()
     prefixes = ("Lmi", "Tgi", "Triton", "HappyVllm", "OpenAIAnswer")
     assert [name for name in ours if not name.startswith(prefixes)] == []
 
