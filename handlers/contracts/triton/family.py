@@ -10,20 +10,18 @@ from functools import partial
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
 from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer, Shape
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
-from handlers.contracts.triton.openapi import (
-    GENERATE,
-    GENERATE_STREAM,
-    INDEX,
-    INFER,
-    LOAD,
-    UNLOAD,
-    document,
-    probe,
+from handlers.contracts.triton.request import (
+    TENSORRT_LLM_INPUTS,
+    VLLM_INPUTS,
+    TritonParameters,
+    read_body,
+    read_parameters,
 )
-from handlers.contracts.triton.request import TritonParameters, read_body, read_parameters
+from handlers.contracts.vllm_parameters import read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest
@@ -111,6 +109,67 @@ def _request(request_id: str, prompt: str, parameters: TritonParameters, shape: 
     )
 
 
+JSON, EVENTS = "application/json", "text/event-stream"
+_SCALARS = ("string", "integer", "number", "boolean")
+_KINDS: dict[str, Schema] = {
+    "text": STRING,
+    "texts": {"type": ["string", "array"], "items": STRING},
+    "boolean": {"type": "boolean"},
+    "integer": {"type": "integer"},
+}
+_SAMPLING = {
+    name: schema if schema["type"] in _SCALARS else {**STRING, "contentMediaType": JSON}
+    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader=reader)).items()
+} | {"stop": STRING, "structured_outputs": {**STRING, "contentMediaType": JSON}}
+
+_BODY = an_object(
+    {
+        "id": STRING,
+        **{name: _KINDS[kind] for name, kind in (VLLM_INPUTS | TENSORRT_LLM_INPUTS).items()},
+        "parameters": an_object(
+            _SAMPLING,
+            additionalProperties={"type": _SCALARS},
+            description="Sampling parameters by vLLM's names; they may stand beside text_input as well.",
+        ),
+    },
+    "text_input",
+    name="TritonRequest",
+)
+_RESPONSE = an_answer(
+    "TritonResponse",
+    "The text; in a stream what is new. Arrays where n is above 1. What else there is depends on the return_ inputs.",
+    *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
+    *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
+)
+_ERROR = {JSON: an_answer("TritonError", "What is wrong.", "error")}
+_UNKNOWN: dict[str, tuple[str, Mapping[str, Schema]]] = {"404": ("Unknown model or version", _ERROR)}
+
+
+def _generating(summary: str, meaning: str, kind: str) -> Operation:
+    """A route that generates, for the API description."""
+    return Operation(
+        summary=summary,
+        request=_BODY,
+        answers={
+            "200": (meaning, {kind: _RESPONSE}),
+            "400": ("The request is wrong", _ERROR),
+            **_UNKNOWN,
+            "500": ("Generation failed", _ERROR),
+            "503": ("The queue is full, or the model is not ready", _ERROR),
+        },
+    )
+
+
+def _probe(question: str) -> Operation:
+    """A route that answers by its status."""
+    return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
+
+
+def _document(summary: str) -> Operation:
+    """A route that answers with an object."""
+    return Operation(summary=summary, answers={"200": (summary, {JSON: OBJECT}), **_UNKNOWN})
+
+
 _MODEL = "/v2/models/{model}"
 _MODEL_PATHS = (_MODEL, _MODEL + "/versions/{version:int}")
 
@@ -132,21 +191,48 @@ def _unknown_model(names: Mapping[str, str], settings: ModelSettings) -> Reply |
     return missing_model(settings.name, names)
 
 
+_INDEX = Operation(
+    summary="Models of this server (Triton)",
+    request=an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}}),
+    answers={"200": ("The models", {JSON: an_array(OBJECT)})},
+)
+_LOAD = Operation(
+    summary="Load a model; the served one is loaded (Triton)",
+    answers={
+        "200": ("It is loaded", {}),
+        "404": ("There is no such model", _ERROR),
+        "503": ("Not ready", _ERROR),
+    },
+)
+_UNLOAD = Operation(
+    summary="Unload a model; refused for the served one (Triton)",
+    answers={"200": ("There is no such model", {}), "501": ("It is the served one", _ERROR)},
+)
+_INFER = Operation(
+    summary="Tensors in and out (KServe); refused, use generate",
+    answers={**_UNKNOWN, "501": ("Models of this kind do not take it", _ERROR)},
+)
 _ROUTES: tuple[Route, ...] = (
-    *_generates("/generate", GENERATE, events=False),
-    *_generates("/generate_stream", GENERATE_STREAM, events=True),
-    Tells.of_all("/v2", model.server_metadata, about=document("Server metadata (KServe)")),
-    Tells.of_all("/v2/health/live", model.live, about=probe("Does the server live? (KServe)")),
-    Tells.of_all("/v2/health/ready", model.ready, about=probe("Is the server ready? (KServe)")),
-    Tells.of_all("/v2/models/stats", model.statistics, about=document("Statistics of all models (Triton)")),
-    *_of_model("", model.metadata, document("Model metadata (KServe)")),
-    *_of_model("/ready", model.model_ready, probe("Is the model ready? (KServe)")),
-    *_of_model("/config", model.configuration, document("Model configuration (Triton)")),
-    *_of_model("/stats", model.model_statistics, document("Statistics of the model (Triton)")),
-    *_of_model("/infer", model.infer, INFER, method="POST"),
-    Tells.of_all("/v2/repository/index", model.repository_index, methods=("POST",), about=INDEX),
-    Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=LOAD),
-    Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=UNLOAD),
+    *_generates("/generate", _generating("Generate text (Triton)", "One response", JSON), events=False),
+    *_generates(
+        "/generate_stream",
+        _generating(
+            "Generate text as server-sent events (Triton)", "An event for each response, or with an error", EVENTS
+        ),
+        events=True,
+    ),
+    Tells.of_all("/v2", model.server_metadata, about=_document("Server metadata (KServe)")),
+    Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
+    Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
+    Tells.of_all("/v2/models/stats", model.statistics, about=_document("Statistics of all models (Triton)")),
+    *_of_model("", model.metadata, _document("Model metadata (KServe)")),
+    *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
+    *_of_model("/config", model.configuration, _document("Model configuration (Triton)")),
+    *_of_model("/stats", model.model_statistics, _document("Statistics of the model (Triton)")),
+    *_of_model("/infer", model.infer, _INFER, method="POST"),
+    Tells.of_all("/v2/repository/index", model.repository_index, methods=("POST",), about=_INDEX),
+    Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=_LOAD),
+    Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=_UNLOAD),
 )
 
 TRITON = Family(
