@@ -1,7 +1,7 @@
-"""Stateful sessions for the built-in handlers: created, checked and closed, away from the event loop.
+"""Stateful sessions of the built-in handlers: created, checked and closed in threads.
 
-The built-in handlers keep nothing in a session; it is there so that SageMaker sends a client's requests to the same
-instance, where its prefix is in the KV cache. Source: contracts/lmi.md section 10.
+The built-in handlers store nothing in a session. It makes SageMaker send a client's requests to the same instance,
+where its prefix is in the KV cache.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MOST_SESSIONS = 2_000
-"""Each is a directory with a small file, 4 KiB of disk or of shared memory, and a new one looks at them all: with so
-many that takes less than 0.1 s of a thread."""
+"""Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which
+takes less than 0.1 s of a thread with this many."""
 _THREADS = 4
 _MOST_WAITING = 256
-"""Calls whose session is looked up at a time; a directory in S3 may take long to answer."""
+"""Calls whose sessions are looked up at a time."""
 _SECONDS = 30.0
 _LAST_SAVE_SECONDS = 5.0
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
 
 class Sessions:
-    """The sessions of one model; without a manager, none."""
+    """The sessions of one model. Without a manager there are none, and calls that need one are refused."""
 
     def __init__(self, manager: SessionManager | None, overload_status: int, most: int = MOST_SESSIONS) -> None:
         self._manager, self._overload_status, self._most = manager, overload_status, most
@@ -45,10 +45,10 @@ class Sessions:
         self._open = 0
 
     async def check(self, call: Call) -> None:
-        """See to it that the session that a call names goes on; a call that names none passes.
+        """Check that the session that a call names exists; a call that names none passes.
 
         Raises:
-            ContractError: 424; there is no such session, it has expired, or there are no sessions at all.
+            ContractError: 424; there is no such session, it has expired, or sessions are off.
         """
         if not (session_id := session_of(call)):
             return
@@ -60,8 +60,8 @@ class Sessions:
         """The reply to a body with a `requestType`.
 
         Raises:
-            ContractError: 424, as above or because the body is wrong; or the status of overload, where there are too
-                many sessions.
+            ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are
+                too many sessions.
         """
         action = action_of(call.body)
         manager = self._on("`requestType` asks for a session, but ")
@@ -75,7 +75,7 @@ class Sessions:
         return closed(session_id)
 
     async def stop(self) -> None:
-        """End the threads. What is saved to S3 goes on for a few seconds at most; the process may end meanwhile."""
+        """End the threads, and wait a few seconds for sessions to be saved to S3."""
         self._threads.shutdown(wait=False)
         if self._manager is None:
             return
@@ -113,17 +113,17 @@ class Sessions:
     def _done(self, future: asyncio.Future[T]) -> None:
         self._open -= 1
         if not future.cancelled():
-            future.exception()  # seen: the client may have gone meanwhile
+            future.exception()  # marks it as retrieved: the client may have gone meanwhile
 
     def _full(self, message: str) -> ContractError:
         return ContractError(overloaded(Overloaded(message), self._overload_status), message)
 
 
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
-    """The sessions that the settings ask for.
+    """The sessions of a model with these settings. They are off if they cannot be kept in the default place.
 
     Raises:
-        EngineStartError: they cannot be kept where the settings say. Without such settings there are none then.
+        EngineStartError: they cannot be kept in the place that the settings name.
     """
     if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
@@ -150,7 +150,7 @@ def _found(manager: SessionManager, session_id: str) -> Session | None:
 
 
 def _close(manager: SessionManager, session_id: str) -> None:
-    if _found(manager, session_id) is None:  # whether another session has swept it away or not
+    if _found(manager, session_id) is None:
         raise failed_dependency(f"session has expired: {session_id}")
     try:
         manager.close_session(session_id)

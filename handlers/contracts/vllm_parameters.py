@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from handlers.contracts.json_fields import JsonError, ParameterReader, Reader, decode_json
 from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, Constraint, SamplingParameters
+from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384
@@ -79,6 +79,24 @@ class VllmParameters:
     """The same for the prompt's tokens."""
     detokenize: bool
     """False: the answer's text is empty."""
+
+    def request(self, request_id: str, prompt: str, *, stream: bool, **fields: Any) -> GenerationRequest:
+        """The request to the engine. `fields`: further ones, such as `want_tokens`."""
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=self.sampling,
+            stream=stream,
+            sequences=self.sequences,
+            candidates=self.candidates,
+            beam_search=self.beam_search,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **fields,
+        )
+
+    def constrained(self, constraint: Constraint) -> VllmParameters:
+        """The same parameters with a constraint."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, constraint=constraint))
 
 
 def read_vllm_parameters(

@@ -1,4 +1,4 @@
-"""LMI's stateful sessions, byte for byte. Source: contracts/lmi.md section 10, sagemaker_hosting.md section 7."""
+"""LMI's stateful sessions, byte for byte."""
 
 from __future__ import annotations
 

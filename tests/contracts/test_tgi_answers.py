@@ -1,4 +1,4 @@
-"""Golden bytes of TGI's answers: contracts/tgi.md sections 3 and 4."""
+"""Golden bytes of TGI's answers."""
 
 from __future__ import annotations
 

@@ -46,13 +46,9 @@ class _State:
     The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
     """
 
-    __slots__ = (
-        *("_between_usages", "_completion", "_counts", "_end", "_finish", "_head", "_prompt_tokens", "_reasons"),
-        *("_responses", "_separator", "_show_text", "_style", "_total", "_usage"),
-    )
+    __slots__ = ("_counts", "_end", "_prompt_tokens", "_reasons", "_responses", "_show_text", "_style")
 
     def __init__(self, generation: Generation, style: _Style) -> None:
-        comma, colon, quote = style
         count = generation.parameters.sequences
         self._style = style
         self._show_text = generation.parameters.detokenize
@@ -60,14 +56,9 @@ class _State:
         self._reasons = [_UNFINISHED] * count
         self._counts = [0] * count
         self._prompt_tokens = 0
-        self._head = f'{{"responses"{colon}["'
-        self._separator = f'"{comma}"'
-        self._finish = f'"]{comma}"finish_reasons"{colon}['
-        self._usage = f']{comma}"usages"{colon}[{{"prompt_tokens"{colon}'
-        self._completion = f'{comma}"completion_tokens"{colon}'
-        self._total = f'{comma}"total_tokens"{colon}'
-        self._between_usages = f'}}{comma}{{"prompt_tokens"{colon}'
-        self._end = f'{comma}"prompt"{colon}{quote(generation.prompt)}' if generation.prompt_in_response else ""
+        self._end = ""
+        if generation.prompt_in_response:
+            self._end = f'{style.comma}"prompt"{style.colon}{style.quote(generation.prompt)}'
 
     def add(self, delta: TokenDelta) -> bool:
         """Add a delta; whether that changed anything. Beams that are not shown change nothing."""
@@ -88,13 +79,19 @@ class _State:
 
     def document(self, addition: str = "") -> str:
         """The whole object; `addition`: further members at its end."""
-        comma, prompt_tokens = self._style.comma, self._prompt_tokens
-        usages = self._between_usages.join(
-            f"{prompt_tokens}{self._completion}{count}{self._total}{prompt_tokens + count}" for count in self._counts
+        comma, colon, _ = self._style
+        prompt_tokens = self._prompt_tokens
+        responses = f'"{comma}"'.join(self._responses)
+        usages = comma.join(
+            [
+                f'{{"prompt_tokens"{colon}{prompt_tokens}{comma}"completion_tokens"{colon}{count}{comma}'
+                f'"total_tokens"{colon}{prompt_tokens + count}}}'
+                for count in self._counts
+            ]
         )
         return (
-            f"{self._head}{self._separator.join(self._responses)}{self._finish}{comma.join(self._reasons)}"
-            f"{self._usage}{usages}}}]{self._end}{addition}}}"
+            f'{{"responses"{colon}["{responses}"]{comma}"finish_reasons"{colon}[{comma.join(self._reasons)}]{comma}'
+            f'"usages"{colon}[{usages}]{self._end}{addition}}}'
         )
 
 

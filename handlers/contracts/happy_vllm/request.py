@@ -114,23 +114,13 @@ class Generation:
     prompt: str
     prompt_in_response: bool
     parameters: VllmParameters
-    sampling: SamplingParameters
-    """Those of `parameters`, with the constraint that `response_pool` or `json_format` stands for."""
+    """With the constraint that `response_pool` or `json_format` stands for."""
 
     def request(self, request_id: str, stream: bool) -> GenerationRequest:
         """The request to the engine: for text alone, since no answer shows tokens or their probabilities."""
-        parameters = self.parameters
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=self.prompt,
-            sampling=self.sampling,
-            # No token of a beam is final before the last.
-            stream=stream and parameters.beam_search is None,
-            sequences=parameters.sequences,
-            candidates=parameters.candidates,
-            beam_search=parameters.beam_search,
-            truncate_prompt_tokens=parameters.truncate_prompt_tokens,
-        )
+        # No token of a beam is final before the last.
+        stream = stream and self.parameters.beam_search is None
+        return self.parameters.request(request_id, self.prompt, stream=stream)
 
 
 def read_generation(values: dict[str, Any]) -> Generation:
@@ -151,20 +141,14 @@ def read_generation(values: dict[str, Any]) -> Generation:
         json_schema = msgspec.json.encode(json_format if is_json_schema else _schema_of(json_format)).decode()
     others = {name: value for name, value in values.items() if name not in _OWN}
     parameters = read_vllm_parameters(others, text_values=True)
-    sampling = parameters.sampling
-    _check_together(pool, json_schema, sampling)
-    constraint = sampling.constraint
+    _check_together(pool, json_schema, parameters.sampling)
     if pool:
-        constraint = Constraint(parameter="response_pool", choice=pool)
+        parameters = parameters.constrained(Constraint(parameter="response_pool", choice=pool))
     elif json_schema is not None:
         # On one line: white space costs tokens, and a small model may generate it without end.
         constraint = Constraint(parameter="json_format", json_schema=json_schema, any_whitespace=False)
-    return Generation(
-        prompt=prompt,
-        prompt_in_response=prompt_in_response,
-        parameters=parameters,
-        sampling=msgspec.structs.replace(sampling, constraint=constraint),
-    )
+        parameters = parameters.constrained(constraint)
+    return Generation(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
 
 
 def _pool(value: Any) -> tuple[str, ...]:

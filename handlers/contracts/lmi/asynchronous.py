@@ -84,12 +84,10 @@ class LmiAsyncContract:
         self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool, adapter: str | None
     ) -> GenerationRequest:
         want_tokens = stream or parameters.details
-        return GenerationRequest(
-            request_id=call.request_id,
-            prompt=prompt,
-            sampling=parameters.vllm.sampling,
+        return parameters.vllm.request(
+            call.request_id,
+            prompt,
             stream=stream,
-            truncate_prompt_tokens=parameters.vllm.truncate_prompt_tokens,
             want_tokens=want_tokens,
             want_logprobs=want_tokens and self._settings.token_logprobs,
             want_prompt_tokens=parameters.prompt_details and not stream,

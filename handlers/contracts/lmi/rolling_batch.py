@@ -126,7 +126,7 @@ class LmiContract:
             raise payload_refused("`inputs` must be a single string when the answer is streamed")
         if records and parameters.beam_search is not None:
             raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
-        show = Show(
+        options = AnswerOptions(
             details=parameters.details or (parameters.several and not records),
             full_text=parameters.return_full_text,
             prefill=parameters.decoder_input_details,
@@ -137,11 +137,11 @@ class LmiContract:
         )
         answer: Answer
         if records:
-            answer = RecordAnswer(prompts[0], show, sse=formatter == "sse")
+            answer = RecordAnswer(prompts[0], options, sse=formatter == "sse")
         else:
-            answer = JsonAnswer(prompts, show, in_array=isinstance(document["inputs"], list))
+            answer = JsonAnswer(prompts, options, in_array=isinstance(document["inputs"], list))
         requests = tuple(
-            _request(request_id, prompt, parameters, show, records, adapter)
+            _request(request_id, prompt, parameters, options, records, adapter)
             for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
         )
         notes = notes_of(document, self._fields, parameters.ignored)
@@ -150,10 +150,10 @@ class LmiContract:
         return Exchange(requests, answer, notes)
 
     def _refused_parameter(self, error: InvalidParameter, formatter: str, stream: bool) -> Reply:
-        show = Show(tgi=self._settings.tgi_compat)
+        options = AnswerOptions(tgi=self._settings.tgi_compat)
         if stream or formatter != "json":
-            return RecordAnswer("", show, sse=formatter == "sse").fail(error)
-        return JsonAnswer(("",), show, in_array=False).fail(error)
+            return RecordAnswer("", options, sse=formatter == "sse").fail(error)
+        return JsonAnswer(("",), options, in_array=False).fail(error)
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -171,9 +171,9 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
 
 
 def _request(
-    request_id: str, prompt: str, parameters: LmiParameters, show: Show, records: bool, adapter: str | None
+    request_id: str, prompt: str, parameters: LmiParameters, options: AnswerOptions, records: bool, adapter: str | None
 ) -> GenerationRequest:
-    want_tokens = records or show.details
+    want_tokens = records or options.details
     return GenerationRequest(
         request_id=request_id,
         prompt=prompt,
@@ -186,13 +186,13 @@ def _request(
         truncate_prompt_tokens=parameters.truncate,
         want_tokens=want_tokens,
         want_logprobs=want_tokens and parameters.token_logprobs,
-        want_prompt_tokens=show.details and show.prefill,
-        top_tokens=parameters.top_n_tokens if show.details else 0,
+        want_prompt_tokens=options.details and options.prefill,
+        top_tokens=parameters.top_n_tokens if options.details else 0,
         adapter=adapter,
     )
 
 
-class Show(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What one answer shows, from the request's parameters and the model's settings."""
 
     details: bool = False
@@ -232,10 +232,10 @@ class JsonAnswer:
     content_type = JSON
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, prompts: Sequence[str], show: Show, in_array: bool) -> None:
+    def __init__(self, prompts: Sequence[str], options: AnswerOptions, in_array: bool) -> None:
         self._prompts = prompts
-        self._show = show
-        self._in_array = in_array or show.tgi
+        self._options = options
+        self._in_array = in_array or options.tgi
         self._sequences: list[dict[int, _Sequence]] = [{} for _ in prompts]
         self._open = len(prompts)
 
@@ -245,7 +245,7 @@ class JsonAnswer:
         return b"" if self._open else self._body().encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error, self._show, request_error)
+        return _failure(error, self._options, request_error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return b""  # the body is sent whole
@@ -255,20 +255,21 @@ class JsonAnswer:
         return f"[{', '.join(documents)}]" if self._in_array else documents[0]
 
     def _document(self, prompt: str, sequences: dict[int, _Sequence]) -> str:
-        show, (best, *others) = self._show, [sequences[rank] for rank in sorted(sequences)]
-        text = f'{{"generated_text": {_text(prompt, best, show)}'
-        if not show.details:
+        options, (best, *others) = self._options, [sequences[rank] for rank in sorted(sequences)]
+        text = f'{{"generated_text": {_text(prompt, best, options)}'
+        if not options.details:
             return text + "}"
-        if not show.several:
-            return f'{text}, "details": {{{_counts(best)}, "inputs": {quote(prompt)}, {_token_lists(best, show)}}}}}'
-        details = f'"inputs": {quote(prompt)}, {_counts(best)}, {_token_lists(best, show)}'
+        if not options.several:
+            return f'{text}, "details": {{{_counts(best)}, "inputs": {quote(prompt)}, {_token_lists(best, options)}}}}}'
+        details = f'"inputs": {quote(prompt)}, {_counts(best)}, {_token_lists(best, options)}'
         if others:
-            rest = ", ".join(
-                f'{{{_counts(other)}, {_token_lists(other, show)}, "generated_text": {_text(prompt, other, show)}}}'
-                for other in others
-            )
+            rest = ", ".join(self._other(prompt, other) for other in others)
             details += f', "best_of_sequences": [{rest}]'
         return f'{text}, "details": {{{details}}}}}'
+
+    def _other(self, prompt: str, sequence: _Sequence) -> str:
+        text = _text(prompt, sequence, self._options)
+        return f'{{{_counts(sequence)}, {_token_lists(sequence, self._options)}, "generated_text": {text}}}'
 
 
 class RecordAnswer:
@@ -276,10 +277,10 @@ class RecordAnswer:
 
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, prompt: str, show: Show, sse: bool) -> None:
+    def __init__(self, prompt: str, options: AnswerOptions, sse: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"
         self._prompt = prompt
-        self._show = show
+        self._options = options
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
         self._head = self._before + '{"token": '
         self._sequence = _Sequence()
@@ -290,7 +291,7 @@ class RecordAnswer:
             return b""
         sequence, tokens = self._sequence, delta.tokens
         sequence.text.append(delta.text)
-        if self._show.top_tokens:
+        if self._options.top_tokens:
             sequence.tokens.extend(tokens)
         if delta.prompt_tokens is not None:
             sequence.prompt_tokens = delta.prompt_tokens
@@ -305,37 +306,37 @@ class RecordAnswer:
 
     def fail(self, error: RequestError) -> Reply:
         """The error's record as a JSON document, since nothing has been streamed."""
-        return _failure(error, self._show, stream_error)
+        return _failure(error, self._options, stream_error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        return (self._before + _error(error, self._show, stream_error) + self._after).encode()
+        return (self._before + _error(error, self._options, stream_error) + self._after).encode()
 
     def _record(self, token: Token) -> str:
         """A record up to where the token's own object has closed."""
-        return self._head + _token(token, self._show)
+        return self._head + _token(token, self._options)
 
     def _end(self) -> str:
-        sequence, show = self._sequence, self._show
-        end = f', "generated_text": {_text(self._prompt, sequence, show)}'
-        if show.details:
-            details = f'{_counts(sequence)}, "inputs": {quote(self._prompt)}{_prompt_and_top(sequence, show)}'
+        sequence, options = self._sequence, self._options
+        end = f', "generated_text": {_text(self._prompt, sequence, options)}'
+        if options.details:
+            details = f'{_counts(sequence)}, "inputs": {quote(self._prompt)}{_prompt_and_top(sequence, options)}'
             end += f', "details": {{{details}}}'
         return end + "}" + self._after
 
 
-def _failure(error: RequestError, show: Show, write: Callable[[str, int, str | None], str]) -> Reply:
+def _failure(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> Reply:
     if isinstance(error, UnknownAdapter):
         return unknown_adapter(error)
-    return failure(error, show.overload_status, _error(error, show, write).encode())
+    return failure(error, options.overload_status, _error(error, options, write).encode())
 
 
-def _error(error: RequestError, show: Show, write: Callable[[str, int, str | None], str]) -> str:
-    return write(error.message, status_of(error), tgi_error_type(error) if show.tgi else None)
+def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> str:
+    return write(error.message, status_of(error), tgi_error_type(error) if options.tgi else None)
 
 
-def _text(prompt: str, sequence: _Sequence, show: Show) -> str:
+def _text(prompt: str, sequence: _Sequence, options: AnswerOptions) -> str:
     text = "".join(sequence.text)
-    return quote(prompt + text if show.full_text else text)
+    return quote(prompt + text if options.full_text else text)
 
 
 def _counts(sequence: _Sequence) -> str:
@@ -343,26 +344,26 @@ def _counts(sequence: _Sequence) -> str:
     return f'"finish_reason": {reason}, "generated_tokens": {sequence.count}'
 
 
-def _token_lists(sequence: _Sequence, show: Show) -> str:
-    return f'"tokens": {_tokens(sequence.tokens, show)}{_prompt_and_top(sequence, show)}'
+def _token_lists(sequence: _Sequence, options: AnswerOptions) -> str:
+    return f'"tokens": {_tokens(sequence.tokens, options)}{_prompt_and_top(sequence, options)}'
 
 
-def _prompt_and_top(sequence: _Sequence, show: Show) -> str:
+def _prompt_and_top(sequence: _Sequence, options: AnswerOptions) -> str:
     text = ""
-    if show.prefill:
-        text += f', "prefill": {_tokens(sequence.prompt_tokens, show)}'
-    if show.top_tokens:
-        lists = ", ".join(_tokens(token.top, show) for token in sequence.tokens)
+    if options.prefill:
+        text += f', "prefill": {_tokens(sequence.prompt_tokens, options)}'
+    if options.top_tokens:
+        lists = ", ".join(_tokens(token.top, options) for token in sequence.tokens)
         text += f', "top_tokens": [{lists}]'
     return text
 
 
-def _tokens(tokens: Iterable[Token], show: Show) -> str:
-    return f"[{', '.join([_token(token, show) for token in tokens])}]"
+def _tokens(tokens: Iterable[Token], options: AnswerOptions) -> str:
+    return f"[{', '.join([_token(token, options) for token in tokens])}]"
 
 
-def _token(token: Token, show: Show) -> str:
+def _token(token: Token, options: AnswerOptions) -> str:
     number = "null" if token.logprob is None or not isfinite(token.logprob) else repr(token.logprob)
-    key, special_key = ("logprob", "special") if show.tgi else ("log_prob", "special_token")
+    key, special_key = ("logprob", "special") if options.tgi else ("log_prob", "special_token")
     special = f', "{special_key}": true' if token.special else ""
     return f'{{"id": {token.id}, "text": {quote(token.text)}, "{key}": {number}{special}}}'

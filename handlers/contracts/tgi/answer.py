@@ -31,7 +31,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Show:
+class AnswerOptions:
     """What one answer shows."""
 
     prompt: str = ""
@@ -80,11 +80,11 @@ class GenerationAnswer:
 
     content_type = JSON
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
         self._begun_at = time.monotonic()
-        self._sequences = [_Sequence() for _ in show.seeds]
-        self._open = len(show.seeds)
+        self._sequences = [_Sequence() for _ in options.seeds]
+        self._open = len(options.seeds)
         self._best = 0
 
     @property
@@ -92,9 +92,9 @@ class GenerationAnswer:
         """Counts and times of the finished answer; times in seconds (`x-compute-time`) and milliseconds."""
         best, seconds = self._sequences[self._best], time.monotonic() - self._begun_at
         return (
-            ("x-compute-type", self._show.compute_type),
+            ("x-compute-type", self._options.compute_type),
             ("x-compute-time", f"{seconds:.9f}"),
-            ("x-compute-characters", str(self._show.characters)),
+            ("x-compute-characters", str(self._options.characters)),
             ("x-total-time", str(int(seconds * 1000))),
             ("x-prompt-tokens", str(best.prompt_token_count)),
             ("x-generated-tokens", str(best.count)),
@@ -116,28 +116,28 @@ class GenerationAnswer:
         ranks = range(len(self._sequences))
         self._best = max(ranks, key=lambda place: self._sequences[place].mean_logprob)
         text = f'{{"generated_text":{self._text(self._best)}'
-        if self._show.details:
+        if self._options.details:
             others = [self._other(place) for place in ranks if place != self._best]
             best_of = f',"best_of_sequences":[{",".join(others)}]' if others else ""
             text += f',"details":{{{self._outcome(self._best)}{best_of}{self._top_tokens(self._best)}}}'
-        return f"[{text}}}]" if self._show.in_array else text + "}"
+        return f"[{text}}}]" if self._options.in_array else text + "}"
 
     def _other(self, place: int) -> str:
         return f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
 
     def _text(self, place: int) -> str:
-        return quote(self._show.prompt + "".join(self._sequences[place].text))
+        return quote(self._options.prompt + "".join(self._sequences[place].text))
 
     def _outcome(self, place: int) -> str:
-        sequence, texts = self._sequences[place], self._show.special_texts
+        sequence, texts = self._sequences[place], self._options.special_texts
         prefill = ",".join(_prompt_token(token) for token in sequence.prompt_tokens)
         tokens = ",".join(_token(token, texts) for token in sequence.tokens)
-        return f'{_counts(sequence, self._show.seeds[place])},"prefill":[{prefill}],"tokens":[{tokens}]'
+        return f'{_counts(sequence, self._options.seeds[place])},"prefill":[{prefill}],"tokens":[{tokens}]'
 
     def _top_tokens(self, place: int) -> str:
-        if not self._show.top_tokens:
+        if not self._options.top_tokens:
             return ""
-        lists = ",".join(_tokens(token.top, self._show.special_texts) for token in self._sequences[place].tokens)
+        lists = ",".join(_tokens(token.top, self._options.special_texts) for token in self._sequences[place].tokens)
         return f',"top_tokens":[{lists}]'
 
 
@@ -146,13 +146,13 @@ class StreamAnswer:
 
     content_type = EVENTS
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
         self._text: list[str] = []
         self._index = 0
         self.headers: Headers = (
-            ("x-compute-type", show.compute_type),
-            ("x-compute-characters", str(show.characters)),
+            ("x-compute-type", options.compute_type),
+            ("x-compute-characters", str(options.characters)),
             ("x-accel-buffering", "no"),
             ("cache-control", "no-cache"),
         )
@@ -179,16 +179,16 @@ class StreamAnswer:
 
     def _event(self, token: Token, end: str = '"generated_text":null,"details":null') -> str:
         self._index += 1
-        texts = self._show.special_texts
+        texts = self._options.special_texts
         if token.top:
             end = f'"top_tokens":{_tokens(token.top, texts)},{end}'
         return f'data:{{"index":{self._index},"token":{_token(token, texts)},{end}}}\n\n'
 
     def _end(self, delta: TokenDelta) -> str:
-        text = quote(self._show.prompt + "".join(self._text))
-        if not self._show.details:
+        text = quote(self._options.prompt + "".join(self._text))
+        if not self._options.details:
             return f'"generated_text":{text},"details":null'
-        details = f'{_counts(delta, self._show.seeds[0])},"input_length":{delta.prompt_token_count}'
+        details = f'{_counts(delta, self._options.seeds[0])},"input_length":{delta.prompt_token_count}'
         return f'"generated_text":{text},"details":{{{details}}}'
 
 

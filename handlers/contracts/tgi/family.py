@@ -10,7 +10,7 @@ from typing import Any
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Tells
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.contracts.tgi.answer import GenerationAnswer, Show, StreamAnswer
+from handlers.contracts.tgi.answer import AnswerOptions, GenerationAnswer, StreamAnswer
 from handlers.contracts.tgi.errors import EVENTS, JSON, refuse, refuse_stream, wrong_method
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens
 from handlers.contracts.tgi.request import (
@@ -59,7 +59,7 @@ class TgiContract:
         except InvalidRequest as error:
             reply = refuse(error)
             if streams:
-                reply = refuse_stream(error, StreamAnswer(self._show(body)).headers)
+                reply = refuse_stream(error, StreamAnswer(self._options(body)).headers)
             raise ContractError(reply, error.message) from None
         return self._exchange(call, body, parameters, streams, notes)
 
@@ -89,15 +89,15 @@ class TgiContract:
             )
             for place, sampling in enumerate(samplings)
         )
-        show = self._show(body, parameters, tuple(map(shown_seed, samplings)))
-        answer: Answer = StreamAnswer(show) if streams else GenerationAnswer(show)
+        options = self._options(body, parameters, tuple(map(shown_seed, samplings)))
+        answer: Answer = StreamAnswer(options) if streams else GenerationAnswer(options)
         return Exchange(requests, answer, notes, comment=_COMMENT if streams else b"")
 
-    def _show(
+    def _options(
         self, body: Body, parameters: TgiParameters | None = None, seeds: tuple[int | None, ...] = (None,)
-    ) -> Show:
+    ) -> AnswerOptions:
         asked = body.parameters.return_full_text if body.parameters is not None else None
-        return Show(
+        return AnswerOptions(
             prompt=body.inputs if (self._style.full_text if asked is None else asked) else "",
             details=parameters is not None and parameters.details,
             top_tokens=parameters is not None and parameters.top_tokens > 0,

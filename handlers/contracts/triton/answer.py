@@ -37,7 +37,7 @@ _PLAIN = Outputs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class AnswerOptions:
     """The form of the responses to one request."""
 
     model: str
@@ -91,22 +91,26 @@ class _Piece:
 class _Objects:
     """Writes the response objects of one answer, from prefixes made once."""
 
-    __slots__ = ("_head", "_id", "_model", "_shape")
+    __slots__ = ("_head", "_id", "_model", "_options")
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        self._id = f'"id":{quote(shape.id)},' if shape.id else ""
-        self._model = f'"model_name":{quote(shape.model)},"model_version":"{VERSION}",'
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._id = f'"id":{quote(options.id)},' if options.id else ""
+        self._model = f'"model_name":{quote(options.model)},"model_version":"{VERSION}",'
         self._head = "{" + self._id + self._model + '"text_output":'
 
     @property
     def plain(self) -> str | None:
         """What comes before the text, if only a brace comes after it; None if there is more."""
-        return self._head if self._shape.outputs == _PLAIN and self._shape.sequences == 1 and self._shape.text else None
+        return (
+            self._head
+            if self._options.outputs == _PLAIN and self._options.sequences == 1 and self._options.text
+            else None
+        )
 
     def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
         """One response."""
-        shape, outputs = self._shape, self._shape.outputs
+        options, outputs = self._options, self._options.outputs
         parts = ["{"]
         if outputs.cum_log_probs:
             parts.append(f'"cum_log_probs":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
@@ -124,13 +128,13 @@ class _Objects:
             parts.append(f'"num_output_tokens":{_tensor(str(piece.new_tokens) for piece in pieces)},')
         if outputs.cum_log_probs:
             parts.append(f'"output_log_probs":{_tensor(_rectangle(pieces))},')
-        texts = (quote(shape.lead + piece.text if shape.text else shape.lead) for piece in pieces)
+        texts = (quote(options.lead + piece.text if options.text else options.lead) for piece in pieces)
         parts.append(f'"text_output":{_tensor(texts)}}}')
         return "".join(parts)
 
     def _logprobs(self, piece: _Piece) -> str:
         """JSON in a string, as Python's own writer makes it, which the backend uses."""
-        return json.dumps([_candidates(token) for token in piece.tokens]) if self._shape.logprobs else "null"
+        return json.dumps([_candidates(token) for token in piece.tokens]) if self._options.logprobs else "null"
 
 
 class CollectedAnswer:
@@ -141,10 +145,10 @@ class CollectedAnswer:
 
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, shape: Shape, *, events: bool, steps: bool = False) -> None:
+    def __init__(self, options: AnswerOptions, *, events: bool, steps: bool = False) -> None:
         self.content_type = EVENTS if events else JSON
-        self._objects = _Objects(shape)
-        self._pieces = [_Piece() for _ in range(shape.sequences)]
+        self._objects = _Objects(options)
+        self._pieces = [_Piece() for _ in range(options.sequences)]
         self._events, self._steps = events, steps
         self._fed = False
 
@@ -177,11 +181,11 @@ class EventAnswer:
     content_type = EVENTS
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, shape: Shape) -> None:
-        self._objects = _Objects(shape)
+    def __init__(self, options: AnswerOptions) -> None:
+        self._objects = _Objects(options)
         plain = self._objects.plain
         self._plain = None if plain is None else f"data: {plain}"
-        self._pieces = [_Piece() for _ in range(shape.sequences)]
+        self._pieces = [_Piece() for _ in range(options.sequences)]
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The event of this delta. The hot path: called for each token of each stream."""

@@ -12,7 +12,7 @@ from handlers.contracts.family import ContractSetting, Family, Generates, Operat
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
-from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer, Shape
+from handlers.contracts.triton.answer import AnswerOptions, CollectedAnswer, EventAnswer
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
 from handlers.contracts.triton.request import (
     TENSORRT_LLM_INPUTS,
@@ -60,7 +60,7 @@ class TritonContract:
                 )
         except InvalidRequest as error:
             raise ContractError(refusal(error), error.message) from None
-        shape = Shape(
+        options = AnswerOptions(
             model=self._name,
             id=body.id,
             sequences=parameters.vllm.sequences,
@@ -69,17 +69,17 @@ class TritonContract:
             lead=body.text_input if parameters.repeat_prompt else "",
             text=parameters.vllm.detokenize,
         )
-        request = _request(call.request_id, body.text_input, parameters, shape)
+        request = _request(call.request_id, body.text_input, parameters, options)
         notes = (f"parameters without effect: {', '.join(parameters.ignored)}",) if parameters.ignored else ()
-        return Exchange((request,), self._answer(shape, parameters.stream), notes)
+        return Exchange((request,), self._answer(options, parameters.stream), notes)
 
     def refusal(self, error: RequestError) -> Reply:
         return refusal(error)
 
-    def _answer(self, shape: Shape, stream: bool) -> Answer:
+    def _answer(self, options: AnswerOptions, stream: bool) -> Answer:
         if stream and self._events:
-            return EventAnswer(shape)
-        return CollectedAnswer(shape, events=self._events, steps=stream)
+            return EventAnswer(options)
+        return CollectedAnswer(options, events=self._events, steps=stream)
 
 
 def _check_encoding(call: Call) -> None:
@@ -88,19 +88,14 @@ def _check_encoding(call: Call) -> None:
         raise TritonRefusal(f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)")
 
 
-def _request(request_id: str, prompt: str, parameters: TritonParameters, shape: Shape) -> GenerationRequest:
+def _request(request_id: str, prompt: str, parameters: TritonParameters, options: AnswerOptions) -> GenerationRequest:
     vllm, outputs = parameters.vllm, parameters.outputs
-    shows_logprobs = outputs.logprobs and shape.logprobs
+    shows_logprobs = outputs.logprobs and options.logprobs
     want_logprobs = shows_logprobs or outputs.cumulative_logprob or outputs.cum_log_probs
-    return GenerationRequest(
-        request_id=request_id,
-        prompt=prompt,
-        sampling=vllm.sampling,
+    return vllm.request(
+        request_id,
+        prompt,
         stream=parameters.stream,
-        sequences=vllm.sequences,
-        candidates=vllm.candidates,
-        beam_search=vllm.beam_search,
-        truncate_prompt_tokens=vllm.truncate_prompt_tokens,
         want_tokens=want_logprobs,
         want_logprobs=want_logprobs,
         want_ranks=shows_logprobs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -61,11 +61,14 @@ _PREFIXED_INPUTS: dict[str, Kind] = {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPL
 """Those of them that may be arrays; the others are read as parameters."""
 
 _REQUIRED = "text_input"
-_WRONG_TYPE = {
-    "text": "Unable to parse JSON bytes array: attempt to access JSON non-string as string",
-    "boolean": "Unable to parse 'data': attempt to access JSON non-boolean as boolean",
-    "integer": "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+_NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+_TYPES: dict[Kind, tuple[type, str]] = {
+    "text": (str, _NO_STRING),
+    "texts": (str, _NO_STRING),
+    "boolean": (bool, "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
+    "integer": (int, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
 }
+"""Types of the elements of inputs, with Triton's message for others."""
 _UNKNOWN_ID = "<id_unknown>"
 _LONGEST_NAME = 80
 
@@ -74,9 +77,15 @@ _FOR_THE_SERVER = frozenset(
 )
 """Names that Triton reserves, and `id` as a parameter; they have no effect here."""
 _LEAVES_OUT_PROMPT = "exclude_input_in_output"
-_OUTPUT_SWITCHES = frozenset(
-    {"return_finish_reason", "return_cumulative_logprob", "return_logprobs", "return_num_input_tokens"}
-) | {"return_num_output_tokens", "return_log_probs"}
+_OUTPUT_SWITCHES = {
+    "return_finish_reason": "finish_reason",
+    "return_cumulative_logprob": "cumulative_logprob",
+    "return_logprobs": "logprobs",
+    "return_num_input_tokens": "num_input_tokens",
+    "return_num_output_tokens": "num_output_tokens",
+    "return_log_probs": "cum_log_probs",
+}
+"""Parameters that ask for outputs, and the fields of `Outputs`."""
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 _RENAMED = {
@@ -100,18 +109,18 @@ Members = list[tuple[str, Any]]
 
 
 class _Object(Members):
-    """A JSON object as its members in order, those that occur twice included."""
+    """A JSON object as a list of its members, which may have one name twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateBody:
-    """A body whose keys have been sorted into inputs and parameters; types are checked, meanings are not."""
+    """A body's inputs and parameters, with their types checked."""
 
     id: str
     """Empty if there is none."""
     text_input: str
     inputs: dict[str, Any]
-    """Those given, `text_input` excepted."""
+    """Without `text_input`."""
     parameters: dict[str, str | int | float | bool]
 
 
@@ -201,13 +210,10 @@ def _repeats(body: bytes, document: Any) -> bool:
 
 
 def _request_id(members: Members) -> str:
-    for name, value in reversed(members):
-        if name != "id":
-            continue
-        if not isinstance(value, str):
-            raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
-        return value
-    return ""
+    request_id = next((value for name, value in reversed(members) if name == "id"), "")
+    if not isinstance(request_id, str):
+        raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
+    return request_id
 
 
 def _flattened(members: Members) -> Iterator[tuple[str, Any, str]]:
@@ -255,19 +261,10 @@ def _input(name: str, value: Any, kind: Kind, within: str) -> Any:
         value = [value]
     elif kind != "texts" and len(value) != 1:
         raise TritonRefusal(f"{within}The schema can not convert input '{name}' to tensor with proper shape")
-    texts = kind in ("text", "texts")
-    for item in value:
-        if not _is(item, kind):
-            raise TritonRefusal(f"{within}{_WRONG_TYPE['text' if texts else kind]} (input '{name}')")
+    expected, message = _TYPES[kind]
+    if any(type(item) is not expected for item in value):
+        raise TritonRefusal(f"{within}{message} (input '{name}')")
     return value if kind == "texts" else value[0]
-
-
-def _is(value: Any, kind: Kind) -> bool:
-    if kind in ("text", "texts"):
-        return isinstance(value, str)
-    if kind == "boolean":
-        return isinstance(value, bool)
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_parameters(
@@ -288,16 +285,15 @@ def read_parameters(
     values = _sampling_values(inputs.pop("sampling_parameters", None), body.parameters)
     ignored = tuple(sorted(values.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**values, **inputs}.items() if name not in _FOR_THE_SERVER}
-    tensorrt_llm = on_tensorrt_llm or any(
-        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in values
-    )
+    names_tensorrt_llm = (name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in values)
+    tensorrt_llm = on_tensorrt_llm or any(names_tensorrt_llm)
     if tensorrt_llm:
         values = _plain_names(values)
     stream = _switch(values, "stream") or _switch(values, "streaming") or False
     leaves_out_prompt = _switch(values, _LEAVES_OUT_PROMPT)
     if stream and leaves_out_prompt is False:
         raise InvalidParameter(_LEAVES_OUT_PROMPT, "must not be false when streaming: send true, or leave it out")
-    asked = {name for name in _OUTPUT_SWITCHES if _switch(values, name)}
+    outputs = Outputs(**{field: _switch(values, name) or False for name, field in _OUTPUT_SWITCHES.items()})
     constraint: Constraint | None = None
     if tensorrt_llm:
         values, constraint = _to_vllm(values, eos_token_ids)
@@ -308,14 +304,7 @@ def read_parameters(
         vllm=_vllm(values, constraint, stream),
         stream=stream,
         repeat_prompt=not leaves_out_prompt,
-        outputs=Outputs(
-            cum_log_probs="return_log_probs" in asked,
-            cumulative_logprob="return_cumulative_logprob" in asked,
-            finish_reason="return_finish_reason" in asked,
-            logprobs="return_logprobs" in asked,
-            num_input_tokens="return_num_input_tokens" in asked,
-            num_output_tokens="return_num_output_tokens" in asked,
-        ),
+        outputs=outputs,
         ignored=ignored,
         adapter=adapter,
     )
@@ -365,7 +354,7 @@ def _vllm(values: dict[str, Any], constraint: Constraint | None, stream: bool) -
         return parameters
     if parameters.sampling.constraint is not None:
         raise InvalidParameter(constraint.parameter, "cannot be combined with `structured_outputs`")
-    return replace(parameters, sampling=msgspec.structs.replace(parameters.sampling, constraint=constraint))
+    return parameters.constrained(constraint)
 
 
 def _plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
