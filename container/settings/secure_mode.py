@@ -1,6 +1,6 @@
-"""SageMaker's secure mode: what a model that is not trusted may bring. Source: contracts/lmi.md section 11.1.
+"""SageMaker's secure mode: what a model that is not trusted may bring.
 
-Each check is a function of what was read and of directories, and gives one line for each thing that it refuses.
+Each check yields one line for each thing that it refuses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from container.settings.parsers import TRUE
-from container.settings.properties import Value, quoted
+from container.settings.properties import Value, is_true, quoted
 
 _PLAIN = (
     "engine job_queue_size max_idle_time batch_size max_batch_delay max_dynamic_batch_size minWorkers maxWorkers "
@@ -45,8 +44,7 @@ _TENSORRT_LLM = (
 ALLOWED_KEYS = frozenset(_PLAIN.split()) | frozenset(
     f"option.{name}" for group in (_GENERAL, _VLLM, _NEURON, _TENSORRT_LLM) for name in group.split()
 )
-"""Exact, upper and lower case told apart; everything else is refused."""
-
+"""The keys that are allowed, with their case; all others are refused."""
 
 MODE, CONTROLS, CHANNELS = "SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"
 SCRIPTS = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
@@ -92,7 +90,7 @@ class GivenModel:
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
     """The mode that the environment asks for; None where it is off. What is wrong is added to `problems`."""
     mode = variables.get(MODE)
-    if mode is None or mode.text.strip().lower() != "true":
+    if mode is None or mode.word != "true":
         return None
     controls = frozenset(_listed(variables, CONTROLS))
     if not controls:
@@ -172,7 +170,7 @@ def _requirements(directories: Iterable[Path]) -> Iterator[str]:
 
 def _remote_code(model: GivenModel) -> Iterator[str]:
     for value in _values(model, _TRUST):
-        if value.text.strip().lower() in TRUE:
+        if is_true(value):
             yield f"{REMOTE_CODE}: option.trust_remote_code is {quoted('', value.text)} ({value.source})"
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.settings import options, server_options
-from container.settings import options as leftovers
 from container.settings.aliases import ALIASES, Alias
 from container.settings.load import ServerSettings
 from container.settings.options import Option
@@ -143,16 +142,15 @@ def defaults(settings: type) -> dict[str, Any]:
         *(
             (option, ModelSettings)
             for option in options.SERVED
-            if option.field not in (None, "model_id", "stop_sequence", "served_model_name")
+            if option.argument is None and option.field not in ("model_id", "stop_sequence", "served_model_name")
         ),
         *((option, ServerSettings) for option in server_options.SERVED),
     ],
     ids=lambda parameter: getattr(parameter, "key", None),
 )
 def test_the_table_and_the_typed_settings_have_the_same_default(option: Option, settings: type) -> None:
-    assert option.field is not None
     expected = defaults(settings)[option.field]
-    value = option.parser(option.default) if option.default else None
+    value = None if option.default is None else option.parser(option.default)
     assert (names(str(value)) if isinstance(expected, tuple) else value) == expected
 
 
@@ -165,14 +163,18 @@ def test_every_refusal_says_what_to_do_instead() -> None:
         assert (option.serves is None) == (not option.advice), option.key
 
 
-def test_every_leftover_is_remarked_on() -> None:
-    for option in (*leftovers.LEFTOVERS, *server_options.LEFTOVERS):
-        assert option.ignored
-        assert option.remark
+def test_what_is_ignored_is_no_option() -> None:
+    assert not options.IGNORED.keys() & options.BY_KEY.keys()
+    assert not server_options.IGNORED.keys() & {option.key for option in server_options.SERVER_OPTIONS}
+    assert options.IGNORED_SILENTLY.keys() <= options.IGNORED.keys()
 
 
 def code(words: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
+
+
+def server_name(key: str) -> str:
+    return f"SERVING_{key.upper()}"
 
 
 def model_row(option: Option) -> str:
@@ -183,7 +185,7 @@ def model_row(option: Option) -> str:
 
 
 def server_row(option: Option) -> str:
-    sources = code([f"SERVING_{option.key.upper()}", *option.variables])
+    sources = code([server_name(option.key), *option.variables])
     default = code((option.default,)) if option.default else "none"
     return f"| {sources} | {default} | {option.allowed} | {option.meaning} |"
 
@@ -191,14 +193,6 @@ def server_row(option: Option) -> str:
 def refused_row(option: Option, name: str) -> str:
     variables = f", {code(option.variables)}" if option.variables else ""
     return f"| `{name}`{variables} | {option.allowed} | {option.meaning} | {option.advice} |"
-
-
-def leftover_row(option: Option, name: str) -> str:
-    return f"| `{name}` | {option.remark.removeprefix('ignored: ')} |"
-
-
-def server_name(option: Option) -> str:
-    return f"SERVING_{option.key.upper()}"
 
 
 def alias_row(alias: Alias) -> str:
@@ -216,24 +210,24 @@ TABLES = {
     "handler": [
         "| setting | also | default | allowed | meaning |",
         "| --- | --- | --- | --- | --- |",
-        *(model_row(option) for option in options.HANDLER),
+        *(model_row(option) for option in (options.ENTRY_POINT, options.FUNCTION, *options.HANDLER_OPTIONS)),
     ],
     "server": [
         "| variable | default | allowed | meaning |",
         "| --- | --- | --- | --- |",
-        *(server_row(option) for option in (*server_options.SERVED, *server_options.FOR_MODEL)),
+        *(server_row(option) for option in (*server_options.SERVED, *server_options.FOR_MODELS)),
     ],
     "refused": [
         "| setting | served | what it is | instead |",
         "| --- | --- | --- | --- |",
         *(refused_row(option, option.key) for option in options.NOT_SERVED),
-        *(refused_row(option, server_name(option)) for option in server_options.NOT_SERVED),
+        *(refused_row(option, server_name(option.key)) for option in server_options.NOT_SERVED),
     ],
-    "leftovers": [
+    "ignored": [
         "| setting | why it has no effect |",
         "| --- | --- |",
-        *(leftover_row(option, option.key) for option in leftovers.LEFTOVERS),
-        *(leftover_row(option, server_name(option)) for option in server_options.LEFTOVERS),
+        *(f"| `{key}` | {reason} |" for key, reason in options.IGNORED.items()),
+        *(f"| `{server_name(key)}` | {reason} |" for key, reason in server_options.IGNORED.items()),
     ],
 }
 
