@@ -183,10 +183,7 @@ SERVED = (
         "`option.max_lora_rank`, `option.max_cpu_loras`, ... are vLLM's",
     ),
     Option(
-        "option.dtype",
-        DTYPE,
-        "auto",
-        "Type of weights and activations; int8 is not a type here: use `option.quantize`",
+        "option.dtype", DTYPE, "auto", "Type of weights and activations; int8 is not a type here: use `option.quantize`"
     ),
     Option(
         "option.tensor_parallel_degree",
@@ -300,10 +297,7 @@ HANDLER_OPTIONS = (
     ),
     Option("max_idle_time", SECONDS, "60", "Seconds after which an idle worker beyond `minWorkers` ends"),
     Option(
-        "retry_threshold",
-        integer(0),
-        "0",
-        "Crashes and hangs of workers after which the model still counts as healthy",
+        "retry_threshold", integer(0), "0", "Crashes and hangs of workers after which the model still counts as healthy"
     ),
     Option(
         "option.pythonExecutable",

@@ -22,6 +22,8 @@ from container.settings.parsers import TRUE
 FILE_NAME = "serving.properties"
 HIDDEN = "***"
 _LONGEST_QUOTE = 200
+NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+"""Characters that no value may have."""
 
 # Names that hold a credential as a whole. `max_num_batched_tokens` and the like end in "tokens" and are not meant.
 _SECRET_NAME = re.compile(r"(token|api_?key|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
@@ -69,43 +71,6 @@ class Value:
 def is_true(value: Value | None) -> bool:
     """Whether there is a value, and it says yes."""
     return value is not None and value.word in TRUE
-
-
-# SageMaker's variables that overwrite a key of the model.
-SAGEMAKER_MODEL_KEYS = (
-    ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
-    ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
-    ("SAGEMAKER_NUM_MODEL_WORKERS", "minWorkers"),
-    ("SAGEMAKER_NUM_MODEL_WORKERS", "maxWorkers"),
-    ("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "option.default_accept"),
-    ("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "option.enable_stateful_sessions"),
-    ("SAGEMAKER_SESSIONS_EXPIRATION", "option.sessions_expiration"),
-    ("SAGEMAKER_SESSIONS_PATH", "option.sessions_path"),
-)
-
-_SAGEMAKER_SERVER_KEYS = (
-    ("SAGEMAKER_BIND_TO_PORT", "port"),
-    ("SAGEMAKER_MULTI_MODEL", "multi_model"),
-    ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
-    ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
-)
-
-# Server keys that are the default of a model's key.
-SERVER_DEFAULTS_OF_MODEL_KEYS = {
-    "batch_size": "batch_size",
-    "max_batch_delay": "max_batch_delay",
-    "max_idle_time": "max_idle_time",
-    "min_workers": "minWorkers",
-    "max_workers": "maxWorkers",
-    "load_on_devices": "load_on_devices",
-    "reserved_memory_mb": "reserved_memory_mb",
-    "retry_threshold": "retry_threshold",
-}
-
-_OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
-_UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
-NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-_MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +150,39 @@ def _looks_like_utf8(data: bytes) -> bool:
     return True
 
 
+SAGEMAKER_MODEL_KEYS = (
+    ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
+    ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
+    ("SAGEMAKER_NUM_MODEL_WORKERS", "minWorkers"),
+    ("SAGEMAKER_NUM_MODEL_WORKERS", "maxWorkers"),
+    ("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "option.default_accept"),
+    ("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "option.enable_stateful_sessions"),
+    ("SAGEMAKER_SESSIONS_EXPIRATION", "option.sessions_expiration"),
+    ("SAGEMAKER_SESSIONS_PATH", "option.sessions_path"),
+)
+"""SageMaker's variables that overwrite a key of the model."""
+_SAGEMAKER_SERVER_KEYS = (
+    ("SAGEMAKER_BIND_TO_PORT", "port"),
+    ("SAGEMAKER_MULTI_MODEL", "multi_model"),
+    ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
+    ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
+)
+SERVER_DEFAULTS_OF_MODEL_KEYS = {
+    "batch_size": "batch_size",
+    "max_batch_delay": "max_batch_delay",
+    "max_idle_time": "max_idle_time",
+    "min_workers": "minWorkers",
+    "max_workers": "maxWorkers",
+    "load_on_devices": "load_on_devices",
+    "reserved_memory_mb": "reserved_memory_mb",
+    "retry_threshold": "retry_threshold",
+}
+"""Server keys that are the default of a model's key."""
+_OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
+_UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
+_MEBIBYTE = 1 << 20
+
+
 def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
     """Model keys from OPTION_* and ARGS_*."""
     layer: dict[str, Value] = {}
@@ -232,8 +230,3 @@ def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) 
     else:
         problems.append(f"{megabytes.describe('max_request_size')}; allowed: an integer, in MiB; 0 for no limit")
     return layer
-
-
-def merged(*layers: Mapping[str, Value]) -> dict[str, Value]:
-    """One layer of several, the most important first."""
-    return {key: value for layer in reversed(layers) for key, value in layer.items()}

@@ -106,10 +106,7 @@ SERVED = (
     ),
     Option("allow_multi_status", BOOLEAN, "false", "/ping answers 207 while the model loads"),
     Option(
-        "health_check_override",
-        BOOLEAN,
-        "false",
-        "A custom handler counts as healthy however often its workers crash",
+        "health_check_override", BOOLEAN, "false", "A custom handler counts as healthy however often its workers crash"
     ),
     Option(
         "workers_health_check",

@@ -19,7 +19,6 @@ from container.settings.properties import (
     SERVER_DEFAULTS_OF_MODEL_KEYS,
     Value,
     is_true,
-    merged,
     option_layer,
     read_properties,
     sagemaker_model_layer,
@@ -158,7 +157,8 @@ def read_sources(
     lookup.problems.extend(file.problems)
     lookup.warnings.extend(file.warnings)
     from_variables = option_layer(variables, lookup.problems)
-    model = merged(arguments, sagemaker_model_layer(variables), file.values, from_variables)
+    # The last one that has a key counts.
+    model = {**from_variables, **file.values, **sagemaker_model_layer(variables), **arguments}
     for key, model_key in SERVER_DEFAULTS_OF_MODEL_KEYS.items():
         default = server.pop(key, None)
         if default is not None and not any(name in model for name in BY_KEY[model_key].keys):
@@ -168,29 +168,24 @@ def read_sources(
             model.pop(alias, None)  # another source's, for the same
     if (queue := model.pop("job_queue_size", None)) is not None:
         server["job_queue_size"] = queue
-    given = merged(arguments, file.values, from_variables)
+    given = {**from_variables, **file.values, **arguments}
     return Sources(directory, variables, server, model, given, remote, aliases)
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
     """The server's keys; what is wrong with them is added to `lookup.problems`."""
-    layers = (
-        sagemaker_server_layer(variables, lookup.problems),
-        serving_layer(variables, lookup.problems),
-        {key: Value(text, f"command line: --{key.replace('_', '-')}") for key, text in command_line.items() if text},
-    )
-    for layer in layers:
-        address = layer.get("inference_address")
-        if address is None:
-            continue
+    given = {key: Value(text, f"command line: --{key.replace('_', '-')}") for key, text in command_line.items() if text}
+    serving = serving_layer(variables, lookup.problems)
+    sagemaker = sagemaker_server_layer(variables, lookup.problems)
+    if (address := serving.get("inference_address")) is not None:
         try:
             parsed = Address.parse(address, "inference_address")
         except AddressError as error:
             lookup.problems.append(str(error))
-            continue
-        layer.setdefault("host", Value(parsed.host, address.source))
-        layer.setdefault("port", Value(parsed.port, address.source))
-    return merged(*layers)
+        else:
+            serving.setdefault("host", Value(parsed.host, address.source))
+            serving.setdefault("port", Value(parsed.port, address.source))
+    return {**given, **serving, **sagemaker}
 
 
 def _model_dir(
