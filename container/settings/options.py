@@ -92,7 +92,7 @@ MODEL_ID = Option(
     "option.model_id",
     TEXT,
     None,
-    "Hub id, `s3://bucket/prefix/`, or a directory; a relative one is looked for below the model directory",
+    "Hub id, `s3://bucket/prefix/`, or a directory; a relative one is below the model directory",
     variables=("HF_MODEL_ID",),
 )
 ROLLING_BATCH = Option(
@@ -107,7 +107,7 @@ BATCH_SIZE = Option(
     "batch_size",
     integer(1, 100_000),
     "1",
-    "Prompts of a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: calls that it "
+    "Prompts in a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: calls that it "
     "gets together",
     aliases=("max_dynamic_batch_size", "option.batch_size"),
     first_counts=True,
@@ -125,7 +125,12 @@ SERVED = (
     Option("option.trust_remote_code", BOOLEAN, "false", "Run Python code that comes with the model"),
     ROLLING_BATCH,
     BATCH_SIZE,
-    Option("max_batch_delay", MILLISECONDS, "100", "Milliseconds that the first of a dynamic batch waits for others"),
+    Option(
+        "max_batch_delay",
+        MILLISECONDS,
+        "100",
+        "Milliseconds that the first request of a dynamic batch waits for others",
+    ),
     Option(
         "option.enable_streaming",
         choice(("false", "true", "huggingface")),
@@ -133,7 +138,7 @@ SERVED = (
         "Stream the answers of the dynamic batch",
     ),
     MAX_ROLLING_BATCH_SIZE,
-    Option("option.stop_sequence", STRINGS, None, "Stop strings of every request of the dynamic batch"),
+    Option("option.stop_sequence", STRINGS, None, "Stop strings for every request of the dynamic batch"),
     Option(
         "option.output_formatter",
         FORMATTER,
@@ -171,7 +176,7 @@ SERVED = (
         "option.max_prompt_tokens",
         integer(1),
         None,
-        "Tokens of the longest prompt that is taken; without it, the model's context alone limits it",
+        "Tokens of the longest prompt that is accepted; without it, only the model's context limits it",
     ),
     Option("option.max_stop_sequences", integer(0, 1024), "4", "Stop sequences of a request on TGI's routes"),
     Option("option.max_best_of", integer(1, 64), "2", "The largest `best_of` on TGI's routes"),
@@ -179,7 +184,7 @@ SERVED = (
         "option.enable_lora",
         BOOLEAN,
         "false",
-        "Serve LoRA adapters, on vLLM or by a custom handler; `option.max_loras` (4 without it), "
+        "Serve LoRA adapters, on vLLM or by a custom handler; `option.max_loras` (4 by default), "
         "`option.max_lora_rank`, `option.max_cpu_loras`, ... are vLLM's",
     ),
     Option(
@@ -189,8 +194,7 @@ SERVED = (
         "option.tensor_parallel_degree",
         integer_or("max", 1),
         None,
-        "GPUs that share each layer; `max`: as many as the model allows; without it vLLM takes the fewest that hold "
-        "the model",
+        "GPUs that share each layer; `max`: as many as the model allows; without it, the fewest that hold the model",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
     ),
@@ -198,15 +202,15 @@ SERVED = (
         "load_on_devices",
         TEXT,
         None,
-        "GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. Of those it takes the ones "
-        "with the most free memory",
+        "GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. It takes those with "
+        "the most free memory",
         field_name="devices",
     ),
     Option(
         "option.pipeline_parallel_degree",
         integer(1),
         "1",
-        "Groups of devices that share the layers among them",
+        "Pipeline stages: groups of GPUs that hold a part of the layers each",
         aliases=("option.pipeline_parallel_size",),
         variables=("PIPELINE_PARALLEL_DEGREE",),
     ),
@@ -231,14 +235,14 @@ SERVED = (
         "option.sessions_s3url",
         TEXT,
         None,
-        "Where in S3 sessions are kept, so that another container can go on with them",
+        "Where in S3 sessions are kept, so that another container can continue them",
     ),
     Option(
         "option.quantize",
         TEXT,
         None,
-        "How weights are quantized, in the engine's words: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` with "
-        "`option.rolling_batch=disable`",
+        "Quantization of the weights, by the engine's name for it: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
+        "with `option.rolling_batch=disable`",
         aliases=("option.quantization",),
         argument="quantization",
     ),
@@ -246,7 +250,7 @@ SERVED = (
         "option.max_rolling_batch_prefill_tokens",
         integer(1),
         None,
-        "Tokens in one step of the engine",
+        "The most tokens in one step of the engine",
         aliases=("option.max_num_batched_tokens",),
         argument="max_num_batched_tokens",
     ),
@@ -274,8 +278,8 @@ ASYNC_MODE = Option(
     "option.async_mode",
     BOOLEAN,
     "false",
-    "The function is `async`, and calls of it run together; without a handler of the model's own: `/invocations` has "
-    "the schema of LMI's asynchronous handler",
+    "The function is `async`, and its calls run together; without a custom handler: `/invocations` has the schema of "
+    "LMI's asynchronous handler",
 )
 HANDLER_OPTIONS = (
     ASYNC_MODE,
@@ -283,7 +287,7 @@ HANDLER_OPTIONS = (
         "minWorkers",
         _WORKERS,
         "1",
-        "Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` go before it on such a machine",
+        "Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` take precedence on such a machine",
         aliases=("min_workers",),
         field_name="min_workers",
     ),
@@ -313,7 +317,7 @@ HANDLER_OPTIONS = (
         "option.enable_venv",
         BOOLEAN,
         "false",
-        "An environment of the model's own for packages, even without a `requirements.txt`",
+        "A virtual environment for the model's packages, even without a `requirements.txt`",
     ),
 )
 """The settings of a customer's handler, beside what names it."""
@@ -323,7 +327,7 @@ MEMORY = tuple(
     for device in ("", "gpu.", "cpu.")
     for key, default, meaning in (
         ("required_memory_mb", None, "MiB that the model needs, where it is loaded into a running server"),
-        ("reserved_memory_mb", None if device else "500", "MiB that have to stay free then"),
+        ("reserved_memory_mb", None if device else "500", "MiB that have to stay free when it is loaded"),
     )
 )
 NOT_SERVED = (

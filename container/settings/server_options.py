@@ -69,8 +69,8 @@ SERVED = (
         "job_queue_size",
         integer(1),
         "1000",
-        "Sequences that may wait beside those that run; more are refused; a model's own `job_queue_size` goes before "
-        "it. With a custom handler: calls, of which one is with a worker",
+        "Sequences that may wait beside those that run; more are refused. A model's own `job_queue_size` takes "
+        "precedence. With a custom handler: calls, including the one that a worker has",
     ),
     Option(
         "max_request_size",
@@ -83,7 +83,7 @@ SERVED = (
         "request_read_timeout",
         SECONDS,
         "60",
-        "Seconds that a client may send nothing in the middle of a request's body; then it is 408",
+        "Seconds without data in the middle of a request's body after which the answer is 408",
     ),
     Option("drain_timeout", SECONDS, "20", "Seconds that running requests get after SIGTERM"),
     Option("fail_fast", BOOLEAN, "false", "Exit when the engine dies instead of answering that it is gone"),
@@ -91,12 +91,12 @@ SERVED = (
         "stall_timeout",
         SECONDS_OR_NEVER,
         "60",
-        "Seconds in which requests run and the engine makes nothing of them, after which /ping answers 500; 0: never",
+        "Seconds without progress of the engine while requests run, after which /ping answers 500; 0: never",
     ),
-    Option("fail_fast_when_stalled", BOOLEAN, "false", "Under `fail_fast`, exit when the engine is stalled, too"),
-    Option("log_format", choice(("plain", "json")), "plain", "Form of logs"),
-    Option("log_level", LOG_LEVEL, "info", "Least level logged"),
-    Option("log_prompts", BOOLEAN, "false", "Log request bodies, prompts and all"),
+    Option("fail_fast_when_stalled", BOOLEAN, "false", "With `fail_fast`, exit when the engine is stalled, too"),
+    Option("log_format", choice(("plain", "json")), "plain", "Format of logs"),
+    Option("log_level", LOG_LEVEL, "info", "Lowest level that is logged"),
+    Option("log_prompts", BOOLEAN, "false", "Log request bodies, including prompts"),
     Option(
         "request_id_header_key",
         HEADER_NAME,
@@ -119,7 +119,7 @@ SERVED = (
         "management_address",
         ANYTHING,
         None,
-        "`http://<host>:<port>` of a listener of its own for the management API; the main one has it otherwise",
+        "`http://<host>:<port>` of a separate listener for the management API; without it, the main listener has it",
     ),
     Option(
         "multi_model",
@@ -132,25 +132,24 @@ SERVED = (
         "coalesce_above",
         integer(0),
         "32",
-        "From so many open streams on, tokens of a stream that come faster than they are sent share an HTTP chunk; "
-        "0: never",
+        "Number of open streams from which on tokens that come faster than they are sent share an HTTP chunk; 0: never",
     ),
     Option(
         "model_aliases",
         ANYTHING,
         '"",dummy,tgi',
-        "Further values of `model` on OpenAI's routes that stand for the model, with commas between",
+        "Further values of `model` on OpenAI's routes that select the model, with commas between",
     ),
     Option(
         "error_rate_wlm",
         ERROR_RATE,
         None,
-        "Refusals for want of room or of a worker, in a minute or in the time after `/`; more of them, and /ping "
-        "answers 503 for good",
+        "Refusals because the queue is full or no worker is ready that are allowed in a minute, or in the time after "
+        "`/`; with more, /ping answers 503 for good",
     ),
-    Option("error_rate_server", ERROR_RATE, None, "The same of answers with 424 or 5xx"),
-    Option("error_rate_model", ERROR_RATE, None, "The same of answers with 424 or 5xx that are no such refusals"),
-    Option("error_rate_any", ERROR_RATE, None, "The same of answers with 4xx or 5xx"),
+    Option("error_rate_server", ERROR_RATE, None, "The same for answers with 424 or 5xx"),
+    Option("error_rate_model", ERROR_RATE, None, "The same for answers with 424 or 5xx without such refusals"),
+    Option("error_rate_any", ERROR_RATE, None, "The same for answers with 4xx or 5xx"),
     Option("cors_allowed_origin", HEADER_VALUE, None, "CORS origin"),
     Option("cors_allowed_methods", HEADER_VALUE, None, "CORS methods"),
     Option("cors_allowed_headers", HEADER_VALUE, None, "CORS headers"),
@@ -158,7 +157,7 @@ SERVED = (
     Option("wlm_error_http_code", HTTP_ERROR, "503", "Status of an answer when the model is not ready"),
     Option("server_error_http_code", HTTP_ERROR, "500", "Status of an answer to an unexpected error"),
 )
-"""Those with a field of `ServerSettings`."""
+"""The settings with a field in `ServerSettings`."""
 
 MODEL_NAME_OPTION = Option(
     "model_name", MODEL_NAME, None, "What the model is called in routes and in /ping", shows_default=False
@@ -179,11 +178,11 @@ FOR_MODELS = (
         "download_dir",
         TEXT,
         None,
-        "Where models of S3 are kept; without it, the user's cache, on SageMaker `/tmp/slipway`",
+        "Directory for models from S3; without it, the user's cache, on SageMaker `/tmp/slipway`",
         variables=("DJL_CACHE_DIR",),
     ),
 )
-"""Those that say which models there are, and where."""
+"""The settings that say which models there are, and where."""
 
 NOT_SERVED = (
     refused("model_url_pattern", TEXT, (), "Models that requests may load", "load models with POST /models"),
