@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,15 @@ from container.sources import location
 from container.sources.location import RemoteModels, SourceError, is_s3
 from handlers.model_settings import HandlerSettings
 
-BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
-"""LMI's own handlers, whose work the engines do."""
-ASYNCHRONOUS = frozenset({"djl_python.lmi_vllm.vllm_async_service", "djl_python.lmi_trtllm.trtllm_async_service"})
-"""Those whose answers have the newer schema, as under `option.async_mode=true`."""
-FORMER = frozenset(
+_BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
+"""LMI's own handlers, in whose place an engine serves."""
+_ASYNCHRONOUS = frozenset({"djl_python.lmi_vllm.vllm_async_service", "djl_python.lmi_trtllm.trtllm_async_service"})
+"""LMI's own handlers with the newer schema, as with `option.async_mode=true`."""
+_FORMER = frozenset(
     {"djl_python.deepspeed", "djl_python.tensorrt_llm_python", "djl_python.transformers_neuronx", "djl_python.tnx"}
 )
 """LMI's former handlers for text generation."""
-NOT_SERVED = frozenset(
+_NOT_SERVED = frozenset(
     f"djl_python.{name}"
     for name in ("sklearn_handler", "xgboost_handler", "sagemaker", "stable_diffusion_inf2", "stable-diffusion")
 )
@@ -65,32 +64,50 @@ _LOCAL_PATHS = ("tokenizer", "hf_config_path")
 def model_fields(sources: Sources, lookup: Lookup) -> dict[str, Any]:
     """The fields of `ModelSettings`; what is wrong is added to `lookup.problems`."""
     function = str(lookup.value(FUNCTION, sources.model) or FUNCTION.default)
-    code = _find_code(sources.model_dir, function)
-    entry_point = _entry_point(sources, code, lookup)
+    code = _find_code(sources.model_dir)
+    entry_point = _entry_point(sources, code, function, lookup)
     if entry_point is None:
         return _engine_model(sources, code, lookup)
     return _handler_model(sources, entry_point, function, lookup)
 
 
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """A file with Python code in the model directory."""
-
-    path: Path
-    has_handler: bool
-    """Whether it seems to define the handler function; true of a broken file, so that running it says what is wrong."""
-
-
-def _find_code(model_dir: Path, function: str) -> _Code | None:
+def _find_code(model_dir: Path) -> Path | None:
     """`model.py`, or `<directory>.py`, if it is there."""
-    for name in ("model.py", f"{model_dir.name}.py"):
-        path = model_dir / name
+    paths = (model_dir / "model.py", model_dir / f"{model_dir.name}.py")
+    return next((path for path in paths if os.path.isfile(path)), None)
+
+
+def _entry_point(sources: Sources, code: Path | None, function: str, lookup: Lookup) -> str | None:
+    """The handler's file or module; None where an engine serves."""
+    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
+    text = lookup.value(ENTRY_POINT, sources.model, sources.variables)
+    if text is None or given is None:
+        named = MODEL_ID.key in sources.model or "HF_MODEL_ID" in sources.variables
+        has_model = named or location.has_model(sources.model_dir)
+        return str(code) if code is not None and (_defines(code, function) or not has_model) else None
+    name = str(text)
+    if name in _BUILT_IN | _ASYNCHRONOUS | _FORMER:
+        _use_engine(name, given, sources, lookup)
+        return None
+    fault = ""
+    if name in _NOT_SERVED:
+        fault = "not served by this version of Slipway; only language models are served"
+    elif "://" in name:
+        fault = "not served by this version of Slipway; put the file into the model directory"
+    elif name.endswith(".py"):
+        path = sources.model_dir / name
         if os.path.isfile(path):
-            return _Code(path, _defines(path, function))
-    return None
+            return str(path)
+        fault = "there is no such file in the model directory"
+    elif not all(part.isidentifier() for part in name.split(".")):
+        fault = "allowed: a file that ends in .py, or the name of a module"
+    if fault:
+        lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
+    return name  # also a wrong one: a handler was meant, and a missing model is no problem of its own
 
 
 def _defines(path: Path, function: str) -> bool:
+    """Whether a file seems to define the function; true of a broken file, so that running it says what is wrong."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -119,46 +136,17 @@ def _bound_names(body: Iterable[ast.AST]) -> Iterator[str]:
                 yield from _bound_names(ast.iter_child_nodes(node))
 
 
-def _entry_point(sources: Sources, code: _Code | None, lookup: Lookup) -> str | None:
-    """The handler's file or module; None where an engine serves."""
-    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
-    text = lookup.value(ENTRY_POINT, sources.model, sources.variables)
-    if text is None or given is None:
-        named = MODEL_ID.key in sources.model or "HF_MODEL_ID" in sources.variables
-        has_model = named or location.has_model(sources.model_dir)
-        return str(code.path) if code is not None and (code.has_handler or not has_model) else None
-    name = str(text)
-    if name in BUILT_IN | ASYNCHRONOUS | FORMER:
-        _use_engine(name, given, sources, lookup)
-        return None
-    fault = ""
-    if name in NOT_SERVED:
-        fault = "not served by this version of Slipway; only language models are served"
-    elif "://" in name:
-        fault = "not served by this version of Slipway; put the file into the model directory"
-    elif name.endswith(".py"):
-        path = sources.model_dir / name
-        if os.path.isfile(path):
-            return str(path)
-        fault = "there is no such file in the model directory"
-    elif not all(part.isidentifier() for part in name.split(".")):
-        fault = "allowed: a file that ends in .py, or the name of a module"
-    if fault:
-        lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
-    return name  # a wrong one as well: a model that a handler does not need is not missed then
-
-
 def _use_engine(name: str, given: Value, sources: Sources, lookup: Lookup) -> None:
     """Set what the name of one of LMI's own handlers implies."""
-    if name in FORMER:
+    if name in _FORMER:
         lookup.warnings.append(f"{ENTRY_POINT.key} is {name} ({given.source}): option.rolling_batch chooses the engine")
-    if name in ASYNCHRONOUS:
+    if name in _ASYNCHRONOUS:
         sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
     if "trtllm" in name or name == "djl_python.tensorrt_llm":
         sources.model.setdefault(ROLLING_BATCH.key, Value("trtllm", given.source))
 
 
-def _engine_model(sources: Sources, code: _Code | None, lookup: Lookup) -> dict[str, Any]:
+def _engine_model(sources: Sources, code: Path | None, lookup: Lookup) -> dict[str, Any]:
     fields: dict[str, Any] = {"model_dir": sources.model_dir, "engine_arguments": {}, "engine_argument_sources": {}}
     for option in options.SERVED:
         value = lookup.value(option, sources.model, sources.variables)
@@ -226,9 +214,9 @@ def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: L
             lookup.warnings.append(f"{key} ({layer[key].source}) is ignored: it belongs to dynamic batch")
 
 
-def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: _Code | None, lookup: Lookup) -> None:
+def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Path | None, lookup: Lookup) -> None:
     if code is not None:
-        fields["formatters"] = code.path
+        fields["formatters"] = code
     name = fields["output_formatter"]
     if name is None or name in FORMATTERS:
         return
@@ -327,7 +315,7 @@ def _set_model(sources: Sources, fields: dict[str, Any], lookup: Lookup, *, requ
     if given is None and variable is not None and location.is_store_of(variable.text, (sources.model_dir,)):
         variable = None  # the same model, by the directory around it
     if given is not None and variable is not None:
-        # The same text, or the directory whose serving.properties has the other one.
+        # The same model, or the one in S3 whose serving.properties names the other.
         is_same = given.text.strip() == variable.text.strip() or sources.remote_models.has(variable.text)
         if not is_same:
             lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")

@@ -1,4 +1,4 @@
-"""Which models a server starts with. Source: contracts/lmi.md section 2.6."""
+"""Which models a server starts with."""
 
 from __future__ import annotations
 

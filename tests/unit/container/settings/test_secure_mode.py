@@ -1,4 +1,4 @@
-"""SageMaker's secure mode: one test for each check. Source: contracts/lmi.md section 11.1."""
+"""SageMaker's secure mode: one test for each check."""
 
 from __future__ import annotations
 
