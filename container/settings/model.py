@@ -29,7 +29,8 @@ from container.settings.options import (
 from container.settings.parsers import FALSE, FORMATTERS, assignments, names
 from container.settings.properties import HIDDEN, Value, is_true, quoted
 from container.settings.server_options import MODEL_NAME_OPTION
-from container.settings.sources import DEFAULT, Lookup, SettingEntry, Sources, did_you_mean
+from container.settings.settings import SettingEntry
+from container.settings.sources import DEFAULT, Lookup, Sources, did_you_mean
 from container.sources import location
 from container.sources.location import RemoteModels, SourceError, is_s3
 from handlers.model_settings import HandlerSettings

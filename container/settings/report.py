@@ -7,10 +7,9 @@ import os
 from typing import Any
 
 from container.devices import gpu_count
-from container.settings.load import ServerReport, Settings, Startup
 from container.settings.parsers import Scalar
 from container.settings.properties import masked
-from container.settings.sources import SettingEntry
+from container.settings.settings import ServerReport, SettingEntry, Settings, Startup
 from handlers.engines.choice import is_vllm
 from handlers.engines.cpu_memory import CacheSize, planned_size
 from handlers.engines.protocol import EngineOutOfMemory

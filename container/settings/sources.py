@@ -26,6 +26,7 @@ from container.settings.properties import (
     serving_layer,
 )
 from container.settings.server_options import Address, AddressError
+from container.settings.settings import SettingEntry
 from container.sources import location
 from container.sources.local_copy import download_dir
 from container.sources.location import RemoteModels, SourceError, is_s3
@@ -34,17 +35,6 @@ DEFAULT = "default"
 _NONE: Mapping[str, Value] = {}
 _CLOSE = 0.92
 """Names that are more alike than this are taken for misspellings (`difflib`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SettingEntry:
-    """One line of the report on settings."""
-
-    name: str
-    value: Scalar | None
-    source: str
-    """"default", or what was written and where, such as "environment: OPTION_DTYPE"."""
-    note: str = ""
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from container.settings.aliases import ALIASES
-from container.settings.load import Settings, load_settings
+from container.settings.load import load_settings
 from container.settings.report import render_json, render_text
+from container.settings.settings import Settings
 
 
 @pytest.fixture

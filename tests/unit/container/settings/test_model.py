@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from container.settings import model as model_fields
-from container.settings.load import Settings, SettingsError, load_settings
+from container.settings.load import load_settings
 from container.settings.report import render_text
+from container.settings.settings import Settings, SettingsError
 from handlers.model_settings import HandlerSettings
 
 HANDLER = "def handle(inputs):\n    return None\n"

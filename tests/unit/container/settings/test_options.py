@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from container.settings import options, server_options
 from container.settings.aliases import ALIASES, Alias
-from container.settings.load import ServerSettings
 from container.settings.options import Option
 from container.settings.parsers import (
     BOOLEAN,
@@ -28,6 +27,7 @@ from container.settings.parsers import (
     names,
 )
 from container.settings.properties import SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
+from container.settings.settings import ServerSettings
 from handlers.model_settings import ModelSettings
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "configuration.md"
