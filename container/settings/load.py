@@ -68,7 +68,7 @@ def load_settings(
             SERVING_MODEL_STORE counts, else /opt/ml/model
         environ: the environment
         command_line: server keys such as "port", "host", "model_name"
-        arguments: keys of the model, such as "batch_size", that go before all other sources (the management API's)
+        arguments: keys of the model, such as "batch_size", that take precedence over all sources (the management API's)
 
     Raises:
         SettingsError: something is wrong; all that is wrong is listed.
@@ -177,7 +177,7 @@ def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
 
 
 def _declared_memory(sources: Sources, lookup: Lookup) -> DeclaredMemory:
-    """`gpu.required_memory_mb` and the like go before `required_memory_mb` on such a machine."""
+    """On a machine with GPUs `gpu.required_memory_mb` and the like take precedence, else those with `cpu.`."""
     values = {option.key: lookup.value(option, sources.model) for option in options.MEMORY}
     device = "gpu." if gpu_count() else "cpu."
     required, reserved = (

@@ -63,7 +63,7 @@ _LOCAL_PATHS = ("tokenizer", "hf_config_path")
 
 
 def model_fields(sources: Sources, lookup: Lookup) -> dict[str, Any]:
-    """The fields of `ModelSettings`; what is wrong is added to `lookup.problems`."""
+    """The fields of `ModelSettings`; wrong values are added to `lookup.problems`."""
     function = str(lookup.value(FUNCTION, sources.model) or FUNCTION.default)
     code = _find_code(sources.model_dir)
     entry_point = _entry_point(sources, code, function, lookup)
@@ -166,7 +166,7 @@ def _engine_model(sources: Sources, code: Path | None, lookup: Lookup) -> dict[s
     _set_formatters(sources.model, fields, code, lookup)
     for option in options.NOT_SERVED:
         lookup.value(option, sources.model, sources.variables)
-    _look_at_other_keys(sources.model, fields, lookup)
+    _pass_other_keys(sources.model, fields, lookup)
     _open_remote_paths(fields, sources.remote_models, lookup)
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
     _set_model(sources, fields, lookup, required=True)
@@ -181,10 +181,10 @@ def _add_argument(fields: dict[str, Any], name: str, value: Value) -> None:
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
-    """Set `rolling_batch` from what else is asked for: a batch size means dynamic batch, whatever the engine is.
+    """Set `rolling_batch`: a batch size above 1 means dynamic batch, whatever the option says.
 
-    In the asynchronous mode LMI's configurations have `rolling_batch=disable`, which there means only that it is not
-    rolling batch's schema: the engine batches all the same.
+    In the asynchronous mode `rolling_batch=disable`, as LMI's configurations have it, only selects the schema; the
+    engine batches all the same.
     """
     given = layer.get(ROLLING_BATCH.key)
     if given is not None and given.word == "tnx":
@@ -201,7 +201,7 @@ def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: L
     if batches and fields["rolling_batch"] != "disable":
         if given is not None and given.word != "auto":
             lookup.warnings.append(
-                f"batch_size above 1 goes before option.rolling_batch ({given.source}): dynamic batch"
+                f"batch_size above 1 takes precedence over option.rolling_batch ({given.source}): dynamic batch"
             )
         fields["rolling_batch"] = "disable"
         source = next(layer[key].source for key in BATCH_SIZE.keys if key in layer)
@@ -229,18 +229,20 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
     fields["formatter_function"], fields["output_formatter"] = name, None
 
 
-def _look_at_other_keys(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
-    """Hand keys that are not ours to the engine if they begin with `option.`, and warn of those without effect."""
+def _pass_other_keys(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
+    """Hand other keys to the engine if they begin with `option.`, and warn of those that have no effect."""
     handler_keys = {option.key for option in HANDLER_OPTIONS if option is not ASYNC_MODE}
+    ignored = dict(options.IGNORED)
+    if fields["rolling_batch"] == "disable":
+        for key in options.DYNAMIC_BATCH_ARGUMENTS:
+            del ignored[key]
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
-        if key in options.IGNORED and not (
-            key in options.DYNAMIC_BATCH_ARGUMENTS and fields["rolling_batch"] == "disable"
-        ):
+        if key in ignored:
             if value.word == options.IGNORED_SILENTLY.get(key):
                 lookup.entries.append(SettingEntry(key, value.text, value.source))
             else:
-                lookup.ignore(key, value, options.IGNORED[key])
+                lookup.ignore(key, value, ignored[key])
         elif key in handler_keys:
             if value.text.strip() != BY_KEY[key].default:
                 lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
@@ -304,10 +306,10 @@ def misspelt_options(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _set_model(sources: Sources, fields: dict[str, Any], lookup: Lookup, *, required: bool) -> None:
-    """Set what is loaded, from option.model_id or what stands in for it, and the model's name.
+    """Set `model_id` to what is loaded, and the model's name.
 
-    `required`: an engine needs a model; a custom handler may bring its own, and may give `option.model_id` a meaning
-    of its own.
+    `required`: without a model, or with one that is not found, there is a problem. A custom handler may bring its own
+    model, and may give `option.model_id` another meaning.
     """
     if "model_id" not in fields:
         fields["model_id"] = lookup.value(MODEL_ID, sources.model, sources.variables)

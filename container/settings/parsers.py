@@ -1,4 +1,4 @@
-"""Parsers of a setting's text; each says in words what it allows."""
+"""Parsers for the texts of settings; each describes the values that it allows."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def _remote_code(model: GivenModel) -> Iterator[str]:
 
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
     for channel, path in _files(channels):
-        # A link may have any name; what it leads to is what is read.
+        # A link may have another name than the file that is read.
         if any(name.lower().endswith(_PICKLE_SUFFIXES) for name in (path.name, os.path.realpath(path))):
             yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_SUFFIXES)} are not allowed)"
 

@@ -1,6 +1,6 @@
 """The settings of the server: SERVING_<KEY> in the environment, or --<key> on the command line.
 
-Names and defaults are LMI's, save for those that only Slipway has.
+Names and defaults are LMI's, except for those that only Slipway has.
 """
 
 from __future__ import annotations

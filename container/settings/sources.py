@@ -100,10 +100,10 @@ class Lookup:
         return value
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """`; did you mean <prefix><name>?` for a name that is close to a known one, else empty."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean <known name>?` for a name that is close to a known one, else empty."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=_CLOSE)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 FOR_HUB_MODEL = with_aliases(("HF_MODEL_ID", "HF_REVISION"))
