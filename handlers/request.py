@@ -171,3 +171,27 @@ class TokenDelta(msgspec.Struct, gc=False):
     """On the first delta, if the request wants them."""
     last: bool = False
     """No further delta of this request follows."""
+
+
+class GeneratedSequence:
+    """One sequence of an answer, collected from its deltas."""
+
+    __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.tokens: list[Token] = []
+        self.prompt_tokens: list[Token] = []
+        self.finish_reason: FinishReason | None = None
+        self.count = self.prompt_token_count = 0
+        self.logprob = 0.0
+
+    def add(self, delta: TokenDelta) -> None:
+        """Add the next delta."""
+        self.text.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        if delta.prompt_tokens is not None:
+            self.prompt_tokens = delta.prompt_tokens
+        self.finish_reason, self.count = delta.finish_reason, delta.token_count
+        self.prompt_token_count = delta.prompt_token_count
+        self.logprob = delta.cumulative_logprob or 0.0

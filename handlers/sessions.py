@@ -1,7 +1,8 @@
-"""Stateful sessions of the built-in handlers: created, checked and closed in threads.
+"""LMI's stateful sessions for the built-in handlers: created, checked and closed in threads.
 
 The built-in handlers store nothing in a session. It makes SageMaker send a client's requests to the same instance,
-where its prefix is in the KV cache.
+where its prefix is in the KV cache. Source: djl_python, `session_manager.py`; Amazon SageMaker, "Stateful sessions with
+Amazon SageMaker AI models".
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from datetime import UTC, datetime
+from typing import Literal, TypeVar
+
+import msgspec
 
 from djl_python.session_manager import Session, SessionManager
-from handlers.contracts.lmi.errors import failed_dependency, overloaded
-from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed, created, session_of
+from handlers.contracts.lmi.errors import JSON, failed_dependency, overloaded, payload_refused
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
@@ -25,6 +29,14 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Action = Literal["NEW_SESSION", "CLOSE"]
+
+SESSION_ID = "X-Amzn-SageMaker-Session-Id"
+NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
+CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
+NEW_SESSION = "NEW_SESSION"
+"""What SageMaker's client sends as an id when it has no session yet."""
+CLOSE = "CLOSE"
 MOST_SESSIONS = 2_000
 """Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which
 takes less than 0.1 s of a thread with this many."""
@@ -33,7 +45,11 @@ _MOST_WAITING = 256
 """Calls whose sessions are looked up at a time."""
 _SECONDS = 30.0
 _LAST_SAVE_SECONDS = 5.0
+_ID = re.compile(r"[A-Za-z0-9-]{1,256}")
+_LONGEST_SHOWN = 64
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
+
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Sessions:
@@ -156,3 +172,62 @@ def _close(manager: SessionManager, session_id: str) -> None:
         manager.close_session(session_id)
     except ValueError as error:
         raise failed_dependency(str(error)) from None
+
+
+def session_of(call: Call) -> str:
+    """The session that the call's header names; empty if it names none or asks for a new one.
+
+    Raises:
+        ContractError: 424; the header is not an id.
+    """
+    given = dict(call.headers).get(SESSION_ID, "").strip()
+    if given in ("", NEW_SESSION):
+        return ""
+    if not _ID.fullmatch(given):
+        raise failed_dependency(f"{SESSION_ID} is {_shown(given)}; expected 1 to 256 letters, digits and hyphens")
+    return given
+
+
+def action_of(body: bytes) -> Action:
+    """The action that a body with a `requestType` asks for.
+
+    Raises:
+        ContractError: 424; it is another, or the body has further fields.
+    """
+    try:
+        fields = _decode_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise payload_refused("a field of the body cannot be read") from None
+    further = sorted(fields.keys() - {"requestType"})
+    if further:
+        raise payload_refused(f"`requestType` goes without other fields, got {_shown(further[0])} beside it")
+    asked = bytes(fields["requestType"])
+    if asked == b'"NEW_SESSION"':
+        return "NEW_SESSION"
+    if asked == b'"CLOSE"':
+        return "CLOSE"
+    raise payload_refused(
+        f"`requestType` must be {NEW_SESSION} or {CLOSE}, got {_shown(asked.decode('utf-8', 'replace'))}"
+    )
+
+
+def created(session_id: str, expires: float) -> Reply:
+    """The reply to NEW_SESSION. `expires`: in seconds since the epoch.
+
+    SageMaker reads the first of the headers; clients that ask LMI directly read the second.
+    """
+    value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return _done(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
+
+
+def closed(session_id: str) -> Reply:
+    """The reply to CLOSE."""
+    return _done(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
+
+
+def _done(session_id: str, what: str, headers: tuple[tuple[str, str], ...]) -> Reply:
+    return Reply(200, JSON, f'{{"result": "Session {session_id} {what}"}}\n'.encode(), headers)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...")

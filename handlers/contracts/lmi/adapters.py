@@ -1,8 +1,8 @@
 """Adapters in LMI's calls: the one that a call names, and the API that manages them.
 
 Orders come in LMI's form, a query that is answered with a JSON object, or in SageMaker's, a JSON body that is answered
-with a line of text. Errors are the front end's in both. Source: "DJL Serving Adapters Management API"; AWS's
-package model-hosting-container-standards.
+with a line of text. Errors are the front end's in both. Source: "DJL Serving Adapters Management API"; AWS's package
+model-hosting-container-standards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ MOST_LISTED = 100
 DISABLED = "LoRA is not enabled: set option.enable_lora=true"
 
 _FIELD = b'"adapters"'
-
 _TEXT = "text/plain; charset=utf-8"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_version"})
 _BOOLEANS = {"true": True, "false": False}

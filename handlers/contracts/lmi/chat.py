@@ -79,6 +79,7 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+_json = json.JSONEncoder(ensure_ascii=False).encode
 _decode = msgspec.json.Decoder(_Answer).decode
 _decode_error = msgspec.json.Decoder(_ErrorObject).decode
 
@@ -151,7 +152,7 @@ class LmiChatShape:
         parts = [f'"role": {quote(message.role or "assistant")}']
         if message.reasoning is not None:
             parts.append(f'"reasoning_content": {quote(message.reasoning)}')
-        parts.append(f'"content": {_text(message.content)}')
+        parts.append(f'"content": {_json(message.content)}')
         if message.tool_calls:
             parts.append(f'"tool_calls": {_json(message.tool_calls)}')
         return f'{{"index": {choice.index}, "message": {{{", ".join(parts)}}}, {self._ending(choice)}}}'
@@ -201,14 +202,6 @@ def _usage(usage: _Usage) -> str:
         f'{{"prompt_tokens": {usage.prompt_tokens}, "completion_tokens": {usage.completion_tokens or 0}, '
         f'"total_tokens": {usage.total_tokens}}}'
     )
-
-
-def _text(content: str | None) -> str:
-    return "null" if content is None else quote(content)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 class AsyncShape:

@@ -31,7 +31,7 @@ from handlers.contracts.lmi.parameters import LmiParameters, ParameterRules, rea
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
 from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+from handlers.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
 
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
@@ -206,26 +206,6 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     overload_status: int = 503
 
 
-class _Sequence:
-    """One sequence of an answer, as far as it has been generated."""
-
-    __slots__ = ("count", "finish_reason", "prompt_tokens", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.tokens: list[Token] = []
-        self.prompt_tokens: list[Token] = []
-        self.finish_reason: FinishReason | None = None
-        self.count = 0
-
-    def add(self, delta: TokenDelta) -> None:
-        self.text.append(delta.text)
-        self.tokens.extend(delta.tokens)
-        if delta.prompt_tokens is not None:
-            self.prompt_tokens = delta.prompt_tokens
-        self.finish_reason, self.count = delta.finish_reason, delta.token_count
-
-
 class JsonAnswer:
     """One JSON document when everything has finished; an array of them where the client sent an array of prompts."""
 
@@ -236,11 +216,11 @@ class JsonAnswer:
         self._prompts = prompts
         self._options = options
         self._in_array = in_array or options.tgi
-        self._sequences: list[dict[int, _Sequence]] = [{} for _ in prompts]
+        self._sequences: list[dict[int, GeneratedSequence]] = [{} for _ in prompts]
         self._open = len(prompts)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._sequences[prompt].setdefault(delta.sequence, _Sequence()).add(delta)
+        self._sequences[prompt].setdefault(delta.sequence, GeneratedSequence()).add(delta)
         self._open -= delta.last
         return b"" if self._open else self._body().encode()
 
@@ -254,7 +234,7 @@ class JsonAnswer:
         documents = [self._document(*pair) for pair in zip(self._prompts, self._sequences, strict=True)]
         return f"[{', '.join(documents)}]" if self._in_array else documents[0]
 
-    def _document(self, prompt: str, sequences: dict[int, _Sequence]) -> str:
+    def _document(self, prompt: str, sequences: dict[int, GeneratedSequence]) -> str:
         options, (best, *others) = self._options, [sequences[rank] for rank in sorted(sequences)]
         text = f'{{"generated_text": {_text(prompt, best, options)}'
         if not options.details:
@@ -267,7 +247,7 @@ class JsonAnswer:
             details += f', "best_of_sequences": [{rest}]'
         return f'{text}, "details": {{{details}}}}}'
 
-    def _other(self, prompt: str, sequence: _Sequence) -> str:
+    def _other(self, prompt: str, sequence: GeneratedSequence) -> str:
         text = _text(prompt, sequence, self._options)
         return f'{{{_counts(sequence)}, {_token_lists(sequence, self._options)}, "generated_text": {text}}}'
 
@@ -283,7 +263,7 @@ class RecordAnswer:
         self._options = options
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
         self._head = self._before + '{"token": '
-        self._sequence = _Sequence()
+        self._sequence = GeneratedSequence()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The records of this delta's tokens. The hot path: called for each token of each stream."""
@@ -334,21 +314,21 @@ def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, in
     return write(error.message, status_of(error), tgi_error_type(error) if options.tgi else None)
 
 
-def _text(prompt: str, sequence: _Sequence, options: AnswerOptions) -> str:
+def _text(prompt: str, sequence: GeneratedSequence, options: AnswerOptions) -> str:
     text = "".join(sequence.text)
     return quote(prompt + text if options.full_text else text)
 
 
-def _counts(sequence: _Sequence) -> str:
+def _counts(sequence: GeneratedSequence) -> str:
     reason = f'"{FINISH_REASONS[sequence.finish_reason]}"' if sequence.finish_reason else "null"
     return f'"finish_reason": {reason}, "generated_tokens": {sequence.count}'
 
 
-def _token_lists(sequence: _Sequence, options: AnswerOptions) -> str:
+def _token_lists(sequence: GeneratedSequence, options: AnswerOptions) -> str:
     return f'"tokens": {_tokens(sequence.tokens, options)}{_prompt_and_top(sequence, options)}'
 
 
-def _prompt_and_top(sequence: _Sequence, options: AnswerOptions) -> str:
+def _prompt_and_top(sequence: GeneratedSequence, options: AnswerOptions) -> str:
     text = ""
     if options.prefill:
         text += f', "prefill": {_tokens(sequence.prompt_tokens, options)}'

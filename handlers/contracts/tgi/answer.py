@@ -16,7 +16,7 @@ from struct import Struct
 from handlers.contracts.protocol import Reply
 from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incomplete, event, refuse, refuse_stream
 from handlers.errors import RequestError
-from handlers.request import FinishReason, Token, TokenDelta
+from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
@@ -48,33 +48,6 @@ class AnswerOptions:
     compute_type: str
 
 
-class _Sequence:
-    """One sequence of an answer, as far as it has been generated."""
-
-    __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.tokens: list[Token] = []
-        self.prompt_tokens: list[Token] = []
-        self.finish_reason: FinishReason | None = None
-        self.count = self.prompt_token_count = 0
-        self.logprob = 0.0
-
-    def add(self, delta: TokenDelta) -> None:
-        self.text.append(delta.text)
-        self.tokens.extend(delta.tokens)
-        if delta.prompt_tokens is not None:
-            self.prompt_tokens = delta.prompt_tokens
-        self.finish_reason, self.count = delta.finish_reason, delta.token_count
-        self.prompt_token_count = delta.prompt_token_count
-        self.logprob = delta.cumulative_logprob or 0.0
-
-    @property
-    def mean_logprob(self) -> float:
-        return self.logprob / self.count if self.count else 0.0
-
-
 class GenerationAnswer:
     """One JSON document when all sequences have finished; the one with the highest mean log probability comes first."""
 
@@ -83,7 +56,7 @@ class GenerationAnswer:
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._begun_at = time.monotonic()
-        self._sequences = [_Sequence() for _ in options.seeds]
+        self._sequences = [GeneratedSequence() for _ in options.seeds]
         self._open = len(options.seeds)
         self._best = 0
 
@@ -114,7 +87,7 @@ class GenerationAnswer:
     def _body(self) -> str:
         _check_complete(self._sequences)
         ranks = range(len(self._sequences))
-        self._best = max(ranks, key=lambda place: self._sequences[place].mean_logprob)
+        self._best = max(ranks, key=lambda place: _mean_logprob(self._sequences[place]))
         text = f'{{"generated_text":{self._text(self._best)}'
         if self._options.details:
             others = [self._other(place) for place in ranks if place != self._best]
@@ -199,7 +172,7 @@ class PredictionsAnswer:
     headers: Headers = ()
 
     def __init__(self, instances: int) -> None:
-        self._sequences = [_Sequence() for _ in range(instances)]
+        self._sequences = [GeneratedSequence() for _ in range(instances)]
         self._open = instances
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -218,16 +191,20 @@ class PredictionsAnswer:
         return b""  # the body is sent whole
 
 
-def _check_complete(sequences: Sequence[_Sequence]) -> None:
+def _check_complete(sequences: Sequence[GeneratedSequence]) -> None:
     """Raise `Incomplete` if one of them was ended from outside."""
     if any(sequence.finish_reason not in FINISH_REASONS for sequence in sequences):
         raise Incomplete
 
 
-def _counts(ended: _Sequence | TokenDelta, seed: int | None) -> str:
+def _mean_logprob(sequence: GeneratedSequence) -> float:
+    return sequence.logprob / sequence.count if sequence.count else 0.0
+
+
+def _counts(ended: GeneratedSequence | TokenDelta, seed: int | None) -> str:
     assert ended.finish_reason is not None
     reason = FINISH_REASONS[ended.finish_reason]
-    count = ended.count if isinstance(ended, _Sequence) else ended.token_count
+    count = ended.count if isinstance(ended, GeneratedSequence) else ended.token_count
     return f'"finish_reason":"{reason}","generated_tokens":{count},"seed":{"null" if seed is None else seed}'
 
 

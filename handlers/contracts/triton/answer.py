@@ -60,32 +60,23 @@ class _Piece:
 
     def __init__(self) -> None:
         self.text = ""
-        self.tokens: Sequence[Token] = ()
+        self.tokens: list[Token] = []
         self.finish_reason: FinishReason | None = None
         self.cumulative: float | None = None
         self.new_tokens = self.seen = 0
 
-    def take(self, delta: TokenDelta) -> None:
-        """Hold what this delta adds."""
-        self.text, self.tokens = delta.text, delta.tokens
+    def add(self, delta: TokenDelta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
         self.finish_reason = delta.finish_reason
-        self.new_tokens, self.seen = delta.token_count - self.seen, delta.token_count
+        self.new_tokens += delta.token_count - self.seen
+        self.seen = delta.token_count
         if delta.cumulative_logprob is not None:
             self.cumulative = delta.cumulative_logprob
 
-    def add(self, delta: TokenDelta) -> None:
-        """Hold what this delta adds as well as what was there."""
-        text, tokens, new_tokens = self.text, self.tokens, self.new_tokens
-        self.take(delta)
-        self.text, self.tokens, self.new_tokens = (
-            text + self.text,
-            [*tokens, *self.tokens],
-            new_tokens + self.new_tokens,
-        )
-
-    def rest(self) -> None:
-        """Hold nothing new."""
-        self.text, self.tokens, self.new_tokens = "", (), 0
+    def begin(self) -> None:
+        """Begin the next response, in which nothing is new yet."""
+        self.text, self.tokens, self.new_tokens = "", [], 0
 
 
 class _Objects:
@@ -102,11 +93,8 @@ class _Objects:
     @property
     def plain(self) -> str | None:
         """What comes before the text, if only a brace comes after it; None if there is more."""
-        return (
-            self._head
-            if self._options.outputs == _PLAIN and self._options.sequences == 1 and self._options.text
-            else None
-        )
+        options = self._options
+        return self._head if options.outputs == _PLAIN and options.sequences == 1 and options.text else None
 
     def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
         """One response."""
@@ -192,8 +180,8 @@ class EventAnswer:
         if self._plain is not None:
             return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
         for piece in self._pieces:
-            piece.rest()
-        self._pieces[delta.sequence].take(delta)
+            piece.begin()
+        self._pieces[delta.sequence].add(delta)
         return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
 
     def fail(self, error: RequestError) -> Reply:
