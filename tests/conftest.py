@@ -7,7 +7,6 @@ import re
 from collections.abc import Generator, Iterator
 
 import pytest
-from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
