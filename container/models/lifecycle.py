@@ -13,8 +13,8 @@ from functools import partial
 
 from container.settings.load import Settings
 from container.settings.secure_mode import check_adapter, check_model
-from container.sources.remote_model import RemoteModel
-from container.sources.source_error import FetchTimeout, SourceError
+from container.sources.download import FetchTimeout, RemoteModel
+from container.sources.location import SourceError
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine

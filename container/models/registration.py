@@ -17,8 +17,8 @@ from container.models.memory import Free, OutOfMemory, check_room, free_memory, 
 from container.models.registry import AlreadyRegistered, Model, Models
 from container.settings.load import ServerSettings, Settings, StartupModel, further_settings
 from container.settings.properties import Value
+from container.sources.download import SETTINGS_SECONDS
 from container.sources.location import model_place, name_of_url
-from container.sources.remote_model import SETTINGS_SECONDS
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of

@@ -32,9 +32,8 @@ from container.settings.sources import (
     server_layer,
 )
 from container.sources import location
-from container.sources.location import UrlNotFound, model_place
-from container.sources.remote_model import RemoteModel
-from container.sources.s3_url import is_s3
+from container.sources.download import RemoteModel
+from container.sources.location import UrlNotFound, is_s3, model_place
 from handlers.model_settings import ModelSettings
 
 __all__ = ["ServerSettings", "SettingEntry", "Settings", "SettingsError", "load_server", "load_settings"]

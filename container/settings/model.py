@@ -16,7 +16,8 @@ from container.settings.parsers import names
 from container.settings.properties import HIDDEN, Value, quoted
 from container.settings.sources import DEFAULT, Resolution, SettingEntry, Sources
 from container.sources import location
-from container.sources.location import RemoteModels, SourceError, is_s3
+from container.sources.download import RemoteModels
+from container.sources.location import SourceError, is_s3
 
 _PATHS = ("tokenizer", "hf_config_path")
 _SPECULATIVE = "speculative_config"

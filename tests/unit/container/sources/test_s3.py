@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.sources.remote_file import RemoteFile, check_path, selected
-from container.sources.s3_url import S3Url, is_s3
-from container.sources.source_error import SourceError
+from container.sources.location import S3Url, SourceError, is_s3
+from container.sources.s3 import RemoteFile, check_path, selected
 
 
 @pytest.mark.parametrize(
