@@ -90,6 +90,23 @@ def cut_short(times: int) -> Fault:
     return fault
 
 
+def alter(times: int) -> Fault:
+    """As many bytes as there should be, and other ones, so many times."""
+    left = [times]
+
+    def fault(passing: Passing) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            return False
+        passing.handler.send_response(206)
+        passing.handler.send_header("Content-Length", str(len(passing.body)))
+        passing.handler.end_headers()
+        passing.handler.wfile.write(bytes(len(passing.body)))
+        return True
+
+    return fault
+
+
 def slow(seconds: float, ending: str = "") -> Fault:
     """Every object that ends so takes its time."""
 

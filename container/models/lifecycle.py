@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -20,6 +19,7 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, generate
 from handlers.entry_point import Limits, Service, load_service
+from handlers.memory_release import exempt_loaded_model
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
@@ -85,10 +85,6 @@ async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
         raise EngineStartError(str(error)) from error
     finally:
         stop.set()
-
-
-_GC_THRESHOLD = 20_000
-"""Requests leave no reference cycles behind, so there is little to look for."""
 
 
 _POLL_SECONDS = 0.05
@@ -187,10 +183,7 @@ class Lifecycle:
                 if self._state is State.STARTING:
                     self._state, self._failure = State.FAILED, str(error)
             raise
-        # What exists now lives as long as the process; the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GC_THRESHOLD, 50, 50)
+        await asyncio.to_thread(exempt_loaded_model)
         if self._state is State.STARTING:
             self._state = State.READY
             seconds = time.monotonic() - started

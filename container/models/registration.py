@@ -223,7 +223,7 @@ class Registrar:
         # Here no other error is its context: the frames of that would keep all that was loaded, weights among it.
         with contextlib.suppress(asyncio.CancelledError):  # a stop does not wait for memory
             await asyncio.sleep(_MOMENT_SECONDS)
-        release_memory()
+            await asyncio.to_thread(release_memory)
         raise failure
 
     async def _failure_of_load(self, model: Model, settings: Settings) -> Exception | None:
@@ -260,7 +260,7 @@ class Registrar:
         await until_none(lambda: self._in_the_way(model), _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)
-            release_memory()
+            await asyncio.to_thread(release_memory)
         logger.info("model %s is unregistered", model.title)
 
     def _in_the_way(self, model: Model) -> int:

@@ -120,6 +120,7 @@ class S3Folder:
         """
         self.url = url
         self._client = _client(url)
+        self._reads = _Reads(self._client)
 
     def files(self) -> tuple[RemoteFile, ...]:
         """List all objects in the folder, save for those that stand for folders.
@@ -157,7 +158,7 @@ class S3Folder:
 
     def transfers(self, on_bytes: Callable[[int], None]) -> Transfers:
         """Return what downloads files of this folder; `on_bytes` is told how many bytes came, or have to come again."""
-        return Transfers(self, self._client, on_bytes)
+        return Transfers(self, self._client, self._reads, on_bytes)
 
     def verify(self, file: RemoteFile, path: Path, check: Callable[[], None]) -> None:
         """Compare a downloaded file with its size and, where S3 has a checksum of the whole object, with that.
@@ -204,10 +205,10 @@ class S3Folder:
 class Transfers:
     """Objects that boto3's TransferManager downloads in ranges, several at a time, into files of this machine."""
 
-    def __init__(self, folder: S3Folder, client: S3Client, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, folder: S3Folder, client: S3Client, reads: _Reads, on_bytes: Callable[[int], None]) -> None:
         from s3transfer.manager import TransferConfig, TransferManager
 
-        self._folder, self._on_bytes = folder, on_bytes
+        self._folder, self._reads, self._on_bytes = folder, reads, on_bytes
         config = TransferConfig(
             multipart_threshold=1,  # only ranges are read on condition that the object is still the one that was listed
             multipart_chunksize=RANGE,
@@ -255,7 +256,11 @@ class Transfers:
         """Cancel what has not come. Threads that still wait for S3 end by themselves soon after, and write nothing."""
         for future in self._futures:
             future.cancel()
-        threading.Thread(target=self._manager.shutdown, name="download-end", daemon=True).start()
+        threading.Thread(target=self._shut_down, name="download-end", daemon=True).start()
+
+    def _shut_down(self) -> None:
+        self._manager.shutdown()
+        self._reads.close()
 
 
 class _Transfer:
@@ -321,23 +326,39 @@ def _client(url: S3Url) -> S3Client:
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
         session = boto3.session.Session(region_name=region)
-        client = session.client("s3", config=config, region_name=session.region_name or "us-east-1")
+        return session.client("s3", config=config, region_name=session.region_name or "us-east-1")
     except (BotoCoreError, ValueError) as error:
         raise SourceError(f"{url}: {error}") from error
-    # Some S3 servers ignore `If-Match`; their answers are compared with it.
-    client.meta.events.register("provide-client-params.s3.GetObject", _note_version)
-    client.meta.events.register("after-call.s3.GetObject", _check_version)
-    return client
 
 
-def _note_version(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-    context["expected_etag"] = params.get("IfMatch")
+class _Reads:
+    """Looks at each `GetObject` of a client, by botocore's events.
 
+    Some S3 servers ignore `If-Match`, so each answer is compared with it. And boto3 leaves the connection of a broken
+    or cancelled read open until it is collected: here it is closed before its thread's next read, and at the end.
+    """
 
-def _check_version(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-    expected = context.get("expected_etag")
-    if expected is not None and parsed.get("ETag", expected) != expected:
-        raise _Replaced
+    def __init__(self, client: S3Client) -> None:
+        self._bodies: dict[int, Any] = {}
+        client.meta.events.register("provide-client-params.s3.GetObject", self._begin)
+        client.meta.events.register("after-call.s3.GetObject", self._answered)
+
+    def close(self) -> None:
+        """Close all connections; to be called when nothing is read any more."""
+        while self._bodies:
+            self._bodies.popitem()[1].close()
+
+    def _begin(self, params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        if (body := self._bodies.pop(threading.get_ident(), None)) is not None:
+            body.close()
+        context["expected_etag"] = params.get("IfMatch")
+
+    def _answered(self, parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        if "Body" in parsed:
+            self._bodies[threading.get_ident()] = parsed["Body"]
+        expected = context["expected_etag"]
+        if expected is not None and parsed.get("ETag", expected) != expected:
+            raise _Replaced
 
 
 class _Replaced(Exception):

@@ -18,7 +18,7 @@ import pytest
 from container.sources import s3
 from container.sources.download import FetchStopped, FetchTimeout, LocalCopy, fetch, open_model
 from container.sources.location import S3Url, SourceError
-from tests.s3 import Gate, cut_short, delete, put, refuse, slow
+from tests.s3 import Gate, alter, cut_short, delete, put, refuse, slow
 
 WEIGHTS = bytes(range(256)) * 4096 * 3  # 3 MiB
 FILES = {
@@ -114,6 +114,15 @@ def test_a_body_that_ends_too_early_is_read_again(model: Gate, url: str, downloa
     opened.fetch_weights(60)
     assert contents(opened.directory) == WANTED
     assert opened.progress.bytes == opened.progress.total_bytes
+
+
+def test_a_file_that_was_altered_on_its_way_is_never_kept(model: Gate, url: str, downloads: Path) -> None:
+    opened = open_model(url, downloads)
+    model.fault = alter(times=1)
+    with pytest.raises(SourceError, match=r"model-\d.safetensors came with another CRC32 checksum than S3 has of it"):
+        opened.fetch_weights(60)
+    assert not list(downloads.rglob("complete"))
+    assert contents(fetch(url, downloads)) == WANTED
 
 
 def test_an_object_that_is_replaced_in_the_middle_is_never_mixed_of_both_by_an_s3_that_knows_no_conditions(
@@ -225,9 +234,10 @@ def test_keys_with_odd_characters_are_fetched_under_their_own_names(
 
 
 def test_a_folder_of_more_objects_than_one_listing_shows_is_fetched_whole(
-    gate: Gate, url: str, prefix: str, downloads: Path, s3_address: str
+    gate: Gate, url: str, prefix: str, downloads: Path, s3_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = {f"{number:04}.json": str(number).encode() for number in range(1003)}
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")
+    wanted = {f"{number:04}.json": str(number).encode() for number in range(23)}
     put(s3_address, {f"{prefix}/{name}": body for name, body in wanted.items()})
     assert contents(fetch(url, downloads)) == wanted
 
