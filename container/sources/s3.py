@@ -98,7 +98,8 @@ def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
     if both := [file.path for file in everything if file.path in folders and file.size]:
         raise SourceError(f"{both[0]!a} is an object, and the folder of others: no directory can hold both")
     everything = [file for file in everything if file.path not in folders]
-    with_safetensors = {str(PurePosixPath(file.path).parent) for file in everything if file.path.endswith(".safetensors")}
+    safetensors = [PurePosixPath(file.path) for file in everything if file.path.endswith(".safetensors")]
+    with_safetensors = {str(path.parent) for path in safetensors}
     return tuple(file for file in everything if not _is_duplicate(PurePosixPath(file.path), with_safetensors))
 
 
@@ -383,7 +384,7 @@ _REFUSALS = {
 }
 
 
-def _reason(error: Exception, url: S3Url, path: str) -> str:
+def _reason(error: BaseException, url: S3Url, path: str) -> str:
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,

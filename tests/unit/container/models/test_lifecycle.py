@@ -14,7 +14,7 @@ from container.models import lifecycle
 from container.models.lifecycle import Lifecycle, State
 from container.models.registry import Model, Models
 from container.settings.load import ServerSettings, Settings
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import EngineHealth, EngineStartError
 from handlers.entry_point import Service
 from handlers.model_settings import ModelSettings
 
@@ -58,3 +58,45 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
     with pytest.raises(EngineStartError, match="generated nothing"):
         await start
     assert (life.state, life.reason) == (State.FAILED, "the engine started but generated nothing")
+
+
+class Unknowable:
+    """A service whose engine cannot tell how it is."""
+
+    custom = None
+    runtime: Any
+
+    def __init__(self) -> None:
+        self.runtime = self
+
+    def health(self) -> EngineHealth:
+        raise RuntimeError("no such process")
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_watch_over_the_others_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def loaded(*_: object) -> Service:
+        service: Any = Unknowable()
+        service.engine = None
+        return service
+
+    monkeypatch.setattr(lifecycle, "load_service", loaded)
+    server = ServerSettings()
+    lives = [
+        Lifecycle(Settings(server, ModelSettings(name=name, model_dir=Path(), model_id=name))) for name in ("a", "b")
+    ]
+    models = Models(Model(life, life.model.name) for life in lives)
+    for life in lives:
+        await life.start()
+    await asyncio.wait_for(models.watch(fail_fast=True, fail_fast_when_stalled=False), 10)
+    reply = ping(models, server, ErrorRates({}, frozenset()))
+    assert reply.status == 500
+    assert [life.state for life in lives] == [State.FAILED, State.FAILED]
+    assert lives[0].reason == "the health of the model cannot be told: RuntimeError('no such process')"
+    assert caplog.text.count("; /ping now answers 500") == 2
+    watch = asyncio.create_task(models.watch(fail_fast=False, fail_fast_when_stalled=False))
+    done, _ = await asyncio.wait([watch], timeout=0.1)
+    assert not done
+    watch.cancel()

@@ -184,9 +184,7 @@ def test_where_access_is_denied_it_is_said_what_to_permit(
     assert refusal(url, downloads) == f"{url}: access is denied; allow {needed}; S3 says: {policy} (AccessDenied)"
 
 
-@pytest.mark.parametrize(
-    "name", ["model", "record", "complete", "lock", "partial.1", "weights"]
-)
+@pytest.mark.parametrize("name", ["model", "record", "complete", "lock", "partial.1", "weights"])
 def test_a_model_may_be_called_like_the_records_of_a_download(
     gate: Gate, url: str, prefix: str, downloads: Path, s3_address: str, name: str
 ) -> None:
@@ -389,7 +387,7 @@ def test_offline_a_whole_copy_is_enough(model: Gate, url: str, downloads: Path) 
 
 
 def test_the_record_of_whole_files_survives_a_torn_line(model: Gate, url: str, downloads: Path) -> None:
-    directory = fetch(url, downloads)
+    fetch(url, downloads)
     root = LocalCopy(S3Url.parse(url), downloads).root
     (root / "complete").unlink()
     with (root / "record").open("a") as journal:
