@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from container.sources.sample_model import default_cache_dir, make_once
+from container.sources.sample_model import make_once
 
 _FORMAT = 3  # raise it when what is written changes, so that older caches are not taken for it
 _SEED = 20
@@ -23,7 +23,7 @@ _END = "<|end|>"
 
 def prepare_tiny_model(cache_dir: Path | None = None) -> Path:
     """Return the tiny model's directory, making it first if needed."""
-    target = (cache_dir or default_cache_dir()) / f"tiny-llama-v{_FORMAT}"
+    target = (cache_dir or cache_dir()) / f"tiny-llama-v{_FORMAT}"
     return make_once(target, _write)
 
 

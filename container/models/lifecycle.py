@@ -122,8 +122,7 @@ class Lifecycle:
                     self.let_go()
             finally:
                 # Last: the management API takes the model off the list then, and /ping does not show it as failed.
-                if self._state is State.STARTING:
-                    self._state, self._failure = State.FAILED, str(error)
+                self.fail(str(error))
             raise
         if self._state is State.STARTING:
             self._state = State.READY

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_LOADS = 100
-"""Models that may wait to be loaded. One is loaded at a time, since each measures the free memory; downloads overlap."""
+"""Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
 """How long reading a model's settings may take, which are downloaded where the model is on S3."""
 _LEAVING_SECONDS = 5.0
