@@ -5,7 +5,7 @@ already listens. A file is downloaded under another name and gets its own once i
 folder of its own in the cache directory:
 
     models/<hash of the URL>/model/<last part of the URL>/   the files
-    models/<hash of the URL>/record                          which of them are whole: path, size and version
+    models/<hash of the URL>/record                          which of them are whole: path, size and ETag
     models/<hash of the URL>/complete                        there while all of them are
     models/<hash of the URL>/lock                            held by the process that changes any of these
 """
@@ -177,7 +177,7 @@ class LocalCopy:
         self._record, self._complete = self.root / "record", self.root / "complete"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-        """Return those of `files` that are not here whole and in the same version."""
+        """Return those of `files` that are not here whole, or that S3 has another version of."""
         recorded = self._recorded()
         return tuple(file for file in files if recorded.get(file.path) != file or not self._has_size(file))
 
@@ -232,15 +232,15 @@ class LocalCopy:
 
 
 def _line(file: RemoteFile) -> str:
-    return json.dumps([file.path, file.size, file.version]) + "\n"
+    return json.dumps([file.path, file.size, file.etag]) + "\n"
 
 
 def _parsed(line: str) -> RemoteFile | None:
     """Return the file of a line; None for one that a crash has cut off."""
     try:
         match json.loads(line):
-            case [str(path), int(size), str(version)]:
-                return RemoteFile(path, size, version)
+            case [str(path), int(size), str(etag)]:
+                return RemoteFile(path, size, etag)
     except ValueError:
         pass
     return None

@@ -55,8 +55,8 @@ class RemoteFile:
     """Below the model's directory, with `/` between its parts."""
     size: int
     """Bytes."""
-    version: str
-    """The ETag and the date; another one means another content."""
+    etag: str
+    """In quotes, as S3 gives it; another one means another content."""
     checksums: tuple[str, ...] = field(default=(), compare=False)
     """Algorithms of the checksums that S3 has of the whole object."""
 
@@ -64,11 +64,6 @@ class RemoteFile:
     def is_weights(self) -> bool:
         """Whether the settings can be read without this file."""
         return self.size > _MAX_SETTINGS_BYTES or PurePosixPath(self.path).suffix.lower() in WEIGHTS
-
-    @property
-    def etag(self) -> str:
-        """The ETag, in quotes."""
-        return self.version.partition(" ")[0]
 
 
 def check_path(path: str) -> str:
@@ -152,10 +147,9 @@ class S3Folder:
                 count += 1
                 if count > _MAX_FILES:
                     raise SourceError(f"{self.url}: more than {_MAX_FILES} objects; give the folder of one model")
-                version = f"{found['ETag']} {found['LastModified'].isoformat()}"
                 whole = found.get("ChecksumType") != "COMPOSITE"
                 algorithms = tuple(found.get("ChecksumAlgorithm", ())) if whole else ()
-                yield RemoteFile(check_path(path), found["Size"], version, algorithms)
+                yield RemoteFile(check_path(path), found["Size"], found["ETag"], algorithms)
 
     def transfers(self, on_bytes: Callable[[int], None]) -> Transfers:
         """Return what downloads files of this folder; `on_bytes` is told how many bytes came, or have to come again."""
