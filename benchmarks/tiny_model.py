@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from container.sources.sample_model import make_once
+from handlers.cache_dir import cache_dir
 
 _FORMAT = 3  # raise it when what is written changes, so that older caches are not taken for it
 _SEED = 20
@@ -21,9 +22,9 @@ _VOCABULARY = 1024
 _END = "<|end|>"
 
 
-def prepare_tiny_model(cache_dir: Path | None = None) -> Path:
+def prepare_tiny_model(directory: Path | None = None) -> Path:
     """Return the tiny model's directory, making it first if needed."""
-    target = (cache_dir or cache_dir()) / f"tiny-llama-v{_FORMAT}"
+    target = (directory or cache_dir()) / f"tiny-llama-v{_FORMAT}"
     return make_once(target, _write)
 
 

@@ -284,16 +284,8 @@ class Progress:
         rate = (self.fetched_bytes - self._bytes_logged) / elapsed
         self._logged, self._bytes_logged = now, self.fetched_bytes
         rest = f"about {(self.total_bytes - self.bytes) / rate:.0f} s left" if rate > 0 else "nothing came"
-        logger.info(
-            "%s: %d of %d files, %.2f of %.2f GiB, %.3f GiB/s, %s",
-            url,
-            self.files,
-            self.total_files,
-            self.bytes / _GIB,
-            self.total_bytes / _GIB,
-            rate / _GIB,
-            rest,
-        )
+        size = f"{self.bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB, {rate / _GIB:.3f} GiB/s"
+        logger.info("%s: %d of %d files, %s, %s", url, self.files, self.total_files, size, rest)
 
 
 class _Download:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from container.sources.location import S3Url, SourceError
 
@@ -282,26 +282,20 @@ class _Transfer:
         self._ended.put((self, future))
 
 
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
-    def digest(self) -> bytes: ...
-
-
 class _Crc32:
     """CRC-32, with the methods of hashlib's classes."""
 
     def __init__(self) -> None:
         self._value = 0
 
-    def update(self, data: bytes, /) -> None:
+    def update(self, data: bytes) -> None:
         self._value = zlib.crc32(data, self._value)
 
     def digest(self) -> bytes:
         return self._value.to_bytes(4, "big")
 
 
-_CHECKSUMS: dict[str, Callable[[], _Hash]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
+_CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
 """What can be computed fast without AWS's C library; S3 also has CRC32C and CRC64NVME."""
 
 
