@@ -23,8 +23,9 @@ import uvicorn
 
 from container.app import Application, Mount, create_app
 from container.http.protocol import HttpProtocol
+from container.models.lifecycle import State
 from container.models.registration import Registrar, as_model
-from container.models.registry import Models
+from container.models.registry import Model, Models
 from container.settings.load import Startup
 from container.settings.properties import Value
 from container.settings.server_options import Address
@@ -87,6 +88,7 @@ def socket_directory() -> Iterator[None]:
 EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137
 """137 is what LMI exits with under SERVING_FAIL_FAST."""
 
+_ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0
 """How long a model that failed to load can be asked for its reason."""
@@ -218,12 +220,23 @@ class Process:
 
     async def _watch_engines(self) -> None:
         server = self._settings
-        await self._models.watch(fail_fast=server.fail_fast, fail_fast_when_stalled=server.fail_fast_when_stalled)
-        self._exit_code = EXIT_ENGINE_DIED
-        try:
-            await self._models.drain(1.0)  # its clients get their errors first
-        finally:
-            self._end()
+        ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
+        reported: set[Model] = set()
+        while True:
+            for model in self._models:
+                lifecycle = model.lifecycle
+                stalled = lifecycle.stalled  # looked at in any case, for the log
+                over = lifecycle.state is State.FAILED or (stalled and ends_when_stalled)
+                if over and model not in reported:
+                    reported.add(model)
+                    logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
+            if reported and server.fail_fast:
+                await self._models.drain(1.0)  # its clients get their errors first
+                self._exit_code = EXIT_ENGINE_DIED
+                self._end()
+                return
+            reported.intersection_update(self._models)
+            await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

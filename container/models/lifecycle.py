@@ -61,8 +61,7 @@ class Lifecycle:
     @property
     def state(self) -> State:
         """The state, from the engine's latest signs of life; no other process is asked."""
-        service = self.service
-        if self._state is State.READY and service is not None and not service.runtime.health().alive:
+        if self._state is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.FAILED
         return self._state
 
@@ -70,13 +69,24 @@ class Lifecycle:
     def reason(self) -> str:
         """Why the model has failed; empty if it has not."""
         if self._state is State.READY and self.service is not None:
-            return self.service.runtime.health().reason
+            return self._health(self.service).reason
         return self._failure
 
     @property
     def stalled(self) -> str:
         """Why the engine counts as stalled, though it is alive; empty if it does not."""
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
+
+    def _health(self, service: Service) -> EngineHealth:
+        """Ask the engine how it is. One that cannot tell makes the model unhealthy, and never goes unnoticed."""
+        try:
+            return service.runtime.health()
+        except Exception as error:
+            logger.critical(
+                "model %s: its health cannot be told; /ping now answers 500", self.model.name, exc_info=True
+            )
+            self.fail(f"the engine's health cannot be told: {error!r}")
+            return EngineHealth(alive=False, reason=self._failure)
 
     @property
     def short_of_workers(self) -> bool:
@@ -113,7 +123,7 @@ class Lifecycle:
             if self.service.engine is not None:
                 with self.startup_times.phase("first token"):
                     await _warm_up(self.service.engine)
-            self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
+            self._stall = StallWatch(partial(self._health, self.service), self._server.stall_timeout)
             await asyncio.to_thread(exempt_loaded_model)
         except BaseException as error:
             try:
@@ -122,7 +132,8 @@ class Lifecycle:
                     self.let_go()
             finally:
                 # Last: the management API takes the model off the list then, and /ping does not show it as failed.
-                self.fail(str(error))
+                if self._state is State.STARTING:
+                    self._state, self._failure = State.FAILED, str(error)
             raise
         if self._state is State.STARTING:
             self._state = State.READY
@@ -144,11 +155,6 @@ class Lifecycle:
         if mode is not None and given is not None and (faults := await asyncio.to_thread(check_model, mode, given)):
             raise EngineStartError("; ".join(faults))
         self._fetched = True
-
-    def fail(self, reason: str) -> None:
-        """Make the model unhealthy for good, unless it is being stopped."""
-        if self._state in (State.STARTING, State.READY):
-            self._state, self._failure = State.FAILED, reason
 
     def view(self) -> ModelView:
         """Return what routes that generate nothing show of the model."""
@@ -183,8 +189,13 @@ class Lifecycle:
         if self.service is not None:
             await self.service.stop()
 
+    def fail(self, reason: str) -> None:
+        """Count as failed from now on; what is loaded goes on to answer."""
+        if self._state is State.READY:
+            self._state, self._failure = State.FAILED, reason
+
     def let_go(self) -> None:
-        """Drop all references to what was stopped, so that its memory can be released."""
+        """Keep nothing of what was stopped, so that its memory can be released."""
         self.service = self._stall = None
 
 

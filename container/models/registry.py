@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,10 +14,7 @@ from handlers.entry_point import Service
 from handlers.errors import NotReady, UnknownModel
 from handlers.reply import Handler, ReplyWriter, Running
 
-logger = logging.getLogger(__name__)
-
 _NAMES_SHOWN = 20
-_WATCH_SECONDS = 0.5
 
 
 class ModelNotNamed(UnknownModel):
@@ -205,24 +201,6 @@ class Models:
         """Whether a model that the server starts with is still loading."""
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
 
-    async def watch(self, *, fail_fast: bool, fail_fast_when_stalled: bool) -> None:
-        """Log each model that fails; with `fail_fast`, return after the first.
-
-        With both settings a stalled model counts as a failed one. So does a model whose health cannot be told: no error
-        ends the watch over the others.
-        """
-        reported: set[Model] = set()
-        while True:
-            for model in self:
-                trouble = _trouble(model, fail_fast and fail_fast_when_stalled)
-                if trouble and model not in reported:
-                    reported.add(model)
-                    logger.critical("%s; /ping now answers 500", trouble)
-            if reported and fail_fast:
-                return
-            reported.intersection_update(self)
-            await asyncio.sleep(_WATCH_SECONDS)
-
     async def drain(self, limit: float) -> None:
         """Refuse new calls and wait for the running ones, at most `limit` seconds.
 
@@ -245,17 +223,3 @@ class Models:
         names = [model.title for model in self._models.values()]
         more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         return ", ".join(names[:_NAMES_SHOWN]) + more
-
-
-def _trouble(model: Model, stalls_count: bool) -> str:
-    """Return why a model cannot serve any more; empty if it can, or is about to."""
-    lifecycle = model.lifecycle
-    try:
-        stalled = lifecycle.stalled  # asked in any case: it logs when an engine stalls, and when it goes on
-        if lifecycle.state is State.FAILED:
-            return lifecycle.reason or "the model has failed"
-        return stalled if stalls_count else ""
-    except Exception as error:
-        logger.exception("model %s: its health cannot be told", model.title)
-        lifecycle.fail(f"the health of the model cannot be told: {error!r}")
-        return lifecycle.reason

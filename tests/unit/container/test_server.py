@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from container import server
-from container.models import registry
 from container.models.lifecycle import State
 from container.models.registry import Models
 from container.settings.load import ServerSettings, Startup
@@ -32,7 +31,7 @@ class Stalled:
 
 async def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int | None:
     """The exit code, None where the process goes on."""
-    monkeypatch.setattr(registry, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle: Any = Stalled()
     process = server.Process(Startup(ServerSettings(**settings), ()))
     process._models = Models.of(lifecycle)

@@ -64,7 +64,7 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
 class Unknowable:
     """A service whose engine cannot tell how it is."""
 
-    custom = None
+    custom = engine = None
     runtime: Any
 
     def __init__(self) -> None:
@@ -75,32 +75,24 @@ class Unknowable:
 
 
 @pytest.mark.asyncio
-async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_watch_over_the_others_goes_on(
+async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_others_are_watched_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def loaded(*_: object) -> Service:
         service: Any = Unknowable()
-        service.engine = None
         return service
 
     monkeypatch.setattr(lifecycle, "load_service", loaded)
-    server = ServerSettings()
-    lives = [
-        Lifecycle(Settings(server, ModelSettings(name=name, model_dir=Path(), model_id=name))) for name in ("a", "b")
-    ]
-    models = Models(Model(life, life.model.name) for life in lives)
-    for life in lives:
-        await life.start()
-    await asyncio.wait_for(models.watch(fail_fast=True, fail_fast_when_stalled=False), 10)
-    reply = ping(models, server, ErrorRates({}, frozenset()))
-    assert reply.status == 500
-    assert [life.state for life in lives] == [State.FAILED, State.FAILED]
-    assert lives[0].reason == "the health of the model cannot be told: RuntimeError('no such process')"
-    assert caplog.text.count("; /ping now answers 500") == 2
-    watch = asyncio.create_task(models.watch(fail_fast=False, fail_fast_when_stalled=False))
-    done, _ = await asyncio.wait([watch], timeout=0.1)
-    assert not done
-    watch.cancel()
+    settings = ServerSettings()
+    life = Lifecycle(Settings(settings, ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    await life.start()
+    assert life.stalled == ""
+    reply = ping(Models.of(life), settings, ErrorRates({}, frozenset()))
+    assert (reply.status, life.state) == (500, State.FAILED)
+    assert life.reason == "the engine's health cannot be told: RuntimeError('no such process')"
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.message == "model m: its health cannot be told; /ping now answers 500"
+    assert record.exc_info is not None
 
 
 LIMIT = 60.0
