@@ -75,7 +75,7 @@ class Unknowable:
 
 
 @pytest.mark.asyncio
-async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_others_are_watched_all_the_same(
+async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def loaded(*_: object) -> Service:
