@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 
-from container.settings.load import Settings
 from container.settings.secure_mode import check_adapter, check_model
+from container.settings.settings import Settings
 from container.sources.download import FetchTimeout, RemoteModel
 from container.sources.location import SourceError
 from handlers.contracts.family import ModelView
