@@ -21,7 +21,7 @@ from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, Send, cors_headers
 from container.metrics import HttpCounts
 from container.models.registry import Model, Models
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError
 from handlers.reply import Running

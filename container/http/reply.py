@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMa
 from typing import Any, Protocol
 
 from container.http.protocol import Cork
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from container.http.endpoint import AppState, Endpoint
 from container.metrics import HttpCounts
 from container.models.lifecycle import Lifecycle
 from container.models.registry import Model, Models
-from container.settings.load import ServerSettings, Settings
+from container.settings.settings import ServerSettings, Settings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family, ModelView, Tells
 from handlers.contracts.protocol import Call, Reply

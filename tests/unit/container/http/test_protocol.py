@@ -20,7 +20,7 @@ from container.http.reply import HttpReply, OpenStreams
 from container.metrics import HttpCounts
 from container.models.registry import Models
 from container.server import http_server
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Reply
 from handlers.errors import GenerationFailed
 
