@@ -193,7 +193,7 @@ class EngineClient:
         call.release(n)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """Generate, as `AsyncLLM.generate` does. Not a coroutine: what is refused is refused before a reply has begun.
+        """See `AsyncLLM.generate`. Not a coroutine: what is refused is refused before a reply has begun.
 
         Raises:
             VLLMValidationError: the parameters would harm the engine, or there are too many sequences.
@@ -342,7 +342,7 @@ def _ended(output: Any) -> bool:
 
 
 class _StepCounter:
-    """Replaces a sequence's `update_from_output`: counts its tokens, then calls the original."""
+    """Stands where a sequence's `update_from_output` stands, and counts what comes by."""
 
     __slots__ = ("_begun_at", "_last_at", "_meter", "_queued_at", "_request", "_update")
 
