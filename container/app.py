@@ -76,16 +76,12 @@ class Routes:
         if methods is None:
             application = self._mounted(scope["path"])
         else:
-            application = methods.get(scope["method"]) or self._any_method(scope["method"], methods)
+            application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
         await application(scope, receive, send)
 
-    def _any_method(self, method: str, methods: Mapping[str, Application]) -> Application:
-        """What takes a method that a path does not name.
-
-        HEAD is served wherever GET is (RFC 9110, section 9.1); the HTTP server leaves the body out.
-        """
-        head = methods.get("GET") if method == "HEAD" else None
-        return methods.get(_ANY) or head or self._not_found
+    def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
+        """HEAD is served wherever GET is (RFC 9110, section 9.1); the HTTP server leaves the body out."""
+        return (methods.get("GET") if method == "HEAD" else None) or self._not_found
 
     def _mounted(self, path: str) -> Application:
         return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
