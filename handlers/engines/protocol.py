@@ -1,19 +1,26 @@
-"""Pulling from an engine that pushes."""
+"""What an engine is, and what engines share: signs of life, the watchdog, and sequences joined into one answer."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from handlers.engines.texts import ModelTexts
 from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
 
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.25
 _LONGEST_LOOK = 2.0
 """Seconds between two looks that count at most: time in which this process itself stood still is not the engine's."""
 
@@ -48,6 +55,40 @@ class Progress:
         self.mark = mark
 
 
+class Watchdog:
+    """Looks at an engine four times a second, for as long as it can be watched.
+
+    A look that raises is logged once and makes the engine unhealthy (`failure`); the looks go on.
+    """
+
+    def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
+        """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
+        self._look = look
+        self._task: asyncio.Task[None] | None = None
+        self.failure = ""
+        """Why the engine must not serve any more; "" while it may."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        """End it; harmless when it was never started."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        going_on = True
+        while going_on:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                going_on = await self._look()
+            except Exception as error:
+                if not self.failure:
+                    logger.exception("watching the engine has failed; it is unhealthy from now on")
+                    self.failure = f"watching the engine has failed: {error!r}"
+
+
 class Sink(Protocol):
     """Receives one request's answer. Called on the event loop; must neither block nor raise."""
 
@@ -79,7 +120,7 @@ class EngineHealth:
     alive: bool
     reason: str = ""
     quiet_seconds: float = 0.0
-    """For how long there has been work without any sign of life (`handlers.engines.protocol`)."""
+    """For how long there has been work without any sign of life (`Progress`)."""
     mark: float = 0.0
     """Changes with signs of life."""
 
@@ -238,3 +279,64 @@ async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[
                 return
     finally:
         generation.cancel()
+
+
+class SequenceGroup:
+    """Joins the sequences of one request into one answer.
+
+    Where more candidates are generated than returned, or the answer is not streamed, the sequences come when all have
+    finished, the most probable first (by cumulative log probability); `sequence` is then the rank. In a stream of all
+    candidates the deltas pass as they come.
+    """
+
+    def __init__(self, sink: Sink, sequences: int, candidates: int, stream: bool) -> None:
+        self._sink = sink
+        self._sequences = sequences
+        self._open = candidates
+        self._pass_through = stream and sequences == candidates
+        self._finished: list[TokenDelta] = []
+        self._failed = False
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """Take a delta of one of the sequences."""
+        if self._failed:
+            return
+        if delta.last:
+            self._open -= 1
+        if self._pass_through:
+            delta.last = self._open == 0
+            self._sink.on_delta(delta)
+            return
+        self._finished.append(delta)
+        if self._open == 0:
+            self._emit()
+
+    def on_error(self, error: RequestError) -> None:
+        """One sequence has failed, and with it the request."""
+        if not self._failed:
+            self._failed = True
+            self._sink.on_error(error)
+
+    def _emit(self) -> None:
+        parts: dict[int, list[TokenDelta]] = {}
+        for delta in self._finished:
+            parts.setdefault(delta.sequence, []).append(delta)
+        ranked = sorted(map(_join, parts.values()), key=_probability, reverse=True)[: self._sequences]
+        prompt_tokens = next((d.prompt_tokens for d in self._finished if d.prompt_tokens is not None), None)
+        for rank, delta in enumerate(ranked):
+            delta.sequence = rank
+            delta.prompt_tokens = prompt_tokens if rank == 0 else None
+            delta.last = rank == len(ranked) - 1
+            self._sink.on_delta(delta)
+
+
+def _join(deltas: list[TokenDelta]) -> TokenDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return msgspec.structs.replace(
+        deltas[-1], text="".join(d.text for d in deltas), tokens=[token for d in deltas for token in d.tokens]
+    )
+
+
+def _probability(delta: TokenDelta) -> float:
+    return delta.cumulative_logprob if delta.cumulative_logprob is not None else -math.inf

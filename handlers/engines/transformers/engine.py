@@ -21,8 +21,16 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Progress, Sink
-from handlers.engines.sequences import SequenceGroup
+from handlers.engines.protocol import (
+    EngineHealth,
+    EngineStartError,
+    EngineStatus,
+    Generation,
+    Progress,
+    SequenceGroup,
+    Sink,
+    Watchdog,
+)
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
 from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, aborted_beams
@@ -171,7 +179,6 @@ STREAMED_TOGETHER = 32
 _SEQUENCES_PER_TURN = 16
 """After so many sequences others get their turn on the event loop."""
 _MAX_TOP_TOKENS = 20
-_WATCH_SECONDS = 0.25
 _STUCK_SECONDS = 30.0
 """What a batch that was given up has to come to an end; then the thread counts as lost."""
 _STOP_SECONDS = 1.0
@@ -193,13 +200,13 @@ class BatchEngine:
         self._given_up_at: float | None = None
         self._dead: str | None = None
         self._stopped = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watchdog = Watchdog(self._look)
+        self._dispatcher: asyncio.Task[None] | None = None
         self.meter = Meter()
         self.max_sequences = settings.batch_size
         self.max_top_tokens = _MAX_TOP_TOKENS
 
     async def start(self) -> None:
-        """See `Engine.start`. Loads in a thread; other tasks go on meanwhile."""
         self._loop = asyncio.get_running_loop()
         limit = self._settings.model_loading_timeout
         try:
@@ -210,7 +217,7 @@ class BatchEngine:
         self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
         self._thread.start()
         self._dispatcher = asyncio.create_task(self._dispatch())
-        self._tasks = [self._dispatcher, asyncio.create_task(self._watch())]
+        self._watchdog.start()
 
     def _load(self) -> None:
         warn_of_arguments_without_effect(self._settings)
@@ -226,7 +233,7 @@ class BatchEngine:
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """See `Engine.submit`. All that can be wrong with a request is found here, before it shares a batch."""
+        """Check all that can be wrong with a request, before it shares a batch, and queue it."""
         self._check_alive()
         check_request(request, self._model)
         if request.top_tokens > _MAX_TOP_TOKENS:
@@ -240,7 +247,7 @@ class BatchEngine:
         return _Generation(self, job)
 
     def _check_alive(self) -> None:
-        if self._stopped or self._dead is not None:
+        if self._stopped or self._dead is not None or self._watchdog.failure:
             raise EngineDead
 
     async def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
@@ -354,23 +361,26 @@ class BatchEngine:
         for delta in found:
             self._push(job, delta)
 
-    async def _watch(self) -> None:
-        limit = self._settings.predict_timeout
-        while self._dead is None:
-            await asyncio.sleep(_WATCH_SECONDS)
-            batch, now = self._running, time.monotonic()
-            self._progress.look(batch is not None, now if batch is None else batch.moved_at)
-            if self._dispatcher.done():
-                self._die("the engine has died: its queue is no longer served")
-            if batch is None:
-                continue
-            if self._given_up_at is not None:
-                if now - self._given_up_at > min(limit, _STUCK_SECONDS):
-                    self._die("the engine has died: a batch does not end")
-            elif now - batch.moved_at > limit:
-                self._given_up_at = now
-                for job in batch.jobs:
-                    self.fail(job, GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+    async def _look(self) -> bool:
+        """Fail the requests of a batch in which nothing moves, and all requests where the engine serves no more."""
+        if self._dead is not None:
+            return False
+        batch, now, limit = self._running, time.monotonic(), self._settings.predict_timeout
+        self._progress.look(batch is not None, now if batch is None else batch.moved_at)
+        if self._dispatcher is not None and self._dispatcher.done():
+            error = None if self._dispatcher.cancelled() else self._dispatcher.exception()
+            logger.error("batches are no longer put together", exc_info=error)
+            self._die("the engine has died: its queue is no longer served")
+        elif batch is None:
+            return True
+        elif self._given_up_at is not None:
+            if now - self._given_up_at > min(limit, _STUCK_SECONDS):
+                self._die("the engine has died: a batch does not end")
+        elif now - batch.moved_at > limit:
+            self._given_up_at = now
+            for job in batch.jobs:
+                self.fail(job, GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+        return True
 
     def _die(self, reason: str) -> None:
         self._dead = reason
@@ -396,6 +406,8 @@ class BatchEngine:
             return EngineHealth(False, "the engine is stopped")
         if self._dead is not None:
             return EngineHealth(False, self._dead)
+        if self._watchdog.failure:
+            return EngineHealth(False, self._watchdog.failure)
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
@@ -406,11 +418,12 @@ class BatchEngine:
         if self._stopped:
             return
         self._stopped = True
-        for task in self._tasks:
-            task.cancel()
+        self._watchdog.stop()
+        if self._dispatcher is not None:
+            self._dispatcher.cancel()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         self._batches.put(None)
-        if self._tasks:
+        if self._dispatcher is not None:
             await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
 
 

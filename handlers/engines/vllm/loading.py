@@ -31,6 +31,7 @@ from handlers.engines.vllm.frontend_arguments import frontend_arguments
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL
+from handlers.engines.vllm.seam import required_cache
 from handlers.engines.vllm.typical import load_typical
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
@@ -57,17 +58,10 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     return True
 
 
-def _cache(module: Any, name: str) -> Any:
-    function = getattr(module, name, None)
-    if not hasattr(function, "cache_clear"):
-        raise EngineStartError(f"this vLLM is not one that Slipway knows: {module.__name__}.{name} is no cache")
-    return function
-
-
 _CACHES = (
-    _cache(registry, "cached_get_tokenizer"),
-    _cache(processor, "cached_get_processor"),
-    _cache(func_utils, "_supports_kw"),
+    required_cache(registry, "cached_get_tokenizer"),
+    required_cache(processor, "cached_get_processor"),
+    required_cache(func_utils, "_supports_kw"),
 )
 
 

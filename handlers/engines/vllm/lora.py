@@ -11,16 +11,13 @@ that fails; it also takes adapters of one name for one and the same. So
 vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
 filling batches with as many adapters as there are slots.
 
-Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
-tests/live/test_adapters_live.py: `AsyncLLM.add_lora`, which raises what loading raises, and `remove_lora`;
-`OutputProcessor.request_states`, whose states have `lora_request`; and `VllmConfig.lora_config`.
+`AsyncLLM.add_lora` raises what loading raises; tests/live/test_adapters_live.py holds that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import re
 import time
@@ -32,9 +29,8 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import RequestState
 
-from handlers.engines.protocol import EngineAdapter, EngineStartError
+from handlers.engines.protocol import EngineAdapter
 from handlers.engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
 from handlers.errors import (
     AdapterFailed,
@@ -55,24 +51,6 @@ _FAILURE = "Call to add_lora method failed: "
 """What vLLM writes before an error of its engine process."""
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
 """What it writes around that of a worker."""
-
-
-def check_seam() -> None:
-    """Refuse to start on a vLLM whose internals have moved.
-
-    Raises:
-        EngineStartError: naming what is missing.
-    """
-    wanted: tuple[tuple[Any, str], ...] = (
-        (AsyncLLM.add_lora, "lora_request"),
-        (AsyncLLM.remove_lora, "lora_id"),
-        (RequestState.__init__, "lora_request"),
-    )
-    for function, parameter in wanted:
-        if parameter not in inspect.signature(function).parameters:
-            raise EngineStartError(
-                f"this vLLM is not one that Slipway knows: {function.__qualname__} has no parameter {parameter}"
-            )
 
 
 def has_prompt_logprobs(llm: AsyncLLM) -> bool:
@@ -135,12 +113,11 @@ class _Held:
 
 
 class VllmAdapters:
-    """See `handlers.engines.protocol.EngineAdapters`."""
+    """The adapters of one engine, in vLLM's memory or outside it."""
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
         """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
-        places that vLLM has stay empty. Raises EngineStartError on a vLLM that this is not written for."""
-        check_seam()
+        places that vLLM has stay empty."""
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots

@@ -5,9 +5,9 @@ vLLM starts its processes through multiprocessing: the server starts the engine 
 `DPCoordinatorProc.run_coordinator`), and the engine process starts its workers with `WorkerProc.worker_main`. Each of
 them runs a function of ours first.
 
-Start: they are forked from a process that has imported vLLM (`vllm_fork_server`), where that is possible. A forked
+Start: they are forked from a process that has imported vLLM (`fork_server`), where that is possible. A forked
 process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
-they are loaded is done again (`vllm_fork_server.apply_environment`).
+they are loaded is done again (`fork_server.apply_environment`).
 
 End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
 server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
@@ -21,8 +21,6 @@ Each engine process is a process group of its own: Ctrl-C in a terminal goes to 
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
 Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
 `python -m benchmarks` on two cores counted a fifth of the one-token requests.
-
-Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -49,24 +47,18 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from handlers.engines.cpu_memory import page_cache
-from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import StartFailure, failure_of
-from handlers.engines.vllm import fork_server as vllm_fork_server
+from handlers.engines.vllm import fork_server
+from handlers.engines.vllm.seam import required_function
 
-
-def _original(owner: Any, name: str) -> Any:
-    function = getattr(owner, name, None)
-    if not callable(function):
-        raise EngineStartError(f"this vLLM is not one that Slipway knows: {owner.__name__} has no {name}")
-    return function
-
-
-_run_engine_core = _original(EngineCoreProc, "run_engine_core")
-_run_coordinator = _original(DPCoordinatorProc, "run_coordinator")
-_worker_main = _original(WorkerProc, "worker_main")
-_run_in_subprocess = _original(registry, "_run_in_subprocess")
-_contexts = {module: _original(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)}
-_cgroup_usage = _original(cpu_resource_utils, "get_cgroup_memory_usage")
+_run_engine_core = required_function(EngineCoreProc, "run_engine_core")
+_run_coordinator = required_function(DPCoordinatorProc, "run_coordinator")
+_worker_main = required_function(WorkerProc, "worker_main")
+_run_in_subprocess = required_function(registry, "_run_in_subprocess")
+_contexts = {
+    module: required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
+}
+_cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
 class Reports:
@@ -112,8 +104,8 @@ class _InEnvironment:
         self._function, self._report, self._environment = function, report, environment
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        if vllm_fork_server.is_forked():
-            vllm_fork_server.apply_environment(self._environment)
+        if fork_server.is_forked():
+            fork_server.apply_environment(self._environment)
         self._function(self._report, *arguments, **options)
 
 
@@ -173,12 +165,12 @@ def _server_context() -> BaseContext:
     vllms: BaseContext = _contexts[engine_utils]()
     if getattr(_this_thread, "spawned", False):
         return vllms
-    return vllm_fork_server.context() or vllms
+    return fork_server.context() or vllms
 
 
 def _engine_context() -> BaseContext:
     """For the workers: from the fork server that the engine process is from."""
-    vllm_fork_server.start_no_other()
+    fork_server.start_no_other()
     return multiprocessing.get_context("forkserver")
 
 
@@ -188,7 +180,7 @@ def _in_fork_server(function: Callable[[], Any]) -> Any:
     Raises:
         RuntimeError: with the traceback, as vLLM's own does.
     """
-    context = vllm_fork_server.context()
+    context = fork_server.context()
     if context is None:
         return _run_in_subprocess(function)
     import cloudpickle
@@ -213,7 +205,7 @@ def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) 
 
     from vllm.plugins import load_general_plugins
 
-    vllm_fork_server.apply_environment(environment)
+    fork_server.apply_environment(environment)
     try:
         load_general_plugins()
         answer = True, pickle.loads(pickled)()
@@ -227,7 +219,7 @@ def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None
     _end_with_parent()
     os.setpgid(0, 0)
     WorkerProc.worker_main = _Target(worker_main, report)
-    if vllm_fork_server.is_forked():
+    if fork_server.is_forked():
         multiproc_executor.get_mp_context = _engine_context
     with _telling(report):
         _run_engine_core(*arguments, **options)
@@ -244,7 +236,7 @@ def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
     """The same in a worker of the engine process."""
     _end_with_parent()
-    if vllm_fork_server.is_forked():
+    if fork_server.is_forked():
         _end_with_engine()
     cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
     start = WorkerProc.__init__
@@ -279,8 +271,8 @@ def _telling(report: Connection) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    vllm_fork_server.end_with_parent()
-    if vllm_fork_server.is_forked():
+    fork_server.end_with_parent()
+    if fork_server.is_forked():
         from handlers.engines.vllm import preload as vllm_preload
 
         expected: int | None = vllm_preload.PROCESS

@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from handlers.engines.beam_search import NEEDS_PREFIX_CACHE
 from handlers.engines.texts import check_token_ids
+from handlers.engines.vllm.beam_search import NEEDS_PREFIX_CACHE
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import GenerationRequest, SamplingParameters
 
