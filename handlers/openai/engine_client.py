@@ -31,8 +31,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.engines.texts import check_token_ids
 from handlers.engines.vllm.lora import Claim, VllmAdapters, has_prompt_logprobs
-from handlers.engines.vllm.sampling import MAX_LISTED_TOKENS, MAX_STOP_TOKENS, NO_PROMPT_LOGPROBS, check_bad_words
-from handlers.engines.vllm.typical import ARGUMENT as TYPICAL_P
+from handlers.engines.vllm.sampling import (
+    MAX_LISTED_TOKENS,
+    MAX_STOP_TOKENS,
+    NO_PROMPT_LOGPROBS,
+    TYPICAL_P,
+    check_bad_words,
+)
 from handlers.errors import (
     AdapterUnusable,
     EngineDead,

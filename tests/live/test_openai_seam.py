@@ -19,7 +19,7 @@ SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 
 
 def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
-    from handlers.engines.vllm.frontend_arguments import frontend_arguments
+    from handlers.engines.vllm.arguments import frontend_arguments
 
     return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
 

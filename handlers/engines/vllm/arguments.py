@@ -1,4 +1,7 @@
-"""From a model's settings to vLLM's engine arguments."""
+"""From a model's settings to the arguments of vLLM's engine, and of its OpenAI front end (`handlers.openai`).
+
+vLLM is imported only where it is needed: the names in `FRONT_END` are wanted where nothing of vLLM runs.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,17 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from handlers.engines.cpu_memory import Demand, Shape, demand_of, engine_weights
 from handlers.engines.protocol import EngineStartError
-from handlers.engines.weight_files import hub_weight_bytes
 from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
-"""Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
+"""Values that LMI calls otherwise."""
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
-"""How LMI v0.31 writes `limit_mm_per_prompt`: image=2,video=1 (contracts/lmi.md section 2.12)."""
+"""How LMI v0.31 writes `limit_mm_per_prompt`: image=2,video=1."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 EMPTY_SLOTS_ON_CPU = 1
 """vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
@@ -43,7 +40,10 @@ FRONT_END = frozenset(
         *("cohere_format", "log_error_stack"),
     }
 )
-"""Arguments of vLLM's OpenAI front end, which is no part of the engine; see `vllm_frontend_arguments`."""
+"""Arguments of vLLM's OpenAI front end."""
+_PATHS = frozenset({"chat_template", "tool_parser_plugin"})
+_LONGEST_PATH = 255
+"""Bytes of a file's name."""
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
@@ -52,7 +52,10 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     Raises:
         EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
     """
-    passed = _parse(settings)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
+    passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
         "model": settings.model_id,
         "revision": settings.revision,
@@ -98,16 +101,66 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def _parse(settings: ModelSettings) -> dict[str, Any]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """All of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
 
-    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
-    return parse_options(AsyncEngineArgs.add_cli_args, settings, given)
+    Raises:
+        EngineStartError: an option has a value that vLLM refuses; the option is named.
+    """
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = {
+        name: _in_model_dir(settings, text) if name in _PATHS else text
+        for name, text in settings.engine_arguments.items()
+        if name in FRONT_END
+    }
+    defaults = vars(FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
+    arguments: dict[str, Any] = defaults | _parse(FrontendArgs.add_cli_args, settings, given)
+    _check_parsers(arguments, settings)
+    return arguments
 
 
-def parse_options(
-    add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]
-) -> dict[str, Any]:
+def _in_model_dir(settings: ModelSettings, text: str) -> str:
+    """Return the path of a file in the model directory, LMI's working directory; else the text itself."""
+    path = settings.model_dir / text
+    return str(path) if len(text) < _LONGEST_PATH and "\n" not in text and path.is_file() else text
+
+
+def _check_parsers(arguments: dict[str, Any], settings: ModelSettings) -> None:
+    """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    engine = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    _import("tool_parser_plugin", arguments["tool_parser_plugin"], ToolParserManager.import_tool_parser)
+    _import(
+        "reasoning_parser_plugin",
+        engine.get("reasoning_parser_plugin"),
+        ReasoningParserManager.import_reasoning_parser,
+    )
+    parser = arguments["tool_call_parser"]
+    if arguments["enable_auto_tool_choice"] and parser is None:
+        raise EngineStartError("option.enable_auto_tool_choice needs option.tool_call_parser")
+    _check_known("tool_call_parser", parser, ToolParserManager.list_registered())
+    _check_known("reasoning_parser", engine.get("reasoning_parser"), ReasoningParserManager.list_registered())
+
+
+def _import(name: str, plugin: str | None, load: Callable[[str], None]) -> None:
+    if not plugin:
+        return
+    try:
+        load(plugin)
+    except Exception as error:
+        raise EngineStartError(f"option.{name}: {plugin} cannot be imported: {error}") from None
+
+
+def _check_known(name: str, value: str | None, known: list[str]) -> None:
+    if value and value not in known:
+        raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {', '.join(sorted(known))}")
+
+
+def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
     """Read options with vLLM's own parser, to which `add_arguments` adds what it knows.
 
     Raises:
@@ -183,38 +236,3 @@ def _warn_unknown(name: str, settings: ModelSettings, known: list[str]) -> None:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean option.{close[0]}?" if close else ""
     logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
-
-
-def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
-    """Tell what one of vLLM's CPU workers will need, by vLLM's own reading of the model."""
-    model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
-    text = model.hf_text_config
-    item = model.dtype.itemsize
-    layers = model.get_num_layers(parallel)
-    kv_elements = layers * model.get_head_size() * (1 if model.use_mla else 2 * model.get_num_kv_heads(parallel))
-    kinds = getattr(text, "layer_types", None) or ()
-    uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
-    weights = engine_weights(settings, model.hf_config.to_dict(), item)
-    if not weights and not Path(settings.model_id).exists():
-        weights = hub_weight_bytes(settings.model_id, settings.revision)
-    return demand_of(
-        Shape(
-            # A draft model has layers of its own, which are not known yet.
-            kv_elements=kv_elements if config.speculative_config is None else 0,
-            uniform=not uneven and all(kind == "full_attention" for kind in kinds),
-            layers=layers,
-            hidden=model.get_hidden_size(),
-            intermediate=getattr(text, "intermediate_size", None) or 4 * model.get_hidden_size(),
-            vocabulary=model.get_vocab_size(),
-        ),
-        model=settings.model_id,
-        weights=weights // parallel.world_size,
-        item=item,
-        kv_item=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
-        context=model.max_model_len,
-        sequences=config.scheduler_config.max_num_seqs,
-        step_tokens=config.scheduler_config.max_num_batched_tokens,
-        block=config.cache_config.block_size,
-        lora=(lora.max_loras, lora.max_lora_rank) if lora is not None else None,
-        processes=max(parallel.data_parallel_size_local, 1),
-    )

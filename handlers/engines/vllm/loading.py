@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import vllm.platforms
@@ -20,19 +21,17 @@ from vllm.utils import func_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import kv_cache_size, memory_limits, smaller_size
+from handlers.engines.cpu_memory import Demand, demand_of, engine_weights, kv_cache_size, memory_limits, smaller_size
 from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import copied
-from handlers.engines.vllm.arguments import cache_demand, engine_arguments, serve_defaults
+from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from handlers.engines.vllm.constraints import CheckingLLM, choose_backend
-from handlers.engines.vllm.frontend_arguments import frontend_arguments
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
-from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL
+from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
 from handlers.engines.vllm.seam import required_cache
-from handlers.engines.vllm.typical import load_typical
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
@@ -72,7 +71,7 @@ def forget_tokenizers() -> None:
 
 
 SHUTDOWN_SECONDS = 1.0
-"""What vLLM's processes have to end by themselves; by then nothing runs in them."""
+"""How long vLLM's processes have to end by themselves before they are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +166,39 @@ class VllmLoader:
             logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
         config.cache_config.kv_cache_memory_bytes = smaller
         return self._start(config)
+
+
+def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
+    """Tell what one of vLLM's CPU workers will need, by vLLM's own reading of the model."""
+    model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+    text = model.hf_text_config
+    item = model.dtype.itemsize
+    layers = model.get_num_layers(parallel)
+    kv_elements = layers * model.get_head_size() * (1 if model.use_mla else 2 * model.get_num_kv_heads(parallel))
+    kinds = getattr(text, "layer_types", None) or ()
+    uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
+    weights = engine_weights(settings, model.hf_config.to_dict(), item)
+    if not weights and not Path(settings.model_id).exists():
+        weights = hub_weight_bytes(settings.model_id, settings.revision)
+    return demand_of(
+        # A draft model has layers of its own, which are not known yet.
+        kv_elements=kv_elements if config.speculative_config is None else 0,
+        uniform=not uneven and all(kind == "full_attention" for kind in kinds),
+        layers=layers,
+        hidden=model.get_hidden_size(),
+        intermediate=getattr(text, "intermediate_size", None) or 4 * model.get_hidden_size(),
+        vocabulary=model.get_vocab_size(),
+        model=settings.model_id,
+        weights=weights // parallel.world_size,
+        item=item,
+        kv_item=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
+        context=model.max_model_len,
+        sequences=config.scheduler_config.max_num_seqs,
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
+        block=config.cache_config.block_size,
+        lora=(lora.max_loras, lora.max_lora_rank) if lora is not None else None,
+        processes=max(parallel.data_parallel_size_local, 1),
+    )
 
 
 async def shut_down(llm: AsyncLLM) -> None:

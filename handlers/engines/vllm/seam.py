@@ -66,7 +66,7 @@ def required_function(owner: Any, name: str) -> Callable[..., Any]:
     Raises:
         EngineStartError: there is none of this name.
     """
-    function = getattr(owner, name, None)
+    function: Callable[..., Any] | None = getattr(owner, name, None)
     if not callable(function):
         raise unknown_vllm(f"{owner.__name__} has no {name}")
     return function
