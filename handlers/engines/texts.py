@@ -1,4 +1,4 @@
-"""From a request's prompt to token ids, with any Hugging Face tokenizer; bounded in time and memory."""
+"""Between texts and token ids, with any Hugging Face tokenizer; bounded in time and memory."""
 
 from __future__ import annotations
 
@@ -141,10 +141,118 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
         )
 
 
-_CONTEXT = 16
+_PROMPT_CONTEXT = 16
 """Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds."""
+_CONTEXT = 8
+"""Tokens that a slow tokenizer needs to see in front of the next one."""
 _INVALID_PREFIX = "Invalid prefix encountered"
 """How `tokenizers` begins to say that its stream has lost its place."""
+
+
+class TokenTexts:
+    """What each token of an answer adds to its text: "" while a character is incomplete.
+
+    The texts, joined, are the text of the answer where it follows that of `prompt_ids`. `spaces`: special tokens that
+    are shown have blanks between them.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, spaces: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._fast: Any = fast_tokenizer(tokenizer)
+        self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
+        self._known = len(self._window)
+        self._hidden: frozenset[int] = frozenset()
+        if self._fast is not None:
+            self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
+        elif skip_special:
+            self._hidden = frozenset(tokenizer.all_special_ids)
+        self._joined: Mapping[int, str] = {}
+        if not spaces and not skip_special:
+            self._joined = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self._after_added = False
+
+    def add(self, token_id: int) -> str:
+        """Return the text of the next token."""
+        text = self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
+        if not self._joined:
+            return text
+        added = self._joined.get(token_id)
+        joined = added is not None and self._after_added
+        self._after_added = added is not None
+        return added if joined and added is not None else text
+
+    def _step_fast(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._fast, token_id) or ""
+        except Exception as error:
+            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            return self._stream.step(self._fast, token_id) or ""
+
+    def _step_slow(self, token_id: int) -> str:
+        """Decode with the tokens before, since a token's text may depend on them."""
+        if token_id in self._hidden:
+            return ""  # it has no text, and a row of such tokens would make the window grow and grow
+        self._window.append(token_id)
+        before, whole = self._decode(self._window[: self._known]), self._decode(self._window)
+        if whole.endswith("\ufffd") or len(whole) <= len(before):
+            return ""
+        self._window = self._window[max(self._known - _CONTEXT, 0) :]
+        self._known = len(self._window)
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
+
+
+def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
+    """Return what of a prompt a decoder has to see in front of the answer: its end, on which token texts may depend.
+
+    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
+    character's rest, and then give the prompt as if it were part of the answer.
+    """
+    end = list(prompt_ids[-_PROMPT_CONTEXT:])
+    text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
+    return [] if text.endswith("\ufffd") else end
+
+
+class HeldTokens:
+    """Tokens of an answer that wait until their text may be shown: its end may be the beginning of a stop string."""
+
+    __slots__ = ("_free", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens: list[Token] = []
+        self._free = 0  # characters that may be shown and that no token has taken yet
+
+    def add(self, token: Token) -> None:
+        """Let a token wait."""
+        self._tokens.append(token)
+
+    def take_all(self) -> list[Token]:
+        """Return all that wait."""
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def release(self, characters: int, finished: bool) -> list[Token]:
+        """Return the tokens whose text may be shown now that so many more characters may.
+
+        `finished`: return all, without the text that belongs to a stop string.
+        """
+        tokens = self._tokens
+        self._free += characters
+        released = 0
+        for token in tokens:
+            if len(token.text) > self._free:
+                if not finished:
+                    break
+                token.text = token.text[: self._free]
+            self._free -= len(token.text)
+            released += 1
+        self._tokens = tokens[released:]
+        return tokens[:released]
 
 
 def split_text(
@@ -154,55 +262,12 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
+    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
 
     A character that takes several tokens comes whole with the last of them.
     """
-    prompt_ids = decoding_context(tokenizer, prompt_ids, skip_special_tokens)
-    fast = fast_tokenizer(tokenizer)
-    if fast is not None:
-        texts = _split_fast(fast, token_ids, skip_special_tokens, prompt_ids)
-    else:
-        texts = _split_slow(tokenizer, token_ids, skip_special_tokens, prompt_ids)
-    return [Token(i, text, None, i in special_ids) for i, text in zip(token_ids, texts, strict=True)]
-
-
-def decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
-    """What of a prompt a decoder has to see in front of the answer: its end, for a token's text may depend on it.
-
-    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
-    character's rest, and then give the prompt as if it were part of the answer.
-    """
-    end = prompt_ids[-_CONTEXT:]
-    text: str = tokenizer.decode(end, skip_special_tokens=skip_special_tokens) if end else ""
-    return () if text.endswith("\ufffd") else end
-
-
-def _split_fast(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
-    stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip)
-    texts = []
-    for token_id in token_ids:
-        try:
-            texts.append(stream.step(tokenizer, token_id) or "")
-        except Exception as error:
-            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
-            if not str(error).startswith(_INVALID_PREFIX):
-                raise
-            stream = DecodeStream(skip_special_tokens=skip)
-            texts.append(stream.step(tokenizer, token_id) or "")
-    return texts
-
-
-def _split_slow(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
-    before = list(prompt_ids)
-    length = len(tokenizer.decode(before, skip_special_tokens=skip)) if before else 0
-    texts = []
-    for end in range(1, len(token_ids) + 1):
-        text = tokenizer.decode([*before, *token_ids[:end]], skip_special_tokens=skip)
-        complete = not text.endswith("\ufffd")
-        texts.append(text[length:] if complete else "")
-        length = len(text) if complete else length
-    return texts
+    texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
+    return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
 
 
 class PromptTokenizer:

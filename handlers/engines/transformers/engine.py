@@ -1,9 +1,8 @@
 """Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
 
 The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
-in a daemon thread of its own (`transformers_generate`), on a GPU or on the CPU. One batch runs at a time.
-
-Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema.
+in a daemon thread of its own (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
+what clients see of it as "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -46,142 +44,96 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    weight: int
-    deadline: float
-    """Until then it waits for others."""
-
-
-class _Group(Generic[T]):
-    """What waits under one key, in order of arrival."""
-
-    __slots__ = ("items", "weight")
-
-    def __init__(self) -> None:
-        self.items: OrderedDict[T, _Waiting] = OrderedDict()
-        self.weight = 0
-
-    @property
-    def first(self) -> _Waiting:
-        """What has waited longest."""
-        return next(iter(self.items.values()))
-
-    def remove(self, item: T) -> None:
-        """Drop an item that waits."""
-        self.weight -= self.items.pop(item).weight
-
-    def take(self, size: int) -> list[T]:
-        """The first items that fit; the very first in any case."""
-        taken: list[T] = []
-        room = size
-        while self.items and (not taken or self.first.weight <= room):
-            item, waiting = self.items.popitem(last=False)
-            self.weight -= waiting.weight
-            room -= waiting.weight
-            taken.append(item)
-        return taken
-
-
-class BatchQueue(Generic[T]):
-    """Items that wait to be run in batches; for one event loop.
-
-    `size`: the weight of a full batch; a heavier item is a batch of its own. `delay`: seconds that the first item of a
-    batch waits for others.
-    """
-
-    def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size, self._delay, self._clock = size, delay, clock
-        self._groups: dict[Hashable, _Group[T]] = {}
-        self._places: dict[T, Hashable] = {}
-        """The key of each item, in order of arrival."""
-        self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def put(self, item: T, key: Hashable, weight: int = 1) -> None:
-        """Let an item wait; `weight`: its share of a batch."""
-        group = self._groups.setdefault(key, _Group())
-        group.items[item] = _Waiting(weight, self._clock() + self._delay)
-        group.weight += weight
-        self._places[item] = key
-        self._changed.set()
-
-    def discard(self, item: T) -> bool:
-        """Drop a waiting item; False if it does not wait (any more)."""
-        if item not in self._places:
-            return False
-        key = self._places.pop(item)
-        group = self._groups[key]
-        group.remove(item)
-        if not group.items:
-            del self._groups[key]
-        return True
-
-    def drain(self) -> list[T]:
-        """Drop all that waits and return it, in order of arrival."""
-        items = list(self._places)
-        self._places.clear()
-        self._groups.clear()
-        return items
-
-    async def take(self) -> list[T]:
-        """The next batch, when it is due. One caller at a time."""
-        while not (batch := self.take_due()):
-            self._changed.clear()
-            due = self.due_in()
-            try:
-                await asyncio.wait_for(self._changed.wait(), due)
-            except TimeoutError:
-                continue
-        return batch
-
-    def take_due(self) -> list[T]:
-        """The batch that is due now; empty if none is."""
-        key = self._due_key()
-        if key is None:
-            return []
-        group = self._groups[key]
-        batch = group.take(self._size)
-        for item in batch:
-            del self._places[item]
-        if not group.items:
-            del self._groups[key]
-        return batch
-
-    def due_in(self) -> float | None:
-        """Seconds until a batch is due at the latest; None if nothing waits."""
-        if not self._groups:
-            return None
-        return max(0.0, self._deadline(self._oldest()) - self._clock())
-
-    def _due_key(self) -> Hashable | None:
-        """The key whose first item has waited longest, if its time is over; else that of a full batch."""
-        if not self._groups:
-            return None
-        oldest = self._oldest()
-        if self._deadline(oldest) <= self._clock():
-            return oldest
-        full = [key for key, group in self._groups.items() if group.weight >= self._size]
-        return min(full, key=self._deadline, default=None)
-
-    def _oldest(self) -> Hashable:
-        return min(self._groups, key=self._deadline)
-
-    def _deadline(self, key: Hashable) -> float:
-        return self._groups[key].first.deadline
-
-
 STREAMED_TOGETHER = 32
 """Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
 _SEQUENCES_PER_TURN = 16
 """After so many sequences others get their turn on the event loop."""
 _MAX_TOP_TOKENS = 20
 _STUCK_SECONDS = 30.0
-"""What a batch that was given up has to come to an end; then the thread counts as lost."""
+"""How long a batch that was given up may take to end; then the engine's thread counts as lost."""
 _STOP_SECONDS = 1.0
+
+
+class _Waiting(NamedTuple):
+    key: Hashable
+    weight: int
+    deadline: float
+    """Until then it waits for others."""
+
+
+class BatchQueue(Generic[T]):
+    """Items that wait to be run in batches, each with items of its own key; for one event loop.
+
+    A batch is due when it is full, or when its first item has waited for `delay` seconds; then that goes first. `size`:
+    the weight of a full batch; a heavier item is a batch of its own.
+    """
+
+    def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size, self._delay, self._clock = size, delay, clock
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()
+        """In order of arrival, and so of their deadlines."""
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, item: T, key: Hashable, weight: int = 1) -> None:
+        """Let an item wait; `weight`: its share of a batch."""
+        self._waiting[item] = _Waiting(key, weight, self._clock() + self._delay)
+        self._changed.set()
+
+    def discard(self, item: T) -> bool:
+        """Drop a waiting item; returns False if it does not wait (any more)."""
+        return self._waiting.pop(item, None) is not None
+
+    def drain(self) -> list[T]:
+        """Drop all that waits and return it, in order of arrival."""
+        items = list(self._waiting)
+        self._waiting.clear()
+        return items
+
+    async def take(self) -> list[T]:
+        """Return the next batch, when it is due. One caller at a time."""
+        while not (batch := self.take_due()):
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self.due_in())
+        return batch
+
+    def take_due(self) -> list[T]:
+        """Return the batch that is due now; [] if none is."""
+        batch: list[T] = []
+        due, room = self._due_key(), self._size
+        for item, waiting in self._waiting.items() if due is not None else ():
+            if waiting.key != due:
+                continue
+            if batch and waiting.weight > room:
+                break
+            batch.append(item)
+            room -= waiting.weight
+        for item in batch:
+            del self._waiting[item]
+        return batch
+
+    def due_in(self) -> float | None:
+        """Return the seconds until a batch is due at the latest; None if nothing waits."""
+        if not self._waiting:
+            return None
+        return max(0.0, self._first().deadline - self._clock())
+
+    def _due_key(self) -> Hashable | None:
+        if not self._waiting:
+            return None
+        first = self._first()
+        if first.deadline <= self._clock():
+            return first.key
+        weights: dict[Hashable, int] = {}  # in the order in which the keys arrived
+        for waiting in self._waiting.values():
+            weights[waiting.key] = weights.get(waiting.key, 0) + waiting.weight
+        return next((key for key, weight in weights.items() if weight >= self._size), None)
+
+    def _first(self) -> _Waiting:
+        return next(iter(self._waiting.values()))
 
 
 class BatchEngine:
@@ -278,7 +230,7 @@ class BatchEngine:
             self._running = None
 
     def _serve(self) -> None:
-        """The thread: runs one batch after the other until it is told to end."""
+        """Run one batch after the other, in the engine's thread, until there is None instead of one."""
         while (batch := self._batches.get()) is not None:
             try:
                 self._runner.run(batch)
@@ -439,7 +391,7 @@ class _Generation:
 
 
 def _key(request: GenerationRequest) -> bytes:
-    """Requests with the same key may share a batch: all that decides how tokens are chosen is the same.
+    """Return what requests of one batch must have in common: all that decides how tokens are chosen.
 
     The seed and the limit on new tokens are each sequence's own, and change nothing for the others.
     """

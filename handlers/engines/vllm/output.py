@@ -30,7 +30,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
-from handlers.engines.texts import split_text
+from handlers.engines.texts import HeldTokens, split_text
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -152,8 +152,7 @@ class PushedState(RequestState):
             self.detokenizer = recording(tokenizer, request)
             self.detokenizer.pieces = self.pieces = []
         self.may_clip = bool(generation.sampling.stop)
-        self.pending: list[Token] = []  # tokens not handed over yet
-        self.free = 0  # characters that vLLM has let go and no token of ours has taken yet
+        self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.token_count = 0
         self.cumulative_logprob: float | None = None
@@ -236,7 +235,7 @@ class PushedState(RequestState):
             top = self._top(i) if self.top_tokens else ()
             logprob = logprobs[i] if logprobs is not None else None
             rank = self.reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
-            self.pending.append(Token(token_id, piece, logprob, token_id in special, top, rank))
+            self.pending.add(Token(token_id, piece, logprob, token_id in special, top, rank))
         pieces.clear()
 
     def _top(self, row: int) -> tuple[Token, ...]:
@@ -254,7 +253,8 @@ class PushedState(RequestState):
             return
         detokenizer = self.detokenizer
         text = detokenizer.get_next_output_text(finished, True)
-        tokens = self._release(len(text), finished)
+        pending = self.pending
+        tokens = pending.release(len(text), finished) if self.may_clip else pending.take_all()
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
         delta = TokenDelta(
@@ -275,28 +275,6 @@ class PushedState(RequestState):
             else:
                 self.meter.finished_requests += 1
         self.sink.on_delta(delta)
-
-    def _release(self, characters: int, finished: bool) -> list[Token]:
-        """Hand over the tokens whose text has been let go.
-
-        With stop strings vLLM holds the last characters back, since they may turn out to begin a stop string; the
-        tokens that they belong to wait with them.
-        """
-        pending = self.pending
-        if not self.may_clip:
-            self.pending = []
-            return pending
-        self.free += characters
-        released = 0
-        for token in pending:
-            if len(token.text) > self.free:
-                if not finished:
-                    break
-                token.text = token.text[: self.free]  # the rest belongs to a stop string and is not shown
-            self.free -= len(token.text)
-            released += 1
-        self.pending = pending[released:]
-        return pending[:released]
 
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
         if reason == VllmFinishReason.LENGTH:
