@@ -31,7 +31,7 @@ from handlers.engines.protocol import (
 )
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
-from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, aborted_beams
+from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, beam_deltas
 from handlers.engines.transformers.model import load_in_thread, load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers.sampling import TokenChooser, check_prompt, check_request, prepare
 from handlers.engines.transformers.sequence import GeneratedSequence
@@ -307,7 +307,7 @@ class BatchEngine:
         if not self._waiting.discard(job):
             return
         if job.request.beam_search is not None:
-            found = aborted_beams(job.request, job.prompt_ids, self._model, ())
+            found = beam_deltas(job.request, job.prompt_ids, self._model, ())
         else:
             found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
         for delta in found:

@@ -1,4 +1,4 @@
-"""One sequence being generated: its tokens' texts, its deltas and its end, with vLLM's semantics."""
+"""One sequence as it is generated: from its tokens to deltas, and to its end, as vLLM's own sequences have them."""
 
 from __future__ import annotations
 
@@ -13,84 +13,8 @@ from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
-
-class StopStrings:
-    """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
-
-    def __init__(self, stop: Sequence[str], include: bool) -> None:
-        self._stop = tuple(stop)
-        self._include = include
-        self._reach = max(map(len, self._stop), default=1) - 1
-        self._tail = ""
-
-    def add(self, text: str, count: bool) -> int | None:
-        """Take what was added; where a stop string ends in it, how many characters of the text are to be taken back.
-
-        Without `count` the text is taken note of, but a stop string that ends in it does not.
-        """
-        if not self._stop or not text:
-            return None
-        whole = self._tail + text
-        surplus = self._surplus(whole, len(self._tail)) if count else None
-        self._tail = whole[-self._reach :] if self._reach else ""
-        return surplus
-
-    def held(self) -> int:
-        """How many characters at the end of the text could be the beginning of a stop string."""
-        if self._include:
-            return 0
-        longest = min(self._reach, len(self._tail))
-        for length in range(longest, 0, -1):
-            end = self._tail[-length:]
-            if any(stop.startswith(end) and len(stop) > length for stop in self._stop):
-                return length
-        return 0
-
-    def _surplus(self, whole: str, old: int) -> int | None:
-        """From the earliest end of a stop string that lies beyond the first `old` characters."""
-        ends: list[tuple[int, int]] = []
-        for stop in self._stop:
-            start = whole.find(stop, max(old - len(stop) + 1, 0))
-            if start >= 0:
-                ends.append((start + len(stop), start))
-        if not ends:
-            return None
-        # The first of those that end at the same place is the request's first, as in vLLM.
-        end, start = min(ends, key=lambda place: place[0])
-        return len(whole) - (end if self._include else start)
-
-
 _CHUNK_ON_CPU, _CHUNK_ON_GPU = 128, 512
 """Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReading:
-    """What the model says of a prompt's tokens, from the second on."""
-
-    values: list[float] = field(default_factory=list)
-    """The log probability of each, given those before."""
-    ranks: list[int] = field(default_factory=list)
-    """The place of each by probability, from 1; empty unless wanted."""
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def read_prompt(model: TransformersModel, prompt_ids: Sequence[int], want_ranks: bool) -> PromptReading:
-    """Pass over the prompt in chunks; blocks for as long as the model takes."""
-    reading, cache = PromptReading(), None
-    ids = torch.tensor([list(prompt_ids)], device=model.device)
-    chunk = _CHUNK_ON_CPU if model.device.type == "cpu" else _CHUNK_ON_GPU
-    last = len(prompt_ids) - 1
-    for begin in range(0, last, chunk):
-        end = min(begin + chunk, last)
-        output: Any = model.model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logprobs = output.logits[0].float().log_softmax(dim=-1)
-        own = logprobs.gather(-1, ids[0, begin + 1 : end + 1, None])
-        reading.values.extend(own.squeeze(-1).tolist())
-        if want_ranks:
-            reading.ranks.extend(((logprobs > own).sum(dim=-1) + 1).tolist())
-    return reading
 
 
 class GeneratedSequence:
@@ -203,3 +127,78 @@ class GeneratedSequence:
             for token, rank in zip(tokens[1:], self.prompt_reading.ranks, strict=False):
                 token.rank = rank
         return tokens
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
+
+    def __init__(self, stop: Sequence[str], include: bool) -> None:
+        self._stop = tuple(stop)
+        self._include = include
+        self._reach = max(map(len, self._stop), default=1) - 1
+        self._tail = ""
+
+    def add(self, text: str, count: bool) -> int | None:
+        """Take what was added; where a stop string ends in it, how many characters of the text are to be taken back.
+
+        Without `count` the text is taken note of, but a stop string that ends in it does not.
+        """
+        if not self._stop or not text:
+            return None
+        whole = self._tail + text
+        surplus = self._surplus(whole, len(self._tail)) if count else None
+        self._tail = whole[-self._reach :] if self._reach else ""
+        return surplus
+
+    def held(self) -> int:
+        """How many characters at the end of the text could be the beginning of a stop string."""
+        if self._include:
+            return 0
+        longest = min(self._reach, len(self._tail))
+        for length in range(longest, 0, -1):
+            end = self._tail[-length:]
+            if any(stop.startswith(end) and len(stop) > length for stop in self._stop):
+                return length
+        return 0
+
+    def _surplus(self, whole: str, old: int) -> int | None:
+        """From the earliest end of a stop string that lies beyond the first `old` characters."""
+        ends: list[tuple[int, int]] = []
+        for stop in self._stop:
+            start = whole.find(stop, max(old - len(stop) + 1, 0))
+            if start >= 0:
+                ends.append((start + len(stop), start))
+        if not ends:
+            return None
+        # The first of those that end at the same place is the request's first, as in vLLM.
+        end, start = min(ends, key=lambda place: place[0])
+        return len(whole) - (end if self._include else start)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReading:
+    """What the model says of a prompt's tokens, from the second on."""
+
+    values: list[float] = field(default_factory=list)
+    """The log probability of each, given those before."""
+    ranks: list[int] = field(default_factory=list)
+    """The place of each by probability, from 1; empty unless wanted."""
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def read_prompt(model: TransformersModel, prompt_ids: Sequence[int], want_ranks: bool) -> PromptReading:
+    """Pass over the prompt in chunks; blocks for as long as the model takes."""
+    reading, cache = PromptReading(), None
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    chunk = _CHUNK_ON_CPU if model.device.type == "cpu" else _CHUNK_ON_GPU
+    last = len(prompt_ids) - 1
+    for begin in range(0, last, chunk):
+        end = min(begin + chunk, last)
+        output: Any = model.model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logprobs = output.logits[0].float().log_softmax(dim=-1)
+        own = logprobs.gather(-1, ids[0, begin + 1 : end + 1, None])
+        reading.values.extend(own.squeeze(-1).tolist())
+        if want_ranks:
+            reading.ranks.extend(((logprobs > own).sum(dim=-1) + 1).tolist())
+    return reading

@@ -34,11 +34,10 @@ _PARAMETERS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     # handlers.engines.vllm.lora
     (AsyncLLM, "add_lora", ("lora_request",)),
     (AsyncLLM, "remove_lora", ("lora_id",)),
-    (RequestState, "__init__", ("lora_request",)),
-    # handlers.openai.engine_client
+    # handlers.openai.engine_client; `lora_request`: handlers.engines.vllm.lora
     (AsyncLLM, "add_request", ("request_id", "prompt", "params")),
     (AsyncLLM, "abort", ("request_id", "internal")),
-    (RequestState, "__init__", ("external_req_id", "logprobs_processor", "queue")),
+    (RequestState, "__init__", ("external_req_id", "logprobs_processor", "lora_request", "queue")),
     (LogprobsProcessor, "update_from_output", ("output",)),
     (RequestOutputCollector, "put", ("output",)),
     (RequestOutputCollector, "get_nowait", ()),
