@@ -29,7 +29,7 @@ from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 _ROOT = Path("/")
 _GIB = 1 << 30
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
-"""What a process takes that has imported vLLM, and a worker beside its model and KV cache."""
+"""Memory of a process that has imported vLLM, and of a worker beside its model and KV cache."""
 _SHARE = 0.5
 """Of what is left, for the KV cache; files that are read again, further models and other programs need memory too."""
 _TIMES_WEIGHTS = 4
@@ -52,16 +52,16 @@ _UNEVEN = ("sliding_window", "attn_layer_period", "attn_layer_indices", "hybrid_
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 """Files of a control group: its limit and its use."""
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
-"""What `CPUWorker.determine_available_memory` raises."""
+"""The message of `CPUWorker.determine_available_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something that limits how much memory processes get. Bytes."""
+    """A limit on the memory that processes get. Bytes."""
 
     name: str
     available: int
-    """What new allocations can have, files that the kernel can drop from memory included."""
+    """Memory for new allocations, with the files that the kernel can drop from memory."""
     total: int
     workers: int = 1
     """Workers of the engine that share it."""
@@ -72,7 +72,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one of vLLM's workers needs. Bytes, except where it says otherwise."""
+    """The memory that one of vLLM's workers needs. Bytes, except where it says otherwise."""
 
     model: str
     weights: int
@@ -83,7 +83,7 @@ class Demand:
     context: int | None = None
     """Tokens of the longest sequence."""
     sequences: int = 1
-    """How many sequences run together."""
+    """Sequences that run together."""
     one_sequence: int | None = None
     """KV cache of one sequence that is as long as the context; None where it is not known, as layers differ."""
     all_sequences: int | None = None
@@ -103,7 +103,7 @@ class CacheSize:
 
     bytes: int
     limit: str
-    """What decided: the name of a `Limit`, `max_num_seqs` or `weights`."""
+    """The name of the `Limit` that decided, or `max_num_seqs` or `weights`."""
     reason: str
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What an engine is, and what engines share: signs of life, the watchdog, and sequences joined into one answer."""
+"""The interface of engines, and what they share: signs of life, a watchdog, and several sequences as one answer."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self.mark = 0.0
-        """What the last look saw; another value means that the engine has moved meanwhile."""
+        """The number that the last look saw; it changes with every sign of life."""
         self.quiet_seconds = 0.0
-        """For how long there has been work without any sign of life since the last one.
+        """Seconds with work since the last sign of life.
 
-        Time without work does not count, and does not make up for any either: work that was given up, by its clients or
-        for its time limit, is no sign of life.
+        Time without work does not count, nor is it a sign of life: the work may have been given up by its clients, or
+        for its time limit.
         """
 
     def look(self, busy: bool, mark: float) -> None:
-        """Take note of the engine.
+        """Record whether the engine has moved.
 
         `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
         """
@@ -115,14 +115,14 @@ class Generation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Whether the engine can serve."""
+    """The ability of an engine to serve."""
 
     alive: bool
     reason: str = ""
     quiet_seconds: float = 0.0
-    """For how long there has been work without any sign of life (`Progress`)."""
+    """Seconds with work since the last sign of life (`Progress`)."""
     mark: float = 0.0
-    """Changes with signs of life."""
+    """A number that changes with every sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class EngineAdapter:
     """A LoRA adapter, as an engine knows it."""
 
     name: str
-    """What requests call it."""
+    """Its name in requests."""
     id: int
     """At least 1, and of no other adapter of this engine, former ones included."""
     path: Path
@@ -185,12 +185,12 @@ class Engine(Protocol):
     max_sequences: int
     """Sequences that run together; known once it has started."""
     max_top_tokens: int
-    """How many alternatives a token may carry."""
+    """The most alternatives that a token may carry."""
     eos_token_ids: frozenset[int]
     tokenizer: Any
     """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started."""
     texts: ModelTexts
-    """The same for ourselves, so that it stays as it is."""
+    """The same tokenizer for our own code, in a copy that nothing else changes."""
 
     @property
     def adapters(self) -> EngineAdapters | None:
@@ -215,7 +215,7 @@ class Engine(Protocol):
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """The request's prompt as token ids, truncated as it asks.
+        """Return the request's prompt as token ids, truncated as it asks.
 
         Raises:
             InvalidRequest: it is empty, or too long for the model.
@@ -224,13 +224,13 @@ class Engine(Protocol):
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """Tokens with texts which, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
+        """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
 
     def health(self) -> EngineHealth:
-        """Whether the engine can serve. Cheap: asks no other process."""
+        """Tell whether the engine can serve. Cheap: asks no other process."""
 
     def status(self) -> EngineStatus:
-        """The scheduler's last report."""
+        """Return the scheduler's last report."""
 
     async def stop(self) -> None:
         """Free everything. Requests that still run end with an error."""
@@ -245,7 +245,7 @@ class EngineOutOfMemory(EngineStartError):
 
 
 class _Queue:
-    """Keeps what the engine pushes until the consumer comes; bounded by the request's own limit on new tokens."""
+    """A sink that is read later; bounded by the request's own limit on new tokens."""
 
     def __init__(self) -> None:
         self._deltas: asyncio.Queue[TokenDelta | RequestError] = asyncio.Queue()

@@ -19,22 +19,22 @@ LONG_TEXT = 4096
 _LONG_IDS = 4096
 _TRUNCATION_SIDE = "left"
 _CHARACTERS_PER_TOKEN = 256
-"""No token is longer, where the tokenizer does not say how long its longest is."""
+"""The most characters that a token has, where the tokenizer does not say it."""
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """What is in the wrapper of a tokenizer of `tokenizers`; None for one that is not of that library."""
+    """Return the tokenizer of the library `tokenizers` that a wrapper holds; None for one of another library."""
     fast = getattr(tokenizer, "_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None
 
 
 def copied(tokenizer: Any) -> Any:
-    """A tokenizer that shares no truncation and no padding with the given one; others have no such state."""
+    """Return a copy, whose truncation and padding are its own; a tokenizer without such state is returned as it is."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
 class ModelTexts:
-    """Texts to token ids, and back. `tokenizer`: one that no other code changes."""
+    """A model's texts to token ids, and back. `tokenizer`: one that no other code changes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -52,25 +52,21 @@ class ModelTexts:
 
     @cached_property
     def vocabulary_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
         return len(self.tokenizer)
 
     @property
     def truncation_side(self) -> str:
-        """Where prompts are truncated.
-
-        vLLM sets its tokenizers to this for every model that generates, whatever the model's files say, and it is what
-        all engines here do; the attribute of transformers' own tokenizers, mostly `right`, is not heeded by anything.
-        """
+        """The side on which prompts are truncated, with every engine, whatever the model's files say."""
         return _TRUNCATION_SIDE
 
     @property
     def longest_token(self) -> int:
-        """Characters that no token exceeds."""
+        """The most characters that a token has."""
         return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids. `special`: with the special tokens that the model wants around a text.
+        """Return token ids. `special`: with the special tokens that the model wants around a text.
 
         Whatever the tokenizer raises passes through.
         """
@@ -86,26 +82,26 @@ class ModelTexts:
         return ids
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Token ids, and between which characters of the text each is; None if the tokenizer does not know."""
+        """Return token ids, and the characters of the text that each spans; None if the tokenizer does not know."""
         if self._fast is None:
             return self.encode(text, special=special), None
         encoding = self._fast.encode_batch([text], add_special_tokens=special)[0]
         return encoding.ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all ids, special tokens included."""
+        """Return the text of all ids, special tokens included."""
         fast, ids = self._fast, list(token_ids)
         if fast is None or len(ids) <= _LONG_IDS or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return str(self.tokenizer.decode(ids))
         return str(fast.decode_batch([ids], skip_special_tokens=False)[0])  # `decode` would hold the lock, too
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's entry for each id."""
+        """Return the vocabulary's entry for each id."""
         return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can be called."""
+        """The model has a chat template, so that `chat` can be called."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def chat(
@@ -114,9 +110,9 @@ class ModelTexts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
     ) -> str:
-        """The prompt that the model's template makes of a conversation.
+        """Return the prompt that the model's template makes of a conversation.
 
-        A template is the model's own code, and says in any way, by any exception, that it does not take them.
+        A template is the model's own code, and may refuse the messages with any exception.
         """
         return str(
             self.tokenizer.apply_chat_template(
@@ -146,11 +142,11 @@ _PROMPT_CONTEXT = 16
 _CONTEXT = 8
 """Tokens that a slow tokenizer needs to see in front of the next one."""
 _INVALID_PREFIX = "Invalid prefix encountered"
-"""How `tokenizers` begins to say that its stream has lost its place."""
+"""The beginning of the message of `tokenizers` for a stream that has lost its place."""
 
 
 class TokenTexts:
-    """What each token of an answer adds to its text: "" while a character is incomplete.
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete.
 
     The texts, joined, are the text of the answer where it follows that of `prompt_ids`. `spaces`: special tokens that
     are shown have blanks between them.
@@ -280,7 +276,7 @@ class PromptTokenizer:
         self._most_characters = max_model_len * texts.longest_token
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """The request's prompt as token ids, truncated as it asks.
+        """Return the request's prompt as token ids, truncated as it asks.
 
         Raises:
             InvalidRequest: it is empty, or too long for the model.

@@ -70,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave."""
+    """The result of one step."""
 
     at: float
     rows: Sequence[Row]

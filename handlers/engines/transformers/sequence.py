@@ -151,7 +151,7 @@ class StopStrings:
         return surplus
 
     def held(self) -> int:
-        """How many characters at the end of the text could be the beginning of a stop string."""
+        """Return how many characters at the end of the text could be the beginning of a stop string."""
         if self._include:
             return 0
         longest = min(self._reach, len(self._tail))
@@ -162,7 +162,7 @@ class StopStrings:
         return 0
 
     def _surplus(self, whole: str, old: int) -> int | None:
-        """From the earliest end of a stop string that lies beyond the first `old` characters."""
+        """Return what `add` does, for the earliest end of a stop string beyond the first `old` characters."""
         ends: list[tuple[int, int]] = []
         for stop in self._stop:
             start = whole.find(stop, max(old - len(stop) + 1, 0))
@@ -177,7 +177,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class PromptReading:
-    """What the model says of a prompt's tokens, from the second on."""
+    """The log probabilities of a prompt's tokens, from the second on."""
 
     values: list[float] = field(default_factory=list)
     """The log probability of each, given those before."""

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
 """Values that LMI calls otherwise."""
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
-"""How LMI v0.31 writes `limit_mm_per_prompt`: image=2,video=1."""
+"""LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 EMPTY_SLOTS_ON_CPU = 1
 """vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
@@ -47,7 +47,7 @@ _LONGEST_PATH = 255
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`; what is left out is to have `serve_defaults`.
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold.
 
     Raises:
         EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
@@ -79,7 +79,7 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
 
 
 def serve_defaults() -> dict[str, Any]:
-    """All engine arguments with the defaults of `vllm serve`, from which those of `AsyncEngineArgs` itself differ."""
+    """Return all engine arguments as `vllm serve` has them by default; those of `AsyncEngineArgs` itself differ."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -89,7 +89,7 @@ def serve_defaults() -> dict[str, Any]:
 
 
 def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """On a CPU all adapters in memory have a slot, and there is one slot more than may be filled.
+    """Give all adapters in memory a slot on a CPU, and one slot more, which stays empty.
 
     On a GPU the slots are `max_loras`, whose memory vLLM reserves, and more adapters wait in main memory. Its kernels
     skip the rows of prompts without an adapter, so no slot need be empty.
@@ -102,7 +102,7 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 
 
 def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """All of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
+    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
 
     Raises:
         EngineStartError: an option has a value that vLLM refuses; the option is named.

@@ -1,6 +1,6 @@
-"""Beam search on any engine that gives the most probable next tokens.
+"""Beam search, which vLLM's core does not have.
 
-vLLM's core has none. Each step asks the engine for one token after each beam, with the `2 * width` most probable
+Each step asks the engine for one token after each beam, with the `2 * width` most probable
 alternatives, and keeps the best beams; the engine's prefix cache makes a step cost about one token for each beam.
 Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
 transformers); sampling parameters and penalties do not apply.
@@ -23,10 +23,10 @@ from handlers.request import BeamSearch, FinishReason, GenerationRequest, Sampli
 logger = logging.getLogger(__name__)
 
 NEEDS_PREFIX_CACHE = "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
-"""Said after a parameter's name. Without the cache each step would compute every beam from its beginning."""
+"""Follows a parameter's name. Without the cache each step would compute every beam from its beginning."""
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
-"""As `Engine.submit`."""
+"""A function with the signature of `Engine.submit`."""
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ async def submit_beam_search(
 
 
 class BeamSearchTask:
-    """A running search; see `Generation`."""
+    """A running search."""
 
     def __init__(self, search: _Search, task: asyncio.Task[None]) -> None:
         self._search, self._task = search, task
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have something called when the search has ended, however it did."""
+        """Have something called when the search has ended, in whatever way."""
         self._task.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
@@ -100,7 +100,7 @@ class _Search:
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
         self._ending = engine.eos_token_ids | self._stop_ids
-        """None of them comes before `min_tokens`, whether or not the end token is ignored, as in the samplers."""
+        """Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers."""
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
 
@@ -153,7 +153,7 @@ class _Search:
         return self._ranked(finished + running)
 
     def _settled(self, running: list[_Beam], finished: list[_Beam]) -> bool:
-        """Whether no running beam can displace a finished one any more."""
+        """Tell whether no running beam can displace a finished one any more."""
         width, penalty = self._options.width, self._options.length_penalty
         if len(finished) < width:
             return False
@@ -255,7 +255,7 @@ class _Search:
 
 
 class _Answer:
-    """Waits for a step's only delta."""
+    """The sink of a step, which has one delta."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

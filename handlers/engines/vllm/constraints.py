@@ -53,7 +53,7 @@ _START_SECONDS, _ANSWER_SECONDS = 60.0, 20.0
 _REMEMBERED = 1024
 _LENGTH = struct.Struct(">I")
 _THREADS = 2
-"""What vLLM checks again may take tenths of a second; it does not take the threads that tokenize prompts."""
+"""vLLM checks each constraint again, for tenths of a second; the threads that tokenize prompts stay free."""
 TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -112,7 +112,7 @@ class ConstraintTranslator:
             size = max(vocabulary_size, len(tokenizer))
             self._trials = GrammarTrials(_as_json(fast), size, tokenizer.eos_token_id)
         self.threads: Executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
-        """Where vLLM's own checks of a constraint run, which would hold up the event loop."""
+        """Run vLLM's own checks of a constraint, which would hold up the event loop."""
 
     async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
         """Return what vLLM is to enforce; None without a constraint.

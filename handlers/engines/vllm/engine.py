@@ -88,7 +88,7 @@ class VllmEngine:
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self.eos_token_ids = end_token_ids(llm)
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
-        """Where the model's own generation config differs from vLLM's defaults."""
+        """The model's own generation config, as far as it differs from vLLM's defaults."""
         config = llm.vllm_config
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
@@ -331,7 +331,7 @@ class SchedulerReports:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self._latest: dict[int, Any] = {}
-        """What each data-parallel replica reported last, by its number."""
+        """The last report of each data-parallel replica, by its number."""
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         self._engine.reports += 1

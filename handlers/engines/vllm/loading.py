@@ -70,7 +70,7 @@ class VllmLoader:
         self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:
-        """Takes half a minute and more; other tasks go on meanwhile.
+        """Load the model, which takes half a minute and more; other tasks go on meanwhile.
 
         Raises:
             EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
@@ -144,25 +144,25 @@ class VllmLoader:
 
 
 async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and keep nothing of the model's."""
+    """End vLLM's processes, and free what the model had here."""
     await end_output_loop(llm)
     await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
     forget_tokenizers()
 
 
 def forget_tokenizers() -> None:
-    """Let go of the tokenizers of models that are gone."""
+    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
     for cache in _CACHES:
         cache.cache_clear()
 
 
 def own_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, outside vLLM's pool, and a copy of the one from which that copies."""
+    """Return a tokenizer of the model that neither vLLM nor its pool of tokenizers changes."""
     return copied(cached_tokenizer_from_config(config))
 
 
 def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
-    """The tokens that end a text, by the model's generation config and by its tokenizer."""
+    """Return the tokens that end a text, by the model's generation config and by its tokenizer."""
     configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
     ids = configured if isinstance(configured, list) else [configured]
     own = llm.get_tokenizer().eos_token_id

@@ -44,17 +44,17 @@ from handlers.errors import (
 logger = logging.getLogger(__name__)
 
 _POLL = 0.05
-"""Seconds between looks at what runs; also what an abort has to reach the engine before its adapter is removed."""
+"""Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed."""
 _REMOVE_SECONDS = 30.0
-"""How long `remove` waits for requests."""
+"""The longest time that `remove` waits for requests."""
 _FAILURE = "Call to add_lora method failed: "
-"""What vLLM writes before an error of its engine process."""
+"""vLLM's words before an error of its engine process."""
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
-"""What it writes around that of a worker."""
+"""vLLM's words around an error of a worker."""
 
 
 def has_prompt_logprobs(llm: AsyncLLM) -> bool:
-    """Whether the engine survives requests for log probabilities of the prompt.
+    """Tell whether the engine survives requests for log probabilities of the prompt.
 
     With adapters on a CPU it does not: `LogitsProcessorWithLoRA` gives all tokens of the prompt to
     `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
@@ -73,7 +73,7 @@ class PublicAdapters(dict[str, LoRARequest]):
     """
 
     def values(self) -> Any:
-        """None of them."""
+        """Return none of them."""
         return ()
 
 
@@ -88,7 +88,7 @@ class Claim:
 
     @property
     def request(self) -> LoRARequest:
-        """What vLLM is told."""
+        """The adapter, as vLLM is told of it."""
         return self._held.request
 
     def release(self) -> None:
@@ -173,7 +173,7 @@ class VllmAdapters:
             await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
 
     async def claim(self, name: str) -> Claim:
-        """The adapter of this name, in memory, where it stays until the claim is released and no request has it.
+        """Return a claim on the adapter of this name, which stays in memory until the claim is released.
 
         Raises:
             UnknownAdapter: there is none.
@@ -187,7 +187,7 @@ class VllmAdapters:
         return await self._claimed(held)
 
     async def stop(self) -> None:
-        """End what waits for something."""
+        """End all tasks that wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -211,7 +211,7 @@ class VllmAdapters:
         return claim
 
     async def _loaded(self, held: _Held) -> None:
-        """Have the adapter in memory. Whoever waits may leave; loading goes on for others."""
+        """Wait until the adapter is in memory. One who waits may leave; loading goes on for others."""
         if held.resident:
             return
         loading = held.loading

@@ -1,6 +1,6 @@
-"""The weights of a LoRA adapter, read once before an engine reads them, and refused where they would spoil its answers.
+"""Checks of a LoRA adapter's files, which are read before an engine reads them.
 
-They are safetensors, or what torch has pickled; of the latter only tensors are ever loaded, never code.
+Weights are safetensors, or what torch has pickled; of the latter only tensors are ever loaded, never code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 _LARGEST_CONFIG = 10_000_000
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Types of weights that lie in memory as they are multiplied; packed ones have another shape."""
+"""Types of weights that have the shape of the matrix; packed ones have another."""
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
-    """Refuse what an engine could not use, in words that name the file or the tensor. Reads files; may block.
+    """Refuse what an engine could not use, naming the file or the tensor. Reads files; may block.
 
     `base`: shapes of the base model's weights, as far as they are known.
 
@@ -56,7 +56,7 @@ def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
 
 
 def check_scaling(config: Mapping[str, Any]) -> None:
-    """Refuse a scaling that makes NaN of every answer; whether there has to be one is the engine's to say.
+    """Refuse a scaling that makes NaN of every answer.
 
     Raises:
         AdapterFailed: `lora_alpha` or one of `alpha_pattern` is no finite number.
@@ -113,7 +113,7 @@ def check_shapes(tensors: Shapes, max_rank: int, base: Shapes) -> None:
 
 
 def check_pairs(names: Collection[str]) -> None:
-    """Refuse what vLLM stumbles over without saying why: a half of a pair that is alone, and no tensor at all.
+    """Refuse half of a pair without the other, and files without tensors: vLLM fails on them without saying why.
 
     Raises:
         AdapterFailed: naming the one that is there, and the one that is not.
@@ -127,7 +127,7 @@ def check_pairs(names: Collection[str]) -> None:
 
 
 def base_shapes(model: Path) -> Shapes:
-    """Shapes of a model's plain weights; empty where they are not in safetensors files below `model`. May block."""
+    """Return shapes of a model's plain weights; {} where `model` holds no safetensors files. May block."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(model.glob("*.safetensors")) if model.is_dir() else ():
         try:
@@ -151,7 +151,7 @@ def _no_directory(path: Path) -> str:
 
 
 def _elsewhere(directory: Path) -> str:
-    """Where the adapter is that is not in the directory itself: an archive may have been made of its directory."""
+    """Name the folder that holds the adapter instead: an archive may have been made of the adapter's directory."""
     inner = next(iter(sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))), None)
     return "" if inner is None else f"; there is one in {inner}"
 
@@ -179,7 +179,7 @@ def _shapes_of_adapter(path: Path) -> Shapes:
 
 
 def _plain_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Raises OSError, and ValueError for what is no safetensors file."""
+    """Yield names and shapes. Raises OSError, and ValueError for what is no safetensors file."""
     with path.open("rb") as file:
         head = file.read(_SIZE.size)
         if len(head) < _SIZE.size:
@@ -218,7 +218,7 @@ _READ_AHEAD = 1 << 20
 
 
 def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
-    """Read an adapter's weights, so that whoever reads them next finds them in memory. May block for long.
+    """Read an adapter's weights, so that the engine finds them in memory, and check them. May block for long.
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
@@ -278,7 +278,7 @@ def _safe_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pickled_tensors(path: Path) -> dict[str, Tensor]:
-    """Raises AdapterFailed."""
+    """Load tensors by their names. Raises AdapterFailed."""
     import torch
 
     try:

@@ -62,18 +62,18 @@ _cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
 class Reports:
-    """What the processes that are started meanwhile say of their failures."""
+    """Receives the failures of processes that are being started."""
 
     def __init__(self) -> None:
         self._reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     @property
     def writer(self) -> Connection:
-        """What a process is given to say it with."""
+        """The end of the pipe that a process reports to."""
         return self._writer
 
     def first(self) -> StartFailure | None:
-        """The cause of the others; None where none of the processes that have ended by now has said anything."""
+        """Return the first failure, which is the cause of the others; None if there is none by now."""
         with contextlib.suppress(EOFError, OSError):
             if self._reader.poll():
                 failure: StartFailure = self._reader.recv()
@@ -81,13 +81,13 @@ class Reports:
         return None
 
     def close(self) -> None:
-        """What is said from now on goes nowhere."""
+        """Drop all further reports."""
         self._reader.close()
         self._writer.close()
 
 
 class _Target:
-    """What a process runs, with the environment of the moment in which it is started."""
+    """The function that a process runs, with the environment of the moment in which it is started."""
 
     def __init__(self, function: Callable[..., None], report: Connection) -> None:
         self.function, self.report = function, report
@@ -110,7 +110,7 @@ class _InEnvironment:
 
 
 class _ForThisThread:
-    """An attribute of a class of vLLM's: ours for threads that ask for it, and vLLM's for others.
+    """A descriptor on a class of vLLM's: gives our function to threads that ask for it, and vLLM's to others.
 
     Several threads may start engines at a time, one for each model.
     """
@@ -130,7 +130,7 @@ _this_thread = threading.local()
 def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
     """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
 
-    `spawned`: they are, whether there is a fork server or not. vLLM binds a process to a NUMA node as it is spawned.
+    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
     """
     EngineCoreProc.run_engine_core = _ForThisThread(run_engine_core, _run_engine_core)
     DPCoordinatorProc.run_coordinator = _ForThisThread(run_coordinator, _run_coordinator)
@@ -169,7 +169,7 @@ def _server_context() -> BaseContext:
 
 
 def _engine_context() -> BaseContext:
-    """For the workers: from the fork server that the engine process is from."""
+    """Return what starts the workers: the fork server of the engine process."""
     fork_server.start_no_other()
     return multiprocessing.get_context("forkserver")
 
@@ -215,7 +215,7 @@ def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) 
 
 
 def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
-    """What the engine process runs in the place of vLLM's function, which it then calls."""
+    """Run vLLM's function in the engine process, tied to its parent and with its failures reported."""
     _end_with_parent()
     os.setpgid(0, 0)
     WorkerProc.worker_main = _Target(worker_main, report)
@@ -226,7 +226,7 @@ def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None
 
 
 def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None:
-    """The same in the coordinator of data-parallel ranks."""
+    """Do the same in the coordinator of data-parallel ranks."""
     _end_with_parent()
     os.setpgid(0, 0)
     with _telling(report):
@@ -234,7 +234,7 @@ def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None
 
 
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
-    """The same in a worker of the engine process."""
+    """Do the same in a worker of the engine process."""
     _end_with_parent()
     if fork_server.is_forked():
         _end_with_engine()
@@ -250,7 +250,7 @@ def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
 
 
 def usage_without_page_cache() -> int | None:
-    """What a container uses of its memory, where vLLM's worker looks whether its KV cache fits.
+    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits.
 
     vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
     """
@@ -273,9 +273,9 @@ def _telling(report: Connection) -> Iterator[None]:
 def _end_with_parent() -> None:
     fork_server.end_with_parent()
     if fork_server.is_forked():
-        from handlers.engines.vllm import preload as vllm_preload
+        from handlers.engines.vllm import preload
 
-        expected: int | None = vllm_preload.PROCESS
+        expected: int | None = preload.PROCESS
     else:
         starter = multiprocessing.parent_process()
         expected = None if starter is None else starter.pid

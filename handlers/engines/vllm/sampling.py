@@ -52,14 +52,14 @@ class SamplingTranslator:
     typical_refusal: str = ""
     """Why `typical_p` is refused, after its name; "" if it is not."""
     prompt_logprobs: bool = True
-    """The engine survives them; see `has_prompt_logprobs`."""
+    """Log probabilities of the prompt are served (`lora.has_prompt_logprobs`)."""
     prefix_cache: bool = True
-    """Without it there is no beam search."""
+    """The engine has one; without it there is no beam search."""
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
     ) -> SamplingParams:
-        """What one sequence of the request asks of vLLM; `structured_outputs`: its constraint.
+        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint.
 
         Raises:
             InvalidRequest: vLLM would refuse it, or it would harm the engine.
@@ -132,7 +132,7 @@ class SamplingTranslator:
 
 
 def sibling(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of a further sequence of the same request; a seed gives each its own."""
+    """Return the parameters of a further sequence of the same request: each has a seed of its own."""
     further = copy.copy(params)
     if params.seed is not None:
         further.seed = (params.seed + index + 2**63) % 2**64 - 2**63
