@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -264,6 +264,22 @@ def split_text(
     """
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    special_ids: frozenset[int],
+    logprobs: Iterable[float],
+    ranks: Iterable[int] = (),
+) -> list[Token]:
+    """Return a prompt's tokens; `logprobs`, `ranks`: theirs from the second token on, or none."""
+    tokens = split_text(tokenizer, prompt_ids, special_ids, skip_special_tokens=False)
+    for token, value in zip(tokens[1:], logprobs, strict=False):
+        token.logprob = value
+    for token, rank in zip(tokens[1:], ranks, strict=False):
+        token.rank = rank
+    return tokens
 
 
 class PromptTokenizer:

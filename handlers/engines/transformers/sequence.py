@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from handlers.engines.texts import HeldTokens, TokenTexts, split_text
+from handlers.engines.texts import HeldTokens, TokenTexts, prompt_tokens
 from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -120,13 +120,8 @@ class GeneratedSequence:
         return text
 
     def _prompt_tokens(self) -> list[Token]:
-        tokens = split_text(self._model.tokenizer, self._prompt_ids, self._model.special_ids, skip_special_tokens=False)
-        if self.prompt_reading is not None:
-            for token, value in zip(tokens[1:], self.prompt_reading.values, strict=False):
-                token.logprob = value
-            for token, rank in zip(tokens[1:], self.prompt_reading.ranks, strict=False):
-                token.rank = rank
-        return tokens
+        reading, model = self.prompt_reading or PromptReading(), self._model
+        return prompt_tokens(model.tokenizer, self._prompt_ids, model.special_ids, reading.values, reading.ranks)
 
 
 class StopStrings:

@@ -30,7 +30,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
-from handlers.engines.texts import HeldTokens, split_text
+from handlers.engines.texts import HeldTokens, prompt_tokens
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -287,12 +287,7 @@ class PushedState(RequestState):
         return FinishReason.STOP
 
     def _prompt_tokens(self) -> list[Token]:
-        tokens = split_text(self.tokenizer, self.prompt_token_ids or (), self.special_ids, skip_special_tokens=False)
-        values = [value for chunk in self.reader.prompt_logprobs for value in chunk.logprobs[:, 0].tolist()]
-        for token, value in zip(tokens[1:], values, strict=False):
-            token.logprob = value
-        if self.want_ranks:
-            ranks = [rank for chunk in self.reader.prompt_logprobs for rank in chunk.selected_token_ranks.tolist()]
-            for token, rank in zip(tokens[1:], ranks, strict=False):
-                token.rank = rank
-        return tokens
+        chunks = self.reader.prompt_logprobs
+        values = [value for chunk in chunks for value in chunk.logprobs[:, 0].tolist()]
+        ranks = [rank for chunk in chunks for rank in chunk.selected_token_ranks.tolist()] if self.want_ranks else []
+        return prompt_tokens(self.tokenizer, self.prompt_token_ids or (), self.special_ids, values, ranks)

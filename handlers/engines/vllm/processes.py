@@ -65,12 +65,7 @@ class Reports:
     """Receives the failures of processes that are being started."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
-
-    @property
-    def writer(self) -> Connection:
-        """The end of the pipe that a process reports to."""
-        return self._writer
+        self._reader, self.writer = multiprocessing.Pipe(duplex=False)
 
     def first(self) -> StartFailure | None:
         """Return the first failure, which is the cause of the others; None if there is none by now."""
@@ -83,7 +78,7 @@ class Reports:
     def close(self) -> None:
         """Drop all further reports."""
         self._reader.close()
-        self._writer.close()
+        self.writer.close()
 
 
 class _Target:
