@@ -59,30 +59,12 @@ async def submit_beam_search(
             "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
         )
     prompt_ids = await engine.prompt_token_ids(request)
-    search = _Search(engine, request, beam_search, sink, prompt_ids, submit)
-    return BeamSearchTask(search, asyncio.create_task(search.run()))
+    return BeamSearchTask(engine, request, beam_search, sink, prompt_ids, submit)
 
 
 class BeamSearchTask:
-    """A running search."""
+    """A running search, which begins when it is made."""
 
-    def __init__(self, search: _Search, task: asyncio.Task[None]) -> None:
-        self._search, self._task = search, task
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Have something called when the search has ended, in whatever way."""
-        self._task.add_done_callback(lambda _: call())
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-    def abort(self) -> None:
-        if not self._task.done() and self._task.cancelling() == 0:
-            self._task.cancel()
-            self._search.abort()
-
-
-class _Search:
     def __init__(
         self,
         engine: Engine,
@@ -103,18 +85,20 @@ class _Search:
         """Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers."""
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
+        self._task = asyncio.create_task(self._run())
 
-    async def run(self) -> None:
-        try:
-            self._emit(await self._search())
-        except RequestError as error:
-            self._sink.on_error(error)
-        except Exception:
-            logger.exception("request %s: beam search failed", self._request.request_id)
-            self._sink.on_error(GenerationFailed("internal error in beam search"))
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have something called when the search has ended, in whatever way."""
+        self._task.add_done_callback(lambda _: call())
+
+    def cancel(self) -> None:
+        self._task.cancel()
 
     def abort(self) -> None:
-        """Hand over the best beams so far."""
+        """Stop, and hand over the best beams so far."""
+        if self._task.done() or self._task.cancelling():
+            return
+        self._task.cancel()
         running = [dataclasses.replace(beam, finish_reason=FinishReason.ABORT) for beam in self._running]
         missing = max(self._options.width - len(running) - len(self._finished), 0)
         nothing = [_Beam(finish_reason=FinishReason.ABORT) for _ in range(missing)]
@@ -124,6 +108,15 @@ class _Search:
             self._emit([*self._ranked(self._finished + running), *nothing])
         except Exception:
             logger.exception("request %s: beam search failed as it was aborted", self._request.request_id)
+            self._sink.on_error(GenerationFailed("internal error in beam search"))
+
+    async def _run(self) -> None:
+        try:
+            self._emit(await self._search())
+        except RequestError as error:
+            self._sink.on_error(error)
+        except Exception:
+            logger.exception("request %s: beam search failed", self._request.request_id)
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
     async def _search(self) -> list[_Beam]:

@@ -214,7 +214,7 @@ def _check_finite(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _weights(directory: Path) -> Path:
-    weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
+    weights = next((directory / name for name in WEIGHTS if os.path.isfile(directory / name)), None)
     if weights is None:
         raise AdapterFailed(f"{directory} has no weights; expected {WEIGHTS[0]}")
     return weights
