@@ -1,7 +1,9 @@
-"""Settings of the dynamic batch's engine that are read before a model is loaded."""
+"""Settings that are read before a model is loaded, and loading in a thread that may be given up."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +18,14 @@ from handlers.engines.transformers.model import (
     check_quantization,
     check_rope,
     check_weights,
+    load_in_thread,
     longest_context,
     max_model_len,
     model_arguments,
     pad_token_id,
 )
 from handlers.model_settings import ModelSettings
+from tests.freed import when_freed
 
 
 def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelSettings:
@@ -173,3 +177,42 @@ def test_rope_that_is_the_same_for_all_lengths_is_not_refused() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     check_rope(settings(), SimpleNamespace(max_position_embeddings=256, rope_parameters=rope), 256)
     check_rope(settings(), SimpleNamespace(max_position_embeddings=256), 256)
+
+
+class Model:
+    """As models are, one that only the collector of reference cycles frees."""
+
+    def __init__(self) -> None:
+        self.layers = [self]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_it_gives_what_was_loaded_or_raises_what_was_raised() -> None:
+    def broken() -> Model:
+        raise ValueError("no such file")
+
+    assert isinstance(await load_in_thread(Model), Model)
+    with pytest.raises(ValueError, match="no such file"):
+        await load_in_thread(broken)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_what_a_load_that_was_given_up_has_made_is_freed_when_it_ends(fails: bool) -> None:
+    may_end, freed = threading.Event(), []
+
+    def load() -> Model:
+        model = Model()
+        freed.append(when_freed(model))
+        assert may_end.wait(10)
+        if fails:
+            raise ValueError("too late")
+        return model
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(load_in_thread(load), 0.05)
+    assert not freed[0].is_set()
+    may_end.set()
+    assert await asyncio.to_thread(freed[0].wait, 10)
