@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, M
 from typing import Any
 
 from container.http.endpoint import bounded_body
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations, output_store
 from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable
 from deploy.local.errors import (

@@ -1,0 +1,573 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from container.cli import read_startup
+from container.settings import load as settings_module
+from container.settings.load import load_settings
+from container.settings.settings import ServerSettings, Settings, SettingsError
+from container.sources import location as model_location
+from handlers.model_settings import ModelSettings
+
+SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NOT_SERVED = "not served by this version of Slipway"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def load(
+    model_dir: Path | None,
+    properties: str = "",
+    environ: Mapping[str, str] | None = None,
+    command_line: Mapping[str, str] | None = None,
+) -> Settings:
+    if model_dir is not None:
+        (model_dir / "serving.properties").write_text(properties, encoding="ascii")
+    return load_settings(model_dir, environ or {}, command_line)
+
+
+def problems(*arguments: Any, **keywords: Any) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load(*arguments, **keywords)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return caught.value.problems
+
+
+def entry(settings: Settings, name: str) -> tuple[Any, str]:
+    (found,) = [one for one in settings.entries if one.name == name]
+    return found.value, found.source
+
+
+def test_nothing_given_means_defaults(model_dir: Path) -> None:
+    settings = load(model_dir)
+    assert settings.server == ServerSettings()
+    assert settings.model == ModelSettings(name="model", model_dir=model_dir, model_id=str(model_dir))
+    assert settings.warnings == ()
+    assert {one.source for one in settings.entries} == {"default", "command line: --model-dir"}
+
+
+@pytest.mark.parametrize(
+    ("properties", "field", "value"),
+    [
+        ("option.revision=main", "revision", "main"),
+        ("option.trust_remote_code=True", "trust_remote_code", True),
+        ("option.rolling_batch=auto", "rolling_batch", "auto"),
+        ("option.rolling_batch=lmi-dist", "rolling_batch", "lmi-dist"),
+        ("option.rolling_batch=scheduler", "rolling_batch", "scheduler"),
+        ("option.rolling_batch=trtllm", "rolling_batch", "trtllm"),
+        ("option.rolling_batch=disable", "rolling_batch", "disable"),
+        ("option.rolling_batch=tnx", "rolling_batch", "vllm"),
+        ("option.entryPoint=djl_python.tensorrt_llm", "rolling_batch", "trtllm"),
+        ("option.entryPoint=djl_python.deepspeed", "rolling_batch", "auto"),
+        ("batch_size=4", "batch_size", 4),
+        ("batch_size=4", "rolling_batch", "disable"),
+        ("max_dynamic_batch_size=4\noption.rolling_batch=vllm", "rolling_batch", "disable"),
+        ("option.rolling_batch=disable\nmax_batch_delay=250", "max_batch_delay", 0.25),
+        ("option.rolling_batch=disable\noption.enable_streaming=True", "enable_streaming", "true"),
+        ('option.rolling_batch=disable\noption.stop_sequence=["a", "b"]', "stop_sequences", ("a", "b")),
+        ("option.rolling_batch=disable\noption.device_map=auto", "engine_arguments", {"device_map": "auto"}),
+        ("option.rolling_batch=trtllm\noption.max_num_tokens=9", "engine_arguments", {}),
+        ("option.rolling_batch=scheduler\noption.model_impl=vllm", "engine_arguments", {"model_impl": "vllm"}),
+        ("option.max_rolling_batch_size=16  ", "max_rolling_batch_size", 16),
+        ("option.max_num_seqs=16", "max_rolling_batch_size", 16),
+        ("option.output_formatter=jsonlines", "output_formatter", "jsonlines"),
+        ("option.tgi_compat=on", "tgi_compat", True),
+        ("option.do_sample_inferred=0", "do_sample_inferred", False),
+        ("option.strict_parameters=yes", "strict_parameters", True),
+        ("option.dtype=fp16", "dtype", "float16"),
+        ("option.tensor_parallel_degree=2", "tensor_parallel_degree", 2),
+        ("option.tensor_parallel_size=2", "tensor_parallel_degree", 2),
+        ("option.tensor_parallel_degree=max", "tensor_parallel_degree", None),
+        ("option.tensor_parallel_degree=max", "tensor_parallel_max", True),
+        ("option.pipeline_parallel_degree=2", "pipeline_parallel_degree", 2),
+        ("option.predict_timeout=1.5", "predict_timeout", 1.5),
+        ("option.model_loading_timeout=60", "model_loading_timeout", 60.0),
+        ("option.quantize=awq", "engine_arguments", {"quantization": "awq"}),
+        ("option.quantization=bitsandbytes8", "engine_arguments", {"quantization": "bitsandbytes8"}),
+        ("option.max_rolling_batch_prefill_tokens=64", "engine_arguments", {"max_num_batched_tokens": "64"}),
+        ("option.cpu_offload_gb_per_gpu=2.5", "engine_arguments", {"cpu_offload_gb": "2.5"}),
+        ("option.max_model_len=4096 ", "engine_arguments", {"max_model_len": "4096 "}),
+    ],
+)
+def test_a_model_option_reaches_its_field(model_dir: Path, properties: str, field: str, value: object) -> None:
+    assert getattr(load(model_dir, properties).model, field) == value
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"TENSOR_PARALLEL_DEGREE": "2"}, "tensor_parallel_degree", 2),
+        ({"SM_NUM_GPUS": "4"}, "tensor_parallel_degree", 4),
+        ({"TENSOR_PARALLEL_DEGREE": "max"}, "tensor_parallel_max", True),
+        ({"TENSOR_PARALLEL_DEGREE": "2", "OPTION_TENSOR_PARALLEL_SIZE": "4"}, "tensor_parallel_degree", 4),
+        ({"PIPELINE_PARALLEL_DEGREE": "2"}, "pipeline_parallel_degree", 2),
+        ({"PREDICT_TIMEOUT": "9"}, "predict_timeout", 9.0),
+        ({"MODEL_LOADING_TIMEOUT": "9"}, "model_loading_timeout", 9.0),
+        ({"OPTION_DTYPE": "bf16"}, "dtype", "bfloat16"),
+        ({"HF_TASK": "text-generation"}, "dtype", "auto"),
+        ({"SERVING_BATCH_SIZE": "2"}, "batch_size", 2),
+    ],
+)
+def test_a_variable_reaches_its_field(model_dir: Path, environ: dict[str, str], field: str, value: object) -> None:
+    assert getattr(load(model_dir, environ=environ).model, field) == value
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"SERVING_PORT": "9000"}, "port", 9000),
+        ({"SERVING_INFERENCE_ADDRESS": "http://127.0.0.1:9001"}, "port", 9001),
+        ({"SERVING_INFERENCE_ADDRESS": "http://[::1]:9001/"}, "host", "::1"),
+        ({"SERVING_INFERENCE_ADDRESS": "http://localhost:9001", "SERVING_PORT": "9002"}, "port", 9002),
+        ({"SERVING_INFERENCE_ADDRESS": "http://localhost:9001", "SAGEMAKER_BIND_TO_PORT": "9003"}, "port", 9003),
+        ({"SERVING_JOB_QUEUE_SIZE": "5"}, "job_queue_size", 5),
+        ({"MAX_CONCURRENT_REQUESTS": "6"}, "job_queue_size", 6),
+        ({"ARGS_JOB_QUEUE_SIZE": "7", "SERVING_JOB_QUEUE_SIZE": "5"}, "job_queue_size", 7),
+        ({"SERVING_MAX_REQUEST_SIZE": "10"}, "max_request_size", 10),
+        ({"SERVING_MAX_REQUEST_SIZE": "10", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "1"}, "max_request_size", 1048576),
+        ({"SERVING_DRAIN_TIMEOUT": "3"}, "drain_timeout", 3.0),
+        ({"SERVING_FAIL_FAST": "true"}, "fail_fast", True),
+        ({"SERVING_HEALTH_CHECK_OVERRIDE": "true"}, "health_check_override", True),
+        ({"SAGEMAKER_HEALTH_CHECK_OVERRIDE": "true"}, "workers_health_check", True),
+        ({"SERVING_LOG_FORMAT": "JSON"}, "log_format", "json"),
+        ({"SERVING_LOG_LEVEL": "WARN"}, "log_level", "warning"),
+        ({"SERVING_LOG_PROMPTS": "1"}, "log_prompts", True),
+        ({"SERVING_REQUEST_ID_HEADER_KEY": "X-Id"}, "request_id_header", "X-Id"),
+        ({"SERVING_ALLOW_MULTI_STATUS": "true"}, "allow_multi_status", True),
+        ({"SERVING_CORS_ALLOWED_ORIGIN": "*"}, "cors_allowed_origin", "*"),
+        ({"SERVING_CORS_ALLOWED_METHODS": "GET, POST"}, "cors_allowed_methods", "GET, POST"),
+        ({"SERVING_CORS_ALLOWED_HEADERS": "X-A"}, "cors_allowed_headers", "X-A"),
+        ({"SERVING_THROTTLE_ERROR_HTTP_CODE": "429"}, "throttle_error_http_code", 429),
+        ({"SERVING_WLM_ERROR_HTTP_CODE": "502"}, "wlm_error_http_code", 502),
+        ({"SERVING_SERVER_ERROR_HTTP_CODE": "520"}, "server_error_http_code", 520),
+    ],
+)
+def test_a_server_variable_reaches_its_field(
+    model_dir: Path, environ: dict[str, str], field: str, value: object
+) -> None:
+    assert getattr(load(model_dir, environ=environ).server, field) == value
+
+
+def test_the_queue_of_the_model_goes_before_that_of_the_server(model_dir: Path) -> None:
+    settings = load(model_dir, "job_queue_size=3", {"SERVING_JOB_QUEUE_SIZE": "5", "ARGS_JOB_QUEUE_SIZE": "7"})
+    assert entry(settings, "job_queue_size") == (3, "serving.properties: job_queue_size")
+
+
+def test_on_sagemaker_the_request_id_comes_in_its_header(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "SAGEMAKER_METADATA", model_dir / "config.json")
+    assert load(model_dir).server.request_id_header == "X-Amzn-SageMaker-Inference-Id"
+    given_header = load(model_dir, environ={"SERVING_REQUEST_ID_HEADER_KEY": "x-id"}).server.request_id_header
+    assert given_header == "x-id"
+
+
+MODEL_LAYERS = [
+    ("environment: SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", 1.0),
+    ("serving.properties: option.predict_timeout", 2.0),
+    ("environment: OPTION_PREDICT_TIMEOUT", 3.0),
+    ("environment: PREDICT_TIMEOUT", 4.0),
+]
+
+
+@pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=4)))
+def test_precedence_of_model_settings_holds_for_any_layers(model_dir: Path, chosen: tuple[bool, ...]) -> None:
+    layers = [layer for layer, wanted in zip(MODEL_LAYERS, chosen, strict=True) if wanted]
+    variables = {source.removeprefix("environment: "): str(value) for source, value in layers}
+    text = variables.pop("serving.properties: option.predict_timeout", None)
+    settings = load(model_dir, f"option.predict_timeout={text}" if text else "", variables)
+    source, value = layers[0] if layers else ("default", 240.0)
+    assert settings.model.predict_timeout == value
+    assert entry(settings, "option.predict_timeout") == (value, source)
+
+
+SERVER_LAYERS = [
+    ("environment: SAGEMAKER_BIND_TO_PORT", 9001),
+    ("environment: SERVING_PORT", 9002),
+    ("command line: --port", 9003),
+]
+
+
+@pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=3)))
+def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, chosen: tuple[bool, ...]) -> None:
+    layers = [layer for layer, wanted in zip(SERVER_LAYERS, chosen, strict=True) if wanted]
+    variables = {source.removeprefix("environment: "): str(value) for source, value in layers}
+    port = variables.pop("command line: --port", None)
+    settings = load(model_dir, environ=variables, command_line={"port": port} if port else {})
+    source, value = layers[0] if layers else ("default", 8080)
+    assert entry(settings, "port") == (value, source)
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        "option.bedrock_compat=true",
+        "option.entryPoint=djl_python.sklearn_handler",
+        "option.entryPoint=https://example.com/model.py",
+        "option.output_formatter=json_chat",
+        "option.output_formatter=3p",
+        "option.task=text-embedding",
+        "option.model=org/name",
+        "option.s3url=s3://bucket/llama/",
+        "option.model_id=djl://x",
+    ],
+)
+def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: str) -> None:
+    (problem,) = problems(model_dir, properties)
+    key, _, text = properties.partition("=")
+    assert NOT_SERVED in problem
+    assert problem.startswith(f'{key} is "{text}" (serving.properties: {key})')
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SERVING_INFERENCE_ADDRESS": "https://0.0.0.0:8443"},
+        {"SERVING_CERTIFICATE_FILE": "/x"},
+        {"HF_TASK": "feature-extraction"},
+    ],
+)
+def test_a_variable_for_a_feature_that_is_missing_stops_the_start(model_dir: Path, environ: dict[str, str]) -> None:
+    (problem,) = problems(model_dir, environ=environ)
+    assert NOT_SERVED in problem
+    assert f"(environment: {next(iter(environ))})" in problem
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        "engine=Python",
+        "engine=MPI",
+        "batch_size=1",
+        "option.entryPoint=djl_python.huggingface",
+        "option.async_mode=false",
+        "option.enable_lora=False",
+        "option.mpi_mode=false",
+        "option.task=text-generation",
+        "option.enable_streaming=false",
+        "minWorkers=1\nmaxWorkers=1",
+        "option.rolling_batch=vllm",
+    ],
+)
+def test_what_asks_for_nothing_missing_is_accepted_in_silence(model_dir: Path, properties: str) -> None:
+    assert load(model_dir, properties).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ"),
+    [
+        ("option.mpi_mode=true", {}),
+        ("option.enable_streaming=true", {}),
+        ('option.stop_sequence=["a"]', {}),
+        ("max_batch_delay=5", {}),
+        ("option.pythonExecutable=python3", {}),
+        ("option.env=A=B", {}),
+        ("retry_threshold=3", {}),
+        ("option.device_map=auto", {}),
+        ("option.max_num_tokens=64", {}),
+        ("option.speculative_draft_model=x", {}),
+        ("option.max_output_len=512", {}),
+        ("minWorkers=2", {}),
+        ("dtype=fp16", {}),
+        ("nonsense=1", {}),
+        ("", {"SERVING_USE_NATIVE_IO": "true"}),
+        ("", {"SERVING_NONSENSE": "true"}),
+        ("", {"SERVING_MAX_IDLE_TIME": "5"}),
+        ("", {"HF_REVISION": "main"}),
+    ],
+)
+def test_what_has_no_effect_is_warned_of(model_dir: Path, properties: str, environ: dict[str, str]) -> None:
+    settings = load(model_dir, properties, environ)
+    (warning,) = settings.warnings
+    source = f"environment: {next(iter(environ))}" if environ else f"serving.properties: {properties.split('=')[0]}"
+    assert f"({source})" in warning
+    assert settings.model.engine_arguments == {}
+
+
+def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
+    assert "option.dtype is meant" in load(model_dir, "dtype=fp16").warnings[0]
+
+
+def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model_dir / "config.json").unlink()
+    (model_dir / "serving.properties").write_text("model_id=org/name\n")
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(SystemExit) as caught:
+        read_startup(str(model_dir), None, None, None)
+    assert caught.value.code == 2
+    refusal, warning = capsys.readouterr().err.splitlines()
+    assert refusal.startswith("slipway: there is no model: give option.model_id")
+    assert warning == (
+        "slipway: warning: model_id (serving.properties: model_id) is ignored: "
+        "the model has no such setting; option.model_id is meant"
+    )
+
+
+def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
+    assert load(model_dir, "option.max_rolling_batch_size=4\noption.max_num_seqs= 4").model.max_rolling_batch_size == 4
+    (problem,) = problems(model_dir, "option.tensor_parallel_degree=4", {"OPTION_TENSOR_PARALLEL_SIZE": "2"})
+    assert problem == (
+        'option.tensor_parallel_degree is "4" (serving.properties: option.tensor_parallel_degree), but '
+        'option.tensor_parallel_size is "2" (environment: OPTION_TENSOR_PARALLEL_SIZE); '
+        "both are the same option: give one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "size"),
+    [
+        ("batch_size=2\nmax_dynamic_batch_size=4", {}, 2),
+        ("max_dynamic_batch_size=4", {"ARGS_BATCH_SIZE": "2"}, 2),
+        ("max_dynamic_batch_size=4", {"SERVING_BATCH_SIZE": "2"}, 4),
+        ("max_dynamic_batch_size=4\noption.batch_size=2", {}, 4),
+    ],
+)
+def test_a_batch_size_goes_before_its_other_names(
+    model_dir: Path, properties: str, environ: dict[str, str], size: int
+) -> None:
+    assert load(model_dir, properties, environ).model.batch_size == size
+
+
+def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
+    (warning,) = load(model_dir, "batch_size=2\nmax_dynamic_batch_size=4").warnings
+    assert warning == (
+        "max_dynamic_batch_size (serving.properties: max_dynamic_batch_size) is ignored: "
+        'batch_size is "2" (serving.properties: batch_size)'
+    )
+
+
+def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
+    found = problems(
+        model_dir,
+        "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=\nbroken=\\u1",
+        {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_BEDROCK_COMPAT": "true"},
+        {"nonsense": "1"},
+    )
+    expected = [
+        "serving.properties, line 4: \\u1 is not an escape",
+        'port is "tcp://10.0.0.1:8080" (environment: SERVING_PORT); allowed: an integer from 1 to 65535',
+        "command line: --nonsense: there is no such option",
+        'option.trust_remote_code is "" (serving.properties: option.trust_remote_code); allowed: true or false',
+        'option.dtype is "fp17" (serving.properties: option.dtype); allowed: auto, fp32, fp16, bf16, ',
+        'option.predict_timeout is "soon" (serving.properties: option.predict_timeout); allowed: seconds',
+        f'option.bedrock_compat is "true" (environment: OPTION_BEDROCK_COMPAT): {NOT_SERVED}; ',
+    ]
+    assert len(found) == len(expected)
+    for problem, start in zip(found, expected, strict=True):
+        assert problem.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("properties", "rolling_batch"),
+    [
+        ("option.async_mode=true", "auto"),
+        ("option.async_mode=true\noption.rolling_batch=disable", "auto"),
+        ("option.async_mode=true\noption.rolling_batch=scheduler", "scheduler"),
+        ("option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.rolling_batch=disable", "auto"),
+        ("option.entryPoint=djl_python.lmi_trtllm.trtllm_async_service", "trtllm"),
+    ],
+)
+def test_the_asynchronous_mode_selects_a_schema_and_leaves_the_engine(
+    model_dir: Path, properties: str, rolling_batch: str
+) -> None:
+    model = load(model_dir, properties).model
+    assert (model.async_mode, model.rolling_batch) == (True, rolling_batch)
+
+
+def test_the_asynchronous_mode_has_no_dynamic_batch(model_dir: Path) -> None:
+    assert problems(model_dir, "option.async_mode=true\nbatch_size=4") == (
+        "option.async_mode is on, but batch_size is above 1: give one of them",
+    )
+
+
+@pytest.mark.parametrize("text", ["a,b", '["a", "b"]', "a b", "'a', \"b\""])
+def test_a_model_may_be_served_under_several_names(model_dir: Path, text: str) -> None:
+    model = load(model_dir, f"option.served_model_name={text}").model
+    assert model.served_model_names == model.public_names == ("a", "b")
+
+
+def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:
+    model = load(model_dir, "").model
+    assert model.public_names == (model.name,)
+
+
+def test_aliases_of_the_model_are_a_list(model_dir: Path) -> None:
+    assert load(model_dir, "").server.model_aliases == ("dummy", "tgi")
+    assert load(model_dir, environ={"SERVING_MODEL_ALIASES": "gpt-4, x"}).server.model_aliases == ("gpt-4", "x")
+    assert load(model_dir, environ={"SERVING_MODEL_ALIASES": '""'}).server.model_aliases == ()
+
+
+def test_an_engine_argument_keeps_its_source(model_dir: Path) -> None:
+    model = load(model_dir, "option.quantize=awq", {"OPTION_MAX_MODEL_LEN": "128"}).model
+    assert model.engine_argument_sources == {
+        "quantization": "serving.properties: option.quantize",
+        "max_model_len": "environment: OPTION_MAX_MODEL_LEN",
+    }
+
+
+def test_the_model_is_option_model_id_before_hf_model_id(model_dir: Path) -> None:
+    settings = load(model_dir, "option.model_id=org/first", {"HF_MODEL_ID": "org/second"})
+    assert settings.model.model_id == "org/first"
+    assert settings.model.name == "model"
+    assert "HF_MODEL_ID" in settings.warnings[0]
+
+
+def test_hf_model_id_is_a_model_of_its_own(model_dir: Path) -> None:
+    model = load(model_dir, "option.dtype=fp16", {"HF_MODEL_ID": "org/My-Model", "HF_REVISION": "v1"}).model
+    assert (model.model_id, model.name, model.revision) == ("org/My-Model", "org_My_Model", "v1")
+    assert model.dtype == "float16"
+
+
+def test_option_revision_goes_before_hf_revision(model_dir: Path) -> None:
+    environ = {"HF_MODEL_ID": "org/m", "HF_REVISION": "v1"}
+    assert load(model_dir, "option.revision=v2", environ).model.revision == "v2"
+
+
+def test_a_relative_model_id_is_looked_for_below_the_model_directory(model_dir: Path) -> None:
+    (model_dir / "weights").mkdir()
+    assert load(model_dir, "option.model_id=weights").model.model_id == str(model_dir / "weights")
+    assert load(model_dir, "option.model_id=others").model.model_id == "others"
+
+
+@pytest.mark.parametrize("text", ["/no/such/directory", "./weights", "a/b/c", "two words", "../x"])
+def test_a_model_id_must_be_a_hub_id_or_be_there(model_dir: Path, text: str) -> None:
+    (problem,) = problems(model_dir, f"option.model_id={text}")
+    assert problem.startswith(f'option.model_id is "{text}" (serving.properties: option.model_id): ')
+
+
+def test_without_a_model_it_is_said_how_to_give_one(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path)
+    assert "option.model_id" in problem
+    assert "HF_MODEL_ID" in problem
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"), [("model", "model"), ("My-Model v1.0", "My_Model_v1_0"), ("modèle", "mod_le")]
+)
+def test_the_name_is_that_of_the_directory(tmp_path: Path, directory: str, name: str) -> None:
+    path = tmp_path / directory
+    path.mkdir()
+    (path / "config.json").touch()
+    assert load(path).model.name == name
+
+
+def test_the_name_of_a_local_hf_model_id_is_that_of_its_directory(tmp_path: Path, model_dir: Path) -> None:
+    other = tmp_path / "Other-One"
+    other.mkdir()
+    assert load(model_dir, environ={"HF_MODEL_ID": str(other)}).model.name == "Other_One"
+
+
+def test_the_name_can_be_given(model_dir: Path) -> None:
+    assert load(model_dir, command_line={"model_name": "mine"}).model.name == "mine"
+    assert load(model_dir, environ={"SERVING_MODEL_NAME": "ours"}, command_line={"model_name": "mine"}).model.name == (
+        "ours"
+    )
+    assert "allowed" in problems(model_dir, environ={"SERVING_MODEL_NAME": "a/b"})[0]
+
+
+def test_the_model_store_is_the_model_directory_unless_one_is_given(tmp_path: Path, model_dir: Path) -> None:
+    settings = load(None, environ={"SERVING_MODEL_STORE": str(model_dir)})
+    assert settings.model.model_dir == model_dir
+    assert load(model_dir, environ={"SERVING_MODEL_STORE": "/no/such/directory"}).model.model_dir == model_dir
+    assert "SERVING_MODEL_STORE" in problems(None, environ={"SERVING_MODEL_STORE": "/no/such/directory"})[0]
+
+
+def test_the_default_model_directory_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_location, "DEFAULT_MODEL_DIR", tmp_path / "nothing")
+    model = load_settings(None, {"OPTION_MODEL_ID": "org/My-Model"}, {}).model
+    assert (model.model_id, model.name) == ("org/My-Model", "org_My_Model")
+
+
+def test_a_directory_given_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="model directory \\(--model-dir\\): there is no directory"):
+        load_settings(tmp_path / "nothing", {"HF_MODEL_ID": "org/m"})
+
+
+@pytest.mark.parametrize("url", ["https://example.com/model.tar.gz", "djl://x/y"])
+def test_a_directory_elsewhere_is_no_directory(url: str) -> None:
+    with pytest.raises(SettingsError, match=f"{url.partition(':')[0]}:// {NOT_SERVED.replace('not', 'is not', 1)}"):
+        load_settings(url, {})
+
+
+def test_an_archive_made_of_a_directory_is_entered(tmp_path: Path) -> None:
+    inner = tmp_path / "llama-2"
+    inner.mkdir()
+    (inner / "config.json").touch()
+    model = load_settings(tmp_path, {}).model
+    assert (model.model_dir, model.name) == (inner, "llama_2")
+
+
+def test_several_models_stop_the_start(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    with pytest.raises(SettingsError, match=r"several models \(a, b\)"):
+        load_settings(tmp_path, {"HF_MODEL_ID": "org/m"})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SERVING_MANAGEMENT_ADDRESS": "http://0.0.0.0:8080"},
+        {"SERVING_MANAGEMENT_ADDRESS": "http://127.0.0.1:1", "SERVING_INFERENCE_ADDRESS": "http://127.0.0.1:1"},
+    ],
+)
+def test_a_management_address_that_is_the_servers_own_is_accepted(model_dir: Path, environ: dict[str, str]) -> None:
+    assert load(model_dir, environ=environ).warnings == ()
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:8080", "unix:/tmp/x", "http://:80", "http://h:port", "http://h:99999"])
+def test_a_wrong_address_is_a_problem(model_dir: Path, text: str) -> None:
+    (problem,) = problems(model_dir, environ={"SERVING_INFERENCE_ADDRESS": text})
+    assert "environment: SERVING_INFERENCE_ADDRESS" in problem
+
+
+def test_a_token_is_neither_in_entries_nor_in_problems(model_dir: Path) -> None:
+    settings = load(model_dir, environ={"HF_TOKEN": "hf_0123456789abcdef"})
+    assert entry(settings, "HF_TOKEN") == ("***", "environment: HF_TOKEN")
+    assert "0123456789abcdef" not in "".join(problems(model_dir, "option.dtype=hf_0123456789abcdef"))
+
+
+def outcome(model_dir: Path, environ: Mapping[str, str]) -> Settings | tuple[str, ...]:
+    try:
+        return load_settings(model_dir, environ, {})
+    except SettingsError as error:
+        return error.problems
+
+
+@SAME_DIRECTORY
+@given(data=st.binary() | st.text("option.modelidtypengine=:/\\u0 \n").map(str.encode))
+def test_any_file_gives_settings_or_a_settings_error(model_dir: Path, data: bytes) -> None:
+    (model_dir / "serving.properties").write_bytes(data)
+    found = outcome(model_dir, {})
+    assert isinstance(found, Settings) or found
+
+
+NAMES = st.sampled_from(
+    [
+        *("HF_MODEL_ID", "HF_REVISION", "OPTION_MODEL_ID", "OPTION_DTYPE", "OPTION_X", "ARGS_X", "SERVING_PORT"),
+        *("SERVING_MODEL_STORE", "SERVING_INFERENCE_ADDRESS", "SERVING_MANAGEMENT_ADDRESS", "SERVING_MODEL_NAME"),
+        *("SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_NUM_MODEL_WORKERS", "TENSOR_PARALLEL_DEGREE", "OPTION_"),
+    ]
+)
+
+
+@SAME_DIRECTORY
+@given(environ=st.dictionaries(NAMES, st.text() | st.from_regex(r"http://[a-z]*:[0-9]*", fullmatch=True)))
+def test_any_environment_gives_settings_or_a_settings_error(model_dir: Path, environ: dict[str, str]) -> None:
+    found = outcome(model_dir, environ)
+    assert isinstance(found, Settings) or (found and all(problem.isprintable() for problem in found))

@@ -1,0 +1,236 @@
+"""Which code of a model directory serves the model, and with which settings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from container.settings import model as model_fields
+from container.settings.load import load_settings
+from container.settings.report import render_text
+from container.settings.settings import Settings, SettingsError
+from handlers.model_settings import HandlerSettings
+
+HANDLER = "def handle(inputs):\n    return None\n"
+FORMATTER = "from djl_python.output_formatter import output_formatter\n"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "my_llm"
+    directory.mkdir()
+    return directory
+
+
+def load(
+    directory: Path, code: str | None = None, properties: str = "", environ: Mapping[str, str] | None = None
+) -> Settings:
+    if code is not None:
+        (directory / "model.py").write_text(code)
+    (directory / "serving.properties").write_text(properties)
+    return load_settings(directory, environ or {})
+
+
+def handler(
+    directory: Path, code: str | None = HANDLER, properties: str = "", environ: Mapping[str, str] | None = None
+) -> HandlerSettings:
+    found = load(directory, code, properties, environ).model.handler
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        HANDLER,
+        "async def handle(inputs): ...",
+        "from service import handle",
+        "import service as handle",
+        "handle = Service().handle",
+        "first, handle = make()",
+        "handle: object = make()",
+        "from service import *",
+        "try:\n    from fast import handle\nexcept ImportError:\n    def handle(inputs): ...",
+        "if True:\n    def handle(inputs): ...",
+        "def broken(:",
+        "for handle in (len, print): pass",
+        "while True:\n    def handle(inputs): ...\n    break",
+        "match 1:\n    case handle: pass",
+        "if (handle := make()): pass",
+        "globals()['handle'] = make()",
+        "exec('def handle(inputs): ...')",
+        "def setup():\n    global handle\n    handle = make()\nsetup()",
+        "with open('x') as handle: pass",
+    ],
+)
+def test_a_model_py_that_defines_handle_serves_the_model(model_dir: Path, code: str) -> None:
+    assert handler(model_dir, code, "option.model_id=org/name").entry_point == str(model_dir / "model.py")
+
+
+@pytest.mark.parametrize("code", [FORMATTER, "def other(): ...", "class A:\n    def handle(self): ...", ""])
+def test_without_handle_an_engine_serves_and_model_py_may_have_formatters(model_dir: Path, code: str) -> None:
+    model = load(model_dir, code, "option.model_id=org/name").model
+    assert model.handler is None
+    assert model.formatters == model_dir / "model.py"
+
+
+def test_without_handle_and_without_a_model_the_handler_is_missed_when_it_is_loaded(model_dir: Path) -> None:
+    assert handler(model_dir, "x = 1").entry_point == str(model_dir / "model.py")
+
+
+def test_the_file_may_have_the_name_of_its_directory(model_dir: Path) -> None:
+    (model_dir / "my_llm.py").write_text(HANDLER)
+    assert handler(model_dir, None).entry_point == str(model_dir / "my_llm.py")
+
+
+def test_the_entry_point_may_be_another_file_or_a_module(model_dir: Path) -> None:
+    (model_dir / "other.py").write_text(HANDLER)
+    assert handler(model_dir, HANDLER, "option.entryPoint=other.py").entry_point == str(model_dir / "other.py")
+    assert handler(model_dir, HANDLER, "option.entryPoint=package.module").entry_point == "package.module"
+    assert handler(model_dir, HANDLER, "", {"OPTION_ENTRYPOINT": "other.py"}).entry_point == str(model_dir / "other.py")
+    assert handler(model_dir, HANDLER, "", {"DJL_ENTRY_POINT": "other.py"}).entry_point == str(model_dir / "other.py")
+
+
+@pytest.mark.parametrize("text", ["missing.py", "not a module", "a..b"])
+def test_an_entry_point_must_name_something(model_dir: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"option\.entryPoint is"):
+        load(model_dir, HANDLER, f"option.entryPoint={text}")
+
+
+def test_lmis_own_handler_goes_before_model_py(model_dir: Path) -> None:
+    model = load(model_dir, HANDLER, "option.entryPoint=djl_python.huggingface\noption.model_id=org/name").model
+    assert model.handler is None
+    assert model.formatters == model_dir / "model.py"
+
+
+def test_another_function_may_be_the_handler(model_dir: Path) -> None:
+    found = handler(model_dir, "def infer(inputs): ...", "option.handler=infer\noption.model_id=org/name")
+    assert found.function == "infer"
+
+
+def test_a_handler_needs_no_model(model_dir: Path) -> None:
+    model = load(model_dir, HANDLER).model
+    assert (model.name, model.model_id) == ("my_llm", str(model_dir))
+
+
+def test_the_handler_sees_the_settings_as_they_were_written(model_dir: Path) -> None:
+    (model_dir / "weights").mkdir()
+    properties = handler(
+        model_dir,
+        HANDLER,
+        "engine=Python\noption.model_id=weights\noption.dtype=int8\noption.mine=a b\nbatch_size=4",
+        {"OPTION_MORE": "1", "TENSOR_PARALLEL_DEGREE": "2"},
+    ).properties
+    assert properties == {
+        "engine": "Python",
+        "model_id": str(model_dir / "weights"),
+        "dtype": "int8",
+        "mine": "a b",
+        "batch_size": "4",
+        "more": "1",
+        "tensor_parallel_degree": "2",
+    }
+
+
+@pytest.mark.parametrize("text", ["/not/here", "https://example.com/weights", "registry:my model", "djl://x"])
+def test_what_a_model_id_means_is_the_handlers_business(model_dir: Path, text: str) -> None:
+    assert handler(model_dir, HANDLER, f"option.model_id={text}").properties["model_id"] == text
+
+
+def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
+    found = handler(
+        model_dir,
+        HANDLER,
+        "minWorkers=2\nmaxWorkers=3\nmax_idle_time=5\nretry_threshold=4\noption.async_mode=true\n"
+        f"option.pythonExecutable={sys.executable}\noption.env=A=1,B=x,y=2,z\noption.enable_venv=true",
+        {"DJL_OFFLINE": "true"},
+    )
+    assert (found.min_workers, found.max_workers, found.max_idle_time, found.retry_threshold) == (2, 3, 5.0, 4)
+    assert (found.async_mode, found.enable_venv, found.offline) == (True, True, True)
+    assert found.python_executable == sys.executable
+    assert found.environment == {"A": "1", "B": "x", "y": "2,z"}
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "workers"),
+    [
+        ("", {}, (1, 1)),
+        ("minWorkers=3", {}, (3, 3)),
+        ("min_workers=2\nmax_workers=4", {}, (2, 4)),
+        ("minWorkers=0", {}, (0, 1)),
+        ("minWorkers=0\nmaxWorkers=0", {}, (0, 0)),
+        ("minWorkers=3\nmaxWorkers=2", {}, (3, 3)),
+        ("minWorkers=1\ncpu.minWorkers=2\ngpu.minWorkers=4", {}, (2, 2)),
+        ("", {"SERVING_MIN_WORKERS": "2", "SERVING_MAX_WORKERS": "5"}, (2, 5)),
+        ("minWorkers=1\nmaxWorkers=1", {"SAGEMAKER_NUM_MODEL_WORKERS": "4"}, (4, 4)),
+    ],
+)
+def test_the_number_of_workers(
+    model_dir: Path, properties: str, environ: dict[str, str], workers: tuple[int, int]
+) -> None:
+    found = handler(model_dir, HANDLER, properties, environ)
+    assert (found.min_workers, found.max_workers) == workers
+
+
+def test_auto_means_no_rolling_batch_where_there_is_a_model(model_dir: Path) -> None:
+    found = handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=org/name")
+    assert (found.rolling_batch, found.properties["rolling_batch"]) == (False, "disable")
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto\noption.model_id=https://h/weights").rolling_batch
+    (model_dir / "config.json").touch()
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto").rolling_batch is False
+    assert handler(model_dir, HANDLER, "option.rolling_batch=vllm").rolling_batch is True
+
+
+@pytest.mark.parametrize(
+    ("properties", "size"), [("", 32), ("option.max_rolling_batch_size=3", 3), ("option.max_num_seqs=4", 4)]
+)
+def test_a_handlers_rolling_batch_is_bounded(model_dir: Path, properties: str, size: int) -> None:
+    assert load(model_dir, HANDLER, properties).model.max_rolling_batch_size == size
+
+
+@pytest.mark.parametrize(("text", "rolling"), [("auto", True), ("vllm", True), ("disable", False)])
+def test_a_handler_with_a_rolling_batch_gets_all_active_requests(model_dir: Path, text: str, rolling: bool) -> None:
+    assert handler(model_dir, HANDLER, f"option.rolling_batch={text}").rolling_batch is rolling
+
+
+def test_a_handler_may_have_failures_forgiven(model_dir: Path) -> None:
+    found = handler(model_dir, HANDLER, "", {"SERVING_HEALTH_CHECK_OVERRIDE": "true"})
+    assert found.retry_threshold == sys.maxsize
+
+
+@pytest.mark.parametrize(
+    "properties",
+    ["minWorkers=-1", "option.env=no", "option.pythonExecutable=/no/such/python", "option.handler=a b", "batch_size=x"],
+)
+def test_a_wrong_setting_of_a_handler_is_a_problem(model_dir: Path, properties: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(model_dir, HANDLER, properties)
+    assert properties.partition("=")[0] in caught.value.problems[0]
+
+
+def test_secrets_in_the_workers_environment_are_not_shown(model_dir: Path) -> None:
+    settings = load(model_dir, HANDLER, "option.env=TOKEN=secret-1")
+    assert "option.env" in render_text(settings)
+    assert "secret-1" not in render_text(settings)
+
+
+def test_a_formatter_may_be_named(model_dir: Path) -> None:
+    model = load(model_dir, FORMATTER, "option.model_id=org/name\noption.output_formatter=mine").model
+    assert (model.output_formatter, model.formatter_function) == (None, "mine")
+    with pytest.raises(SettingsError, match=r"a function of model\.py, which is not in the model directory"):
+        load(model_dir.parent, None, "option.model_id=org/name\noption.output_formatter=mine")
+
+
+def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_fields, "gpu_count", lambda: 4)
+    found = handler(model_dir, HANDLER, "minWorkers=1\nmaxWorkers=2\ngpu.maxWorkers=3")
+    assert (found.devices, found.min_workers, found.max_workers) == (("0", "1", "2", "3"), 4, 12)
+    parallel = handler(model_dir, HANDLER, "option.tensor_parallel_degree=2")
+    assert (parallel.devices, parallel.min_workers) == (("0,1", "2,3"), 2)
+    assert handler(model_dir, HANDLER, "option.tensor_parallel_degree=max").devices == ("0,1,2,3",)
+    assert handler(model_dir, HANDLER, "load_on_devices=cpu").devices == ()
+    with pytest.raises(SettingsError, match="cannot be placed: there is no device 7"):
+        load(model_dir, HANDLER, "load_on_devices=7")
