@@ -1,7 +1,4 @@
-"""From a model's settings to the arguments of vLLM's engine, and of its OpenAI front end (`handlers.openai`).
-
-vLLM is imported only where it is needed: the names in `FRONT_END` are wanted where nothing of vLLM runs.
-"""
+"""From a model's settings to the arguments of vLLM's engine, and of its OpenAI front end (`handlers.openai`)."""
 
 from __future__ import annotations
 
@@ -13,6 +10,12 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
@@ -52,8 +55,6 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     Raises:
         EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
     passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
@@ -80,9 +81,6 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
 
 def serve_defaults() -> dict[str, Any]:
     """Return all engine arguments as `vllm serve` has them by default; those of `AsyncEngineArgs` itself differ."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     return {name: value for name, value in vars(parser.parse_args([])).items() if name in known}
@@ -107,9 +105,6 @@ def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
     Raises:
         EngineStartError: an option has a value that vLLM refuses; the option is named.
     """
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     given = {
         name: _in_model_dir(settings, text) if name in _PATHS else text
         for name, text in settings.engine_arguments.items()
@@ -129,9 +124,6 @@ def _in_model_dir(settings: ModelSettings, text: str) -> str:
 
 def _check_parsers(arguments: dict[str, Any], settings: ModelSettings) -> None:
     """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
     engine = {name: text.strip() for name, text in settings.engine_arguments.items()}
     _import("tool_parser_plugin", arguments["tool_parser_plugin"], ToolParserManager.import_tool_parser)
     _import(
@@ -166,14 +158,6 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
     Raises:
         EngineStartError: an option has a value that the parser refuses; the option is named.
     """
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    class _Parser(FlexibleArgumentParser):
-        """Raises where argparse would exit the process."""
-
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(message)
-
     parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
     actions = {action.dest: action for action in parser._actions}
     for action in actions.values():
@@ -189,6 +173,13 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
             continue
         parsed.update(_parse_one(parser, action, name, text, settings))
     return parsed
+
+
+class _Parser(FlexibleArgumentParser):
+    """Raises where argparse would exit the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSettings) -> dict[str, Any]:
