@@ -309,7 +309,7 @@ def _ended(output: Any) -> bool:
 
 
 class _StepCounter:
-    """Stands where a sequence's `update_from_output` stands, and counts what comes by."""
+    """Takes the place of a sequence's `update_from_output`, and counts its tokens."""
 
     __slots__ = ("_begun_at", "_last_at", "_meter", "_queued_at", "_request", "_update")
 
