@@ -12,7 +12,8 @@ from typing import Any
 
 import typer
 
-from container.sources.sample_model import default_cache_dir, make_once
+from container.sources.sample_model import make_once
+from handlers.cache_dir import cache_dir
 
 _FORMAT = 3  # of what is written; a change makes older caches unused
 _SEED = 20
@@ -20,9 +21,9 @@ _VOCABULARY = 1024
 _END = "<|end|>"
 
 
-def prepare_tiny_model(cache_dir: Path | None = None) -> Path:
-    """The tiny model's directory; it is made if it does not exist."""
-    target = (cache_dir or default_cache_dir()) / f"tiny-llama-v{_FORMAT}"
+def prepare_tiny_model(directory: Path | None = None) -> Path:
+    """Return the tiny model's directory, making it first if needed."""
+    target = (directory or cache_dir()) / f"tiny-llama-v{_FORMAT}"
     return make_once(target, _write)
 
 

@@ -1,4 +1,4 @@
-"""Where this process may keep files that it can make again."""
+"""The directory for files that can be made or downloaded again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """`$SLIPWAY_CACHE_DIR`, else `slipway` in the user's cache directory, else a directory below /tmp; it is there.
+    """Return SLIPWAY_CACHE_DIR, else `slipway` in the user's cache directory, else a directory below /tmp.
 
-    A container may have no home, or one that it cannot write to: then /tmp, in a directory that is nobody else's.
+    The last is for containers without a home that can be written.
     """
     environ = os.environ if environ is None else environ
     if configured := environ.get("SLIPWAY_CACHE_DIR"):
@@ -24,7 +24,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def is_writable(directory: Path) -> bool:
-    """Whether files can be made in `directory`, which is made if need be."""
+    """Return whether files can be created in `directory`, which is created first if needed."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -41,5 +41,5 @@ def _temporary() -> Path:
     except OSError:
         return Path(tempfile.mkdtemp(prefix="slipway-"))
     if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
-        return Path(tempfile.mkdtemp(prefix="slipway-"))  # somebody else's, who could change what we load
+        return Path(tempfile.mkdtemp(prefix="slipway-"))  # another user's, who could change what is loaded from it
     return directory

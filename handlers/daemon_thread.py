@@ -1,4 +1,4 @@
-"""Work that may never end, in a thread that the process does not wait for."""
+"""Threads for work that may hang: the process does not wait for them when it ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """Run `function` in a thread of its own; awaiting the result may be given up, and the process may end meanwhile.
+    """Run `function` in a thread of its own, and return an awaitable of its result.
 
-    Unlike `asyncio.to_thread`, whose threads the interpreter joins before it exits.
+    The awaiting task may be cancelled, and the process may end meanwhile. The interpreter joins the threads of
+    `asyncio.to_thread` before it exits; it does not join these.
     """
-    return _begin(function, "loading", _nothing_more)
+    return _begin(function, "loading")
 
 
 class LastingThread:
-    """A thread that does one thing and then stays until it is told to end.
+    """A thread that runs one function and then stays until it is told to end.
 
-    For what starts processes: the kernel ends a process with the thread that started it, where the process has asked
-    for that (PR_SET_PDEATHSIG).
+    It is for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, name: str) -> None:
@@ -31,15 +31,15 @@ class LastingThread:
         self._ended = threading.Event()
 
     def run(self, function: Callable[[], T]) -> Awaitable[T]:
-        """As `in_daemon_thread`; to be called once."""
+        """Run `function`, as `in_daemon_thread` does; to be called once."""
         return _begin(function, self._name, self._ended.wait)
 
     def end(self) -> None:
-        """Let the thread end, and with it the processes that it has started."""
+        """End the thread, and with it the processes that it has started."""
         self._ended.set()
 
 
-def _begin(function: Callable[[], T], name: str, after: Callable[[], object]) -> Awaitable[T]:
+def _begin(function: Callable[[], T], name: str, after: Callable[[], object] = lambda: None) -> Awaitable[T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -58,13 +58,9 @@ def _begin(function: Callable[[], T], name: str, after: Callable[[], object]) ->
         except BaseException as caught:
             # A future cannot carry SystemExit, which argument parsers raise.
             error = caught if isinstance(caught, Exception) else RuntimeError(str(caught))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(deliver, result, error)
         after()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def _nothing_more() -> None:
-    """The thread ends with its work."""

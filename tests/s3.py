@@ -90,6 +90,23 @@ def cut_short(times: int) -> Fault:
     return fault
 
 
+def alter(times: int) -> Fault:
+    """As many bytes as there should be, and other ones, so many times."""
+    left = [times]
+
+    def fault(passing: Passing) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            return False
+        passing.handler.send_response(206)
+        passing.handler.send_header("Content-Length", str(len(passing.body)))
+        passing.handler.end_headers()
+        passing.handler.wfile.write(bytes(len(passing.body)))
+        return True
+
+    return fault
+
+
 def slow(seconds: float, ending: str = "") -> Fault:
     """Every object that ends so takes its time."""
 
@@ -112,32 +129,40 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_HEAD(self) -> None:
+            answer, _ = self._ask()
+            self._pass_on(answer, answer.getheader("Content-Length", "0"))
+
         def do_GET(self) -> None:
-            connection = http.client.HTTPConnection(urlsplit(gate.upstream).netloc, timeout=30)
-            with contextlib.closing(connection):
-                headers = {name: value for name, value in self.headers.items() if gate.conditions or name != "If-Match"}
-                connection.request("GET", self.path, headers=headers)
-                answer = connection.getresponse()
-                body = answer.read()
+            answer, body = self._ask()
             path = urlsplit(self.path).path
-            if path.strip("/").count("/"):
-                gate.gets.append(path)
             listing = not path.strip("/").count("/")
+            if not listing:
+                gate.gets.append(path)
             if gate.refused is not None and gate.refused[0] is listing:
                 _refuse(self, 403, "AccessDenied", gate.refused[1])
                 return
-            if gate.fault is not None and path.strip("/").count("/") and gate.fault(Passing(path, body, self)):
+            if gate.fault is not None and not listing and gate.fault(Passing(path, body, self)):
                 return
+            self._pass_on(answer, str(len(body)))
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+        def _ask(self) -> tuple[http.client.HTTPResponse, bytes]:
+            connection = http.client.HTTPConnection(urlsplit(gate.upstream).netloc, timeout=30)
+            with contextlib.closing(connection):
+                headers = {name: value for name, value in self.headers.items() if gate.conditions or name != "If-Match"}
+                connection.request(self.command, self.path, headers=headers)
+                answer = connection.getresponse()
+                return answer, answer.read()
+
+        def _pass_on(self, answer: http.client.HTTPResponse, length: str) -> None:
             self.send_response(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
                     self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", length)
             self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
-
-        do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             """Nothing."""

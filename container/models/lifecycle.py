@@ -1,9 +1,8 @@
-"""The states of the container: starting, ready, draining, stopped; failed when it cannot serve any more."""
+"""The life of one model: starting, ready, draining, stopped; or failed, when it cannot serve any more."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -13,13 +12,14 @@ from functools import partial
 
 from container.settings.secure_mode import check_adapter, check_model
 from container.settings.settings import Settings
-from container.sources.remote_model import RemoteModel
-from container.sources.source_error import FetchTimeout, SourceError
+from container.sources.download import FetchTimeout, RemoteModel
+from container.sources.location import SourceError
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, generate
 from handlers.entry_point import Limits, Service, load_service
+from handlers.memory_release import exempt_loaded_model
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
@@ -27,75 +27,11 @@ from handlers.request import GenerationRequest, SamplingParameters
 logger = logging.getLogger(__name__)
 
 
-class StallWatch:
-    """Says when an engine is stalled, and logs when that begins and ends.
-
-    It begins after `limit` seconds in which requests ran and nothing came, and ends with the engine's next sign of
-    life: that the requests have been given up meanwhile does not make it well.
-    """
-
-    def __init__(
-        self, health: Callable[[], EngineHealth], limit: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`limit`: in seconds; 0: never."""
-        self._health, self._limit, self._clock = health, limit, clock
-        self._mark: float | None = None
-        """The engine's mark when it was found to be stalled; None while it is not."""
-        self._since = 0.0
-
-    @property
-    def reason(self) -> str:
-        """What is wrong with the engine; empty if it is not stalled. Costs microseconds and asks no other process."""
-        if not self._limit:
-            return ""
-        health = self._health()
-        if self._mark is not None and health.mark != self._mark:
-            logger.warning("the engine goes on after %.0f s; /ping answers 200 again", self._clock() - self._since)
-            self._mark = None
-        if self._mark is None and health.quiet_seconds > self._limit:
-            self._mark, self._since = health.mark, self._clock() - health.quiet_seconds
-            logger.error("%s; /ping now answers 500", self._text())
-        return "" if self._mark is None else self._text()
-
-    def _text(self) -> str:
-        seconds = self._clock() - self._since
-        return f"the engine is stalled: requests run, and nothing has come of them for {seconds:.0f} s"
-
-
-async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
-    """Fetch what is not here yet, in a thread that ends when this is cancelled.
-
-    Raises:
-        EngineStartError: it is not possible, or not in so many seconds.
-    """
-    if not models:
-        return
-    stop = threading.Event()
-
-    def fetch() -> None:
-        deadline = time.monotonic() + seconds
-        for model in models:
-            model.fetch_weights(max(deadline - time.monotonic(), 0.0), stop)
-
-    try:
-        await in_daemon_thread(fetch)
-    except FetchTimeout as error:
-        raise EngineStartError(f"{error}; option.model_loading_timeout sets the limit ({seconds:g} s)") from error
-    except SourceError as error:
-        raise EngineStartError(str(error)) from error
-    finally:
-        stop.set()
-
-
-_GC_THRESHOLD = 20_000
-"""Requests leave no reference cycles behind, so there is little to look for."""
-
-
 _POLL_SECONDS = 0.05
 
 
 class State(Enum):
-    """What the container can do now."""
+    """What a model can do now."""
 
     STARTING = "starting"
     READY = "ready"
@@ -105,7 +41,7 @@ class State(Enum):
 
 
 class Lifecycle:
-    """Starts, drains and stops one model's service, and knows the state in between."""
+    """Loads, drains and stops one model's service, and knows its state meanwhile."""
 
     def __init__(self, settings: Settings) -> None:
         self.model = settings.model
@@ -120,13 +56,12 @@ class Lifecycle:
         self._state, self._failure = State.STARTING, ""
         self._started_at = time.time()
         self.open_calls = 0
-        """Calls that were let in and are not answered yet."""
+        """Calls of the model that are not answered yet."""
 
     @property
     def state(self) -> State:
-        """The state, as true as can be told without asking another process."""
-        service = self.service
-        if self._state is State.READY and service is not None and not service.runtime.health().alive:
+        """The state, from the engine's latest signs of life; no other process is asked."""
+        if self._state is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.FAILED
         return self._state
 
@@ -134,17 +69,28 @@ class Lifecycle:
     def reason(self) -> str:
         """Why the model has failed; empty if it has not."""
         if self._state is State.READY and self.service is not None:
-            return self.service.runtime.health().reason
+            return self._health(self.service).reason
         return self._failure
 
     @property
     def stalled(self) -> str:
-        """Why the engine counts as stalled, though it lives; empty if it does not."""
+        """Why the engine counts as stalled, though it is alive; empty if it does not."""
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
+
+    def _health(self, service: Service) -> EngineHealth:
+        """Ask the engine how it is. One that cannot tell makes the model unhealthy, and never goes unnoticed."""
+        try:
+            return service.runtime.health()
+        except Exception as error:
+            logger.critical(
+                "model %s: its health cannot be told; /ping now answers 500", self.model.name, exc_info=True
+            )
+            self.fail(f"the engine's health cannot be told: {error!r}")
+            return EngineHealth(alive=False, reason=self._failure)
 
     @property
     def short_of_workers(self) -> bool:
-        """Whether a custom handler has fewer workers than it should, as one is being started again."""
+        """Whether a custom handler has fewer workers than it should, because one is being restarted."""
         custom = self.service.custom if self.service is not None else None
         if custom is None:
             return False
@@ -152,10 +98,11 @@ class Lifecycle:
         return status.ready < status.min_workers
 
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
-        """Load the model and let an engine generate a first token; ready only after that.
+        """Load the model and have it generate a first token; it is ready after that.
 
         Args:
-            place: chooses the model's GPUs once its weights are here; may block, and may refuse the model by an error
+            place: chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses
+                the model.
 
         Raises:
             EngineStartError: the model cannot be loaded, or cannot generate.
@@ -176,49 +123,41 @@ class Lifecycle:
             if self.service.engine is not None:
                 with self.startup_times.phase("first token"):
                     await _warm_up(self.service.engine)
-            self._stall = StallWatch(self.service.runtime.health, self._server.stall_timeout)
+            self._stall = StallWatch(partial(self._health, self.service), self._server.stall_timeout)
+            await asyncio.to_thread(exempt_loaded_model)
         except BaseException as error:
             try:
                 if self.service is not None:
                     await self.service.stop()
                     self.let_go()
             finally:
-                # Not before: whoever loads the model takes it off the lists then, and /ping is not to see it meanwhile.
+                # Last: the management API takes the model off the list then, and /ping does not show it as failed.
                 if self._state is State.STARTING:
                     self._state, self._failure = State.FAILED, str(error)
             raise
-        # What exists now lives as long as the process; the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_GC_THRESHOLD, 50, 50)
         if self._state is State.STARTING:
             self._state = State.READY
             seconds = time.monotonic() - started
             logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
     async def fetch(self) -> None:
-        """Have the weights here that are on S3. `start` does so as well, unless it is done.
+        """Download the weights that are on S3; `start` does it where it has not been done.
 
         Raises:
-            EngineStartError: it is not possible, or the secure mode refuses what has come.
+            EngineStartError: the download fails, or the secure mode refuses a file.
         """
-        if self._fetched:
+        if self._fetched or not self.remote_models:
             return
-        if self.remote_models:
-            with self.startup_times.phase("download"):
-                await fetch_weights(self.remote_models, self.model.model_loading_timeout)
-        await self._check_fetched()
+        with self.startup_times.phase("download"):
+            await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+        # Once more after the settings: what the secure mode forbids may have come with the weights.
+        mode, given = self._secure_mode, self._given
+        if mode is not None and given is not None and (faults := await asyncio.to_thread(check_model, mode, given)):
+            raise EngineStartError("; ".join(faults))
         self._fetched = True
 
-    async def _check_fetched(self) -> None:
-        """The secure mode once more: what it looks for may have come with the weights."""
-        if not self.remote_models or self._secure_mode is None or self._given is None:
-            return
-        if faults := await asyncio.to_thread(check_model, self._secure_mode, self._given):
-            raise EngineStartError("; ".join(faults))
-
     def view(self) -> ModelView:
-        """What routes that generate nothing may know of the model."""
+        """Return what routes that generate nothing show of the model."""
         service = self.service if self._state is not State.STARTING else None
         engine_handler = service.engine_handler if service is not None else None
         engine, version = running_engine(service.settings if service is not None else self.model)
@@ -238,7 +177,7 @@ class Lifecycle:
         )
 
     async def drain(self, limit: float) -> None:
-        """Let no call in any more and wait for those inside, at most `limit` seconds."""
+        """Refuse new calls and wait for the running ones, at most `limit` seconds."""
         self._state = State.DRAINING
         await until_none(lambda: self.open_calls, limit)
         if self.open_calls:
@@ -250,20 +189,25 @@ class Lifecycle:
         if self.service is not None:
             await self.service.stop()
 
+    def fail(self, reason: str) -> None:
+        """Count as failed from now on; what is loaded goes on to answer."""
+        if self._state is State.READY:
+            self._state, self._failure = State.FAILED, reason
+
     def let_go(self) -> None:
         """Keep nothing of what was stopped, so that its memory can be released."""
         self.service = self._stall = None
 
 
 async def until_none(calls: Callable[[], int], limit: float) -> None:
-    """Wait for calls to end, at most `limit` seconds."""
+    """Wait until `calls` returns 0, at most `limit` seconds."""
     deadline = time.monotonic() + limit
     while calls() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
 
 
 def _nothing_to_abort(_: str) -> None:
-    """No engine, no calls."""
+    """A model that is not loaded has no calls."""
 
 
 async def _warm_up(engine: Engine) -> None:
@@ -274,3 +218,61 @@ async def _warm_up(engine: Engine) -> None:
         if delta.token_count:
             return
     raise EngineStartError("the engine started but generated nothing")
+
+
+async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
+    """Download the weights that are not here yet, in a thread that ends when this is cancelled.
+
+    Raises:
+        EngineStartError: the download fails, or takes longer than `seconds`.
+    """
+    stop = threading.Event()
+
+    def fetch() -> None:
+        deadline = time.monotonic() + seconds
+        for model in models:
+            model.fetch_weights(max(deadline - time.monotonic(), 0.0), stop)
+
+    try:
+        await in_daemon_thread(fetch)
+    except FetchTimeout as error:
+        raise EngineStartError(f"{error}; option.model_loading_timeout sets the limit ({seconds:g} s)") from error
+    except SourceError as error:
+        raise EngineStartError(str(error)) from error
+    finally:
+        stop.set()
+
+
+class StallWatch:
+    """Tells when an engine is stalled, and logs when that begins and ends.
+
+    It begins after `limit` seconds in which requests ran and no token came. It ends with the engine's next sign of
+    life; an engine whose requests have all timed out is still stalled.
+    """
+
+    def __init__(
+        self, health: Callable[[], EngineHealth], limit: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`limit`: in seconds; 0 switches the watch off."""
+        self._health, self._limit, self._clock = health, limit, clock
+        self._mark: float | None = None
+        """The engine's mark when it was found to be stalled; None while it is not."""
+        self._since = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why the engine counts as stalled; empty if it does not."""
+        if not self._limit:
+            return ""
+        health = self._health()
+        if self._mark is not None and health.mark != self._mark:
+            logger.warning("the engine goes on after %.0f s; /ping answers 200 again", self._clock() - self._since)
+            self._mark = None
+        if self._mark is None and health.quiet_seconds > self._limit:
+            self._mark, self._since = health.mark, self._clock() - health.quiet_seconds
+            logger.error("%s; /ping now answers 500", self._text())
+        return "" if self._mark is None else self._text()
+
+    def _text(self) -> str:
+        seconds = self._clock() - self._since
+        return f"the engine is stalled: requests run, and nothing has come of them for {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""What memory a model needs, what is free, and which GPUs a model is placed on."""
+"""How much memory a model needs, how much is free, and which GPUs a model is placed on."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
 _BEYOND_FILES = 1.2
-"""A loaded model to its files, where nothing is declared."""
+"""The memory of a loaded model, as a multiple of its weight files."""
 _ALIKE = 1 << 30
-"""GPUs whose free bytes differ by less have equally much room."""
+"""GPUs whose free bytes differ by less count as equally free."""
 
 
 class OutOfMemory(Exception):
-    """A model does not fit beside those that are loaded; the message has the figures."""
+    """A model does not fit; the message has the figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Bytes of one memory that models are loaded into: of a GPU, or main memory."""
+    """Free and total bytes of a GPU, or of main memory."""
 
     free: int
     total: int
@@ -43,22 +43,22 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model needs."""
+    """How much memory a model needs, and where."""
 
     gpus: int
-    """How many; 0: it runs in main memory."""
+    """0: it runs in main memory."""
     each: int
-    """Bytes on each of them."""
+    """Bytes on each GPU."""
     share: float = 0.0
-    """The least share of a GPU that its engine insists on."""
+    """The share of each GPU that the engine asks for in any case."""
 
     def of(self, memory: Free) -> int:
-        """Bytes of this GPU, or of main memory."""
+        """Return the bytes that it needs of this GPU, or of main memory."""
         return max(self.each, int(self.share * memory.total))
 
 
 def free_memory() -> tuple[Free, ...]:
-    """What is free now: of each GPU that this process sees, in the order in which CUDA counts them; then main memory.
+    """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory.
 
     Raises:
         SliceNotChosen: it is not clear which GPU or MIG slice would be used.
@@ -67,10 +67,10 @@ def free_memory() -> tuple[Free, ...]:
 
 
 def check_room(settings: Settings, memory: Sequence[Free]) -> None:
-    """Compare what a model needs with what is free where it will be loaded.
+    """Refuse a model for which there is too little memory where it will be loaded.
 
     Raises:
-        OutOfMemory: there is less than it needs and what has to stay free.
+        OutOfMemory: less is free than it needs and has to stay free.
         EngineStartError: it needs more GPUs than `load_on_devices` allows.
     """
     gpus = _gpus_of(settings.model, memory)
@@ -95,10 +95,10 @@ def check_room(settings: Settings, memory: Sequence[Free]) -> None:
 
 
 def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
-    """The settings with `devices` in the order in which the engine is to take them: those with the most room first.
+    """Return the settings with `devices` in the order in which the engine is to take them: most room first.
 
-    They stay as they are for a custom handler, whose workers have their devices, and where the engine chooses GPUs
-    by itself, as with Ray.
+    They stay as they are for a custom handler, whose workers have their devices already, and where the engine chooses
+    GPUs by itself, as with Ray.
     """
     gpus = _gpus_of(model, memory)
     if model.handler is not None or not gpus or _chooses_itself(model):
@@ -107,11 +107,11 @@ def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
 
 
 def needed(settings: Settings, gpus: Sequence[Free]) -> Need:
-    """What is declared, or else an estimate by the model's files; on a GPU at least what its engine will ask for.
+    """Return the declared memory, or else an estimate from the weight files; on a GPU at least what vLLM asks for.
 
     Args:
-        settings: the model's
-        gpus: those that the model may use, in the order in which it takes them; none: main memory
+        settings: the settings of the model.
+        gpus: the GPUs that the model may use, in the order in which it takes them; none: main memory.
 
     Raises:
         EngineStartError: it needs more GPUs than `load_on_devices` allows.
@@ -132,7 +132,7 @@ def needed(settings: Settings, gpus: Sequence[Free]) -> Need:
 
 
 def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
-    """The GPUs that a model may use, in the order in which it takes them; none where it runs in main memory."""
+    """Return the GPUs that a model may use, in the order in which it takes them; none: it runs in main memory."""
     gpus = [index for index, one in enumerate(memory) if one.gpu]
     if model.handler is not None:
         own = {int(index) for group in model.handler.devices for index in group.split(",")}
@@ -142,7 +142,7 @@ def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
 
 
 def _processes(model: ModelSettings, gpus: Sequence[Free]) -> tuple[int, int]:
-    """How many processes share the model, each on a GPU if there are any; and how many copies of it they hold."""
+    """Return how many processes run the model, each on one GPU if there are any, and how many copies they hold."""
     if model.handler is not None:
         return (len(gpus), len(model.handler.devices)) if gpus else (1, 1)
     if not is_vllm(model):
@@ -165,7 +165,7 @@ def _tensor_parallel(model: ModelSettings, gpus: Sequence[Free], data: int) -> i
         return sizes[-1]
     weights = weight_bytes(model.model_id)
     if not weights:
-        return 1  # they are yet to be fetched; the engine knows more then
+        return 1  # they are yet to be downloaded by the engine, which chooses then
     longest = model.engine_arguments.get("max_model_len", "")
     need = ModelMemory(
         config,
@@ -178,7 +178,7 @@ def _tensor_parallel(model: ModelSettings, gpus: Sequence[Free], data: int) -> i
 
 
 def _chooses_itself(model: ModelSettings) -> bool:
-    """Whether the settings leave it to vLLM, or to Ray, which GPUs are taken."""
+    """Return whether vLLM or Ray chooses the GPUs, by the settings."""
     arguments = model.engine_arguments
     return (
         "device_ids" in arguments
@@ -189,14 +189,14 @@ def _chooses_itself(model: ModelSettings) -> bool:
 
 
 def _share(model: ModelSettings) -> float:
-    """The share of a GPU that vLLM asks for."""
+    """Return the share of a GPU that vLLM asks for; 0 where the setting is no number, which vLLM refuses."""
     with contextlib.suppress(ValueError):
         return float(model.engine_arguments.get("gpu_memory_utilization", "") or MEMORY_SHARE)
-    return 0.0  # no number: the engine says so
+    return 0.0
 
 
 def _loaded_bytes(model: ModelSettings) -> int:
-    """The files that are loaded. Of a custom handler's model without weights of a known format, that is all of them."""
+    """Return the bytes of the weight files; of all files where a custom handler's model has none of a known format."""
     if model.handler is None:
         return weight_bytes(model.model_id) + _adapter_bytes(model)
     paths = {str(model.model_dir), model.model_id}
@@ -204,7 +204,7 @@ def _loaded_bytes(model: ModelSettings) -> int:
 
 
 def _adapter_bytes(model: ModelSettings) -> int:
-    """The adapters that come with the model; the largest, where not all of them are in memory at a time."""
+    """Return the bytes of the model's own adapters; of the largest, where not all are in memory at a time."""
     if not model.enable_lora:
         return 0
     folders = {path / ADAPTERS for path in (model.model_dir, Path(model.model_id)) if path.is_absolute()}
@@ -215,7 +215,7 @@ def _adapter_bytes(model: ModelSettings) -> int:
 
 
 def size_of(path: str) -> int:
-    """Bytes of all files below a directory, hidden directories left out; 0 for what is none, such as a hub id."""
+    """Return the bytes of all files below a directory, without hidden directories; 0 for a hub id."""
     size = 0
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]

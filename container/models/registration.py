@@ -1,4 +1,4 @@
-"""Loads, scales and unloads models while the server runs. Source: contracts/lmi.md section 1.10."""
+"""Loads, scales and unloads models: those that the server starts with, and those of the management API."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from container.models.registry import AlreadyRegistered, Model, Models
 from container.settings.load import further_settings
 from container.settings.properties import Value
 from container.settings.settings import ServerSettings, Settings, StartupModel
+from container.sources.download import SETTINGS_SECONDS
 from container.sources.location import model_place, name_of_url
-from container.sources.remote_model import SETTINGS_SECONDS
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
@@ -32,35 +32,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_LOADS = 100
-"""Models that may wait to be loaded; one is loaded at a time, as each measures what memory is free. Downloads go on
-beside."""
+"""Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
-"""That reading the settings of a model may take; those of one on S3 are fetched."""
+"""How long reading a model's settings may take, which are downloaded where the model is on S3."""
 _LEAVING_SECONDS = 5.0
-"""What calls that were ended with their model may take to be answered, before its memory is looked for."""
+"""How long the calls that were ended with a model may take to let go of it, before its memory is released."""
 _MOMENT_SECONDS = 0.2
-"""What threads that have just ended may take to let go of what they had."""
+"""How long threads that have just ended may take to let go of what they had."""
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
-"""What is in the text of a custom handler's failure when memory is short; engines raise a type for it."""
+"""Found in a custom handler's error when memory is short. Engines raise EngineOutOfMemory."""
 
 
 class LoadFailed(Exception):
-    """A model that was to be loaded cannot be; the message says why."""
+    """A model cannot be loaded; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A model to be loaded."""
+    """A model that the management API is asked to load."""
 
     url: str
     name: str | None = None
     version: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the model, such as `batch_size`."""
+    """Settings of the model, such as `batch_size`."""
 
 
 class Registrar:
-    """Owns every load and unload that the management API asks for."""
+    """Owns all loads and unloads, which go on when the client that asked for them has gone."""
 
     def __init__(
         self,
@@ -71,7 +70,16 @@ class Registrar:
         free: Callable[[], Sequence[Free]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
-        """`said`: warnings of settings that are in the log already."""
+        """Make the registrar of a server.
+
+        Args:
+            models: the server's models.
+            server: the server's settings.
+            environ: the environment, which has settings of models too.
+            command_line: the options of the command line, by their names.
+            free: returns the free memory of each device.
+            said: warnings about settings that are in the log already.
+        """
         self._models, self._server = models, server
         self._environ, self._command_line, self._free = environ, command_line or {}, free
         self._said = set(said)
@@ -79,11 +87,11 @@ class Registrar:
         self._loads: dict[Model, asyncio.Task[None]] = {}
         self._reads: set[asyncio.Future[Settings]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Registrations that are still being read, and unloads."""
+        """Registrations whose settings are being read, and unloads."""
 
     @property
     def loading(self) -> bool:
-        """A model is being loaded."""
+        """Whether a model of the management API is being loaded."""
         return bool(self._loads)
 
     async def start(self) -> None:
@@ -98,15 +106,15 @@ class Registrar:
                     await model.lifecycle.start(self._place)
 
     async def register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
-        """Register a model, and begin to load it; the task ends when it is loaded, whoever waits for it.
+        """Register a model and begin to load it; return it, and the task that ends when it is loaded.
 
-        The task raises OutOfMemory or LoadFailed; nothing of the model is left then.
+        The task raises OutOfMemory or LoadFailed once the model is gone again.
 
         Raises:
-            UrlNotFound: there is no model at the url.
-            AlreadyRegistered: there is one with this name and version.
-            SettingsError: its settings are wrong, or refused by the secure mode.
-            LoadFailed: its settings cannot be read in time.
+            UrlNotFound: there is no model at the URL.
+            AlreadyRegistered: there is a model with this name and version.
+            SettingsError: the settings are wrong, or the secure mode refuses them.
+            LoadFailed: the settings cannot be read in time.
             NotReady: the server is stopping.
             Overloaded: too many models wait to be loaded.
         """
@@ -134,10 +142,10 @@ class Registrar:
         return model, task
 
     async def unregister(self, model: Model) -> None:
-        """Let its calls finish, within `drain_timeout`, and free all that it has. Goes on when nobody waits for it.
+        """Wait for the model's calls, at most `drain_timeout`, and free all that it has.
 
         Raises:
-            NotReady: it is still loaded, and the server starts with it.
+            NotReady: it is still loading, and the server starts with it.
         """
         if model.at_startup and model.lifecycle.state is State.STARTING:
             raise NotReady(f"model {model.name} is not loaded yet")
@@ -148,7 +156,7 @@ class Registrar:
         await asyncio.shield(self._begin(self._unload(model, load)))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
-        """Set the numbers of workers, and say what they are; an engine has one or, scaled down, none.
+        """Set the numbers of workers and return what they are now; an engine has one or, scaled down, none.
 
         Raises:
             NotReady: the model is not ready.
@@ -163,17 +171,17 @@ class Registrar:
         return min_workers, max_workers
 
     async def stop(self) -> None:
-        """Give up what is being read or loaded, and wait for what is being unloaded."""
+        """Cancel what is being read or loaded, and wait for what is being unloaded."""
         while self._loads or self._tasks:
             for read in self._reads:
                 read.cancel()
             for task in self._loads.values():
                 task.cancel()
             await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # their ends are noted by callbacks
+            await asyncio.sleep(0)  # callbacks take them off the lists
 
     async def _read(self, name: str, order: Order) -> Settings:
-        """In a thread that nobody waits for when the server stops: S3 may take minutes to answer."""
+        """Read the settings in a thread that can be given up: S3 may take minutes to answer."""
         read = asyncio.ensure_future(in_daemon_thread(lambda: self._settings(name, order)))
         self._reads.add(read)
         try:
@@ -191,21 +199,21 @@ class Registrar:
         return further_settings(place, name, self._environ, self._command_line, arguments)
 
     def _warn(self, name: str, settings: Settings) -> None:
-        """Each warning once: those about the environment are the same for every model."""
+        """Log each warning once: those about the environment are the same for every model."""
         for warning in settings.warnings:
             if warning not in self._said:
                 self._said.add(warning)
                 logger.warning("model %s: %s", name, warning)
 
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
-        """Choose the GPUs of a model that is about to be loaded, by the room that they have now.
+        """Return a model's settings with the GPUs that have the most room now.
 
         Args:
-            model: its settings, which come back with the GPUs
-            check: all its settings, if it is to be refused where there is too little room
+            model: the settings.
+            check: all settings of the model, if it is to be refused where it does not fit.
 
         Raises:
-            OutOfMemory: there is too little.
+            OutOfMemory: it does not fit.
             EngineStartError: the settings ask for GPUs that it cannot have.
         """
         try:
@@ -221,14 +229,14 @@ class Registrar:
         if failure is None:
             return
         self._models.remove(model)
-        # Here no other error is its context: the frames of that would keep all that was loaded, weights among it.
-        with contextlib.suppress(asyncio.CancelledError):  # a stop does not wait for memory
+        # Raised here, where it has no other error as its context, whose frames would keep the loaded weights alive.
+        with contextlib.suppress(asyncio.CancelledError):  # a server that stops does not wait for memory
             await asyncio.sleep(_MOMENT_SECONDS)
-        release_memory()
+            await asyncio.to_thread(release_memory)
         raise failure
 
     async def _failure_of_load(self, model: Model, settings: Settings) -> Exception | None:
-        """Load the model; what its client is to be told if that is not possible."""
+        """Load the model; return the error for its client where that fails."""
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
             async with self._one_at_a_time:
@@ -257,19 +265,19 @@ class Registrar:
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
-        # Calls that were ended hold the model until they are gone, and threads that have just ended for a moment.
+        # Calls that were ended, and threads that have just ended, hold the model for a moment longer.
         await until_none(lambda: self._in_the_way(model), _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)
-            release_memory()
+            await asyncio.to_thread(release_memory)
         logger.info("model %s is unregistered", model.title)
 
     def _in_the_way(self, model: Model) -> int:
-        """Calls that hold the memory of a model; to a server that ends, memory is of no use."""
+        """Return how many calls hold the memory of a model; a server that stops does not need the memory."""
         return 0 if self._models.draining else model.lifecycle.open_calls
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """Work that goes on when the client that asked for it goes away."""
+        """Start work that goes on when the client that asked for it goes away."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -285,7 +293,7 @@ def _is_memory(error: Exception, settings: Settings) -> bool:
 
 
 def as_model(given: StartupModel, *, at_startup: bool) -> Model:
-    """A model that is yet to be loaded."""
+    """Return a model that is yet to be loaded."""
     settings = given.settings
     handler = settings.model.handler
     return Model(

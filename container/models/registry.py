@@ -1,4 +1,4 @@
-"""The models of one server, by name and version. Source: contracts/lmi.md sections 1.4 and 1.10."""
+"""The models of one server, by name and version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES_SHOWN = 20
 
 
 class ModelNotNamed(UnknownModel):
-    """The call names no model, and there is not exactly one that was there at the start."""
+    """The call names no model, and the server did not start with exactly one."""
 
 
 class NoWorkers(NotReady):
@@ -26,7 +26,7 @@ class NoWorkers(NotReady):
 
 
 class AlreadyRegistered(Exception):
-    """There is a model with this name and version."""
+    """There is a model with this name and version already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Model:
 
     @property
     def name(self) -> str:
-        """What it is called in routes and in /ping."""
+        """Its name in routes and in /ping."""
         return self.lifecycle.model.name
 
     @property
@@ -55,11 +55,11 @@ class Model:
         return f"{self.name}:{self.version}" if self.version else self.name
 
     def service(self) -> Service:
-        """What answers its calls.
+        """Return what answers its calls.
 
         Raises:
-            NotReady: it is still loading, or it or the server is stopping.
-            NoWorkers: it was scaled down.
+            NotReady: the model is loading, or it or the server is stopping.
+            NoWorkers: it was scaled to no workers.
         """
         state, service = self.lifecycle.state, self.lifecycle.service
         if self.scaled_to_zero:
@@ -99,29 +99,29 @@ class _Counted:
 
 
 class Models:
-    """All models of the server. Everything happens on the event loop."""
+    """All models of a server. For use on the event loop alone."""
 
     def __init__(self, models: Iterable[Model] = ()) -> None:
         self._models = {(model.name, model.version): model for model in models}
         self._turns = itertools.count()
         self.open_calls = 0
-        """Calls that were let in and are not answered yet, whatever they are for."""
+        """Calls on any route that are not answered yet."""
         self.reading: set[asyncio.Timeout] = set()
-        """Of those whose bodies are not here yet, what ends the wait for them."""
+        """The time limits of calls whose bodies are still being read."""
         self.draining = False
         self.leaving: set[Model] = set()
-        """Models that are no more to be found, but still have calls or memory."""
+        """Models that were unregistered and still have calls or memory."""
 
     @classmethod
     def of(cls, lifecycle: Lifecycle) -> Models:
-        """Those of a server that has one model."""
+        """Return the models of a server that has one."""
         return cls([Model(lifecycle, str(lifecycle.model.model_dir))])
 
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
 
     def __contains__(self, name: object) -> bool:
-        """Whether a model is called so."""
+        """Return whether a model has this name."""
         return any(known == name for known, _ in self._models)
 
     def __len__(self) -> int:
@@ -129,14 +129,14 @@ class Models:
 
     @property
     def single(self) -> bool:
-        """There is one model, and it was there at the start: nothing has to be chosen."""
+        """Whether the server has one model, and started with it."""
         return len(self._models) == 1 and next(iter(self._models.values())).at_startup
 
     def startup(self) -> Model:
-        """The model that a call means which names none.
+        """Return the model of a call that names none: the one that the server started with.
 
         Raises:
-            ModelNotNamed: there is not exactly one that was there at the start.
+            ModelNotNamed: the server did not start with exactly one.
         """
         found = [model for model in self._models.values() if model.at_startup]
         if len(found) == 1:
@@ -147,10 +147,12 @@ class Models:
         raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
-        """All versions of a model, or the one that is asked for; unless `exact`, one without versions answers for any.
+        """Return all versions of a model, or the one that is asked for.
+
+        Unless `exact`, a model without versions counts as any version.
 
         Raises:
-            UnknownModel: there is none.
+            UnknownModel: there is no such model or version.
         """
         found = [model for (known, _), model in self._models.items() if known == name]
         if version is not None:
@@ -162,10 +164,10 @@ class Models:
         raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {kind}{self._names()}.")
 
     def choose(self, name: str, version: str | None = None) -> Model:
-        """One model: of several versions each in turn, those first that can serve.
+        """Return one model: of several versions each in turn, and only those that are ready, if any are.
 
         Raises:
-            UnknownModel: there is none.
+            UnknownModel: there is no such model or version.
         """
         found = self.versions(name, version)
         if len(found) == 1:
@@ -177,7 +179,7 @@ class Models:
         """Register a model.
 
         Raises:
-            AlreadyRegistered: there is one with its name and version.
+            AlreadyRegistered: there is a model with its name and version.
         """
         key = (model.name, model.version)
         if key in self._models:
@@ -185,23 +187,24 @@ class Models:
         self._models[key] = model
 
     def remove(self, model: Model) -> None:
+        """Take a model off the list, if it is on it."""
         if self._models.get((model.name, model.version)) is model:
             del self._models[model.name, model.version]
 
     @property
     def loaded(self) -> bool:
-        """A model has come so far that it may be asked."""
+        """Whether any model is loaded."""
         return any(model.lifecycle.service is not None for model in self)
 
     @property
     def starting(self) -> bool:
-        """A model that belongs to the server's start is not loaded yet."""
+        """Whether a model that the server starts with is still loading."""
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
 
     async def drain(self, limit: float) -> None:
-        """Let no call in any more and wait for those inside, at most `limit` seconds.
+        """Refuse new calls and wait for the running ones, at most `limit` seconds.
 
-        Calls whose bodies are not here yet will be refused in any case: they are not waited for.
+        Calls whose bodies are still being read are refused in any case, and not waited for.
         """
         self.draining = True
         own = until_none(lambda: self.open_calls - len(self.reading), limit)

@@ -47,8 +47,7 @@ from container.settings.sources import (
     server_layer,
 )
 from container.sources import location
-from container.sources.location import UrlNotFound, model_place
-from container.sources.s3_url import is_s3
+from container.sources.location import UrlNotFound, is_s3, model_place
 from handlers.model_settings import ModelSettings
 
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")

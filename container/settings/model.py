@@ -32,7 +32,8 @@ from container.settings.server_options import MODEL_NAME_OPTION
 from container.settings.settings import SettingEntry
 from container.settings.sources import DEFAULT, Lookup, Sources, did_you_mean
 from container.sources import location
-from container.sources.location import RemoteModels, SourceError, is_s3
+from container.sources.download import RemoteModels
+from container.sources.location import SourceError, is_s3
 from handlers.model_settings import HandlerSettings
 
 _BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})

@@ -12,7 +12,7 @@ from container.settings.secure_mode import GivenModel, SecureMode
 from handlers.model_settings import ModelSettings
 
 if TYPE_CHECKING:
-    from container.sources.remote_model import RemoteModel
+    from container.sources.download import RemoteModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ from container.settings.properties import (
 from container.settings.server_options import Address, AddressError
 from container.settings.settings import SettingEntry
 from container.sources import location
-from container.sources.local_copy import download_dir
-from container.sources.location import RemoteModels, SourceError, is_s3
+from container.sources.download import RemoteModels, download_dir
+from container.sources.location import SourceError, is_s3
 
 DEFAULT = "default"
 _NONE: Mapping[str, Value] = {}

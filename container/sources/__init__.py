@@ -1,1 +1,1 @@
-"""Where models come from when they are not on this machine: S3, and archives."""
+"""Where models come from: a directory of this machine, S3, or the sample model."""

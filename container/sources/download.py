@@ -1,307 +1,391 @@
-"""Fetches files in parallel ranges; what it leaves behind is whole files, and a record of them.
+"""A remote model's copy on this machine.
 
-A file is written under another name and renamed once all its bytes have come. Single ranges are tried again.
+It comes in two parts: first the small files from which settings and code are read; then the weights, when the server
+already listens. A file is downloaded under another name and gets its own once it is whole and checked. Each URL has a
+folder of its own in the cache directory:
+
+    models/<hash of the URL>/model/<last part of the URL>/   the files
+    models/<hash of the URL>/record                          which of them are whole: path, size and ETag
+    models/<hash of the URL>/complete                        there while all of them are
+    models/<hash of the URL>/lock                            held by the process that changes any of these
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
-import random
 import shutil
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from container.sources.local_copy import LocalCopy
-from container.sources.progress import Progress
-from container.sources.remote_file import RemoteFile
-from container.sources.s3_bucket import S3Bucket, may_pass
-from container.sources.source_error import FetchStopped, FetchTimeout, SourceError
+from container.sources.location import S3Url, SourceError
+from container.sources.s3 import RemoteFile, S3Folder, selected
+from handlers.cache_dir import cache_dir, is_writable
 
 logger = logging.getLogger(__name__)
 
-THREADS = 8
-_RANGE = 16 << 20
-_ATTEMPTS = 6
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
+SETTINGS_SECONDS = 300.0
+"""How long listing a model and fetching its small files may take."""
+_ON_SAGEMAKER = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 _GIB = 1 << 30
 _MARGIN = 64 << 20
 """Bytes of the disk that a download leaves free."""
 _CHECK_SECONDS = 0.2
+_LOG_SECONDS = 5.0
 
 
-def fetch_files(
-    copy: LocalCopy,
-    kind: str,
-    files: Sequence[RemoteFile],
-    bucket: S3Bucket,
-    progress: Progress,
-    seconds: float,
-    stop: threading.Event,
-) -> None:
-    """Have `files` in the copy, which then has no others of their kind. Several processes may do so at a time.
+class FetchTimeout(SourceError):
+    """The download did not end in time; the files that are whole are kept."""
+
+
+class FetchStopped(SourceError):
+    """The download was stopped; the files that are whole are kept."""
+
+
+class RemoteModel:
+    """A model on S3 whose small files are here, and whose weights may be. Made by `open_model`."""
+
+    def __init__(self, copy: LocalCopy, folder: S3Folder | None, files: tuple[RemoteFile, ...]) -> None:
+        """`folder`: None where S3 must not be asked."""
+        self.url = copy.url
+        self.directory = copy.directory
+        """The local model directory."""
+        self._copy, self._folder, self._files = copy, folder, files
+        self._weights = tuple(file for file in files if file.is_weights)
+        self.progress = Progress(self._weights)
+
+    def fetch_weights(self, seconds: float, stop: threading.Event | None = None) -> None:
+        """Download the weights that are not here, and block meanwhile; setting `stop` ends it.
+
+        Raises:
+            SourceError: the download fails, or takes longer than `seconds`.
+        """
+        if self._folder is None or self._copy.is_complete(self._files):
+            for file in self._weights:
+                self.progress.found(file.size)
+            logger.info("%s is in %s already", self.url, self.directory)
+            return
+        started, size = time.monotonic(), self.progress.total_bytes / _GIB
+        logger.info(
+            "downloading %s: %d files of weights, %.2f GiB, to %s", self.url, len(self._weights), size, self.directory
+        )
+        download = _Download(self._copy, self._folder, self.progress, seconds, stop)
+        download.run(self._weights, self._files)
+        if not self._copy.is_complete(self._files):
+            raise SourceError(f"{self.url}: it was changed while it was downloaded; start again")
+        elapsed = max(time.monotonic() - started, 1e-3)
+        rate = self.progress.fetched_bytes / _GIB / elapsed
+        logger.info("downloaded %s in %.1f s, %.3f GiB/s", self.url, elapsed, rate)
+
+
+class RemoteModels:
+    """The remote models that the settings of one model name; each URL is opened once."""
+
+    def __init__(self, downloads: Path, *, offline: bool) -> None:
+        self._downloads, self._offline = downloads, offline
+        self._opened: dict[S3Url, RemoteModel] = {}
+
+    def open(self, url: str) -> Path:
+        """Return the local directory of a model, whose weights are yet to be fetched.
+
+        Raises:
+            SourceError: it cannot be opened.
+        """
+        key = S3Url.parse(url)
+        if key not in self._opened:
+            self._opened[key] = open_model(url, self._downloads, offline=self._offline)
+        return self._opened[key].directory
+
+    def has(self, url: str) -> bool:
+        """Return whether a URL has been opened."""
+        try:
+            return S3Url.parse(url) in self._opened
+        except SourceError:
+            return False
+
+    @property
+    def opened(self) -> tuple[RemoteModel, ...]:
+        """All models that have been opened."""
+        return tuple(self._opened.values())
+
+
+def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
+    """List the model at `url` and fetch all of it but the weights. Blocks for seconds.
 
     Args:
-        copy: where they go.
-        kind: "settings" or "weights": each has a lock and a record of its own.
-        files: what is to be there.
-        bucket: where they come from.
-        progress: told of every byte.
-        seconds: how long it may take, the wait for another process included.
-        stop: ends it early.
+        url: `s3://bucket/prefix/`.
+        downloads: the cache directory; None: as the environment says.
+        offline: take the copy that is here, and ask nobody.
 
     Raises:
-        SourceError: S3, the disk or the time does not allow it.
-        FetchStopped: `stop` was set.
+        SourceError: there is no such model, or it cannot be reached, read or stored.
     """
-    deadline = time.monotonic() + seconds
-    try:
-        copy.directory.mkdir(parents=True, exist_ok=True)
-        with _locked(copy.root / f"{kind}.lock", copy.url, deadline, stop):
-            missing = _tidied(copy, kind, files)
-            absent = set(missing)
-            for file in files:
-                if file not in absent:
-                    progress.found(file.size)
-            _check_space(copy, missing)
-            if missing:
-                _Download(copy, kind, missing, bucket, progress, stop).run(deadline, seconds)
-    except OSError as error:
-        raise _disk_error(error, copy) from error
+    place = S3Url.parse(url)
+    copy = LocalCopy(place, downloads or download_dir())
+    if offline:
+        if not (files := copy.complete_files()):
+            raise SourceError(f"{place}: no whole copy is here ({copy.root}), and DJL_OFFLINE forbids to fetch one")
+        return RemoteModel(copy, None, files)
+    folder = S3Folder(place)
+    files = selected(folder.files())
+    if not copy.is_complete(files):
+        small = tuple(file for file in files if not file.is_weights)
+        _Download(copy, folder, Progress(small), SETTINGS_SECONDS).run(small, files)
+    return RemoteModel(copy, folder, files)
 
 
-@contextlib.contextmanager
-def _locked(path: Path, url: str, deadline: float, stop: threading.Event) -> Iterator[None]:
-    lock = FileLock(path)
-    said = False
-    while True:
+def fetch(url: str, downloads: Path | None = None, seconds: float = 3600.0) -> Path:
+    """Return the directory of the whole model at `url`, downloaded unless it is here unchanged. Blocks.
+
+    Raises:
+        SourceError: the download fails, or takes longer than `seconds`.
+    """
+    model = open_model(url, downloads)
+    model.fetch_weights(seconds)
+    return model.directory
+
+
+def download_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return SERVING_DOWNLOAD_DIR > DJL_CACHE_DIR > on SageMaker /tmp/slipway (the large disk) > the user's cache."""
+    environ = os.environ if environ is None else environ
+    for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR"):
+        if given := environ.get(name):
+            return Path(os.path.abspath(given))
+    if _ON_SAGEMAKER.exists() and is_writable(Path("/tmp/slipway")):
+        return Path("/tmp/slipway")
+    return cache_dir(environ)
+
+
+class LocalCopy:
+    """What is on this machine of one URL. Who changes it holds the lock."""
+
+    def __init__(self, url: S3Url, downloads: Path) -> None:
+        self.url = str(url)
+        key = hashlib.sha256(self.url.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        self.root = downloads / "models" / key
+        self.directory = self.root / "model" / (url.name if url.name not in (".", "..") else "model")
+        self.lock = self.root / "lock"
+        self._record, self._complete = self.root / "record", self.root / "complete"
+
+    def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
+        """Return those of `files` that are not here whole, or that S3 has another version of."""
+        recorded = self._recorded()
+        return tuple(file for file in files if recorded.get(file.path) != file or not self._has_size(file))
+
+    def is_complete(self, files: Sequence[RemoteFile]) -> bool:
+        """Return whether a download of exactly these files has ended, and all of them are still here."""
+        return self._complete.exists() and len(self._recorded()) == len(files) and not self.missing(files)
+
+    def complete_files(self) -> tuple[RemoteFile, ...]:
+        """Return the files of the last whole download; none where one of them is missing now."""
+        files = tuple(self._recorded().values())
+        return files if self.is_complete(files) else ()
+
+    def tidy(self, wanted: Sequence[RemoteFile]) -> None:
+        """Remove files that S3 has no more, and what a process that died has left behind."""
+        for stale in self.root.glob("partial.*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        missing = set(self.missing(wanted))
+        gone = self._recorded().keys() - {file.path for file in wanted}
+        if missing or gone:
+            self._complete.unlink(missing_ok=True)
+        for path in gone:
+            (self.directory / path).unlink(missing_ok=True)
+        partial = self.root / "partial.record"
+        partial.write_text("".join(_line(file) for file in wanted if file not in missing), "utf-8")
+        partial.replace(self._record)
+
+    def put(self, file: RemoteFile, downloaded: Path) -> None:
+        """Move a downloaded file into its place, and record it."""
+        place = self.directory / file.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        downloaded.replace(place)
+        with self._record.open("a", encoding="utf-8") as record:
+            record.write(_line(file))
+
+    def set_complete(self) -> None:
+        """Note that all files are here."""
+        self._complete.touch()
+
+    def _recorded(self) -> dict[str, RemoteFile]:
         try:
-            lock.acquire(timeout=_CHECK_SECONDS)
-            break
-        except Timeout:
-            _check(stop, url)
-            if time.monotonic() > deadline:
-                raise FetchTimeout(f"{url}: another process was still downloading it when the time was up") from None
-            if not said:
-                said = True
-                logger.info("%s: another process is downloading it; waiting for it", url)
+            text = self._record.read_text("utf-8", "replace")
+        except FileNotFoundError:
+            return {}
+        files = (_parsed(line) for line in text.splitlines())
+        return {file.path: file for file in files if file is not None}
+
+    def _has_size(self, file: RemoteFile) -> bool:
+        try:
+            return (self.directory / file.path).stat().st_size == file.size
+        except OSError:
+            return False
+
+
+def _line(file: RemoteFile) -> str:
+    return json.dumps([file.path, file.size, file.etag]) + "\n"
+
+
+def _parsed(line: str) -> RemoteFile | None:
+    """Return the file of a line; None for one that a crash has cut off."""
     try:
-        yield
-    finally:
-        lock.release()
+        match json.loads(line):
+            case [str(path), int(size), str(etag)]:
+                return RemoteFile(path, size, etag)
+    except ValueError:
+        pass
+    return None
 
 
-def _tidied(copy: LocalCopy, kind: str, files: Sequence[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """What is missing, once all that is not wanted is gone: files that S3 has no more, and halves of a crash."""
-    for stale in copy.root.glob(f"{kind}.partial.*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    missing = copy.missing(files, kind)
-    if missing:
-        copy.clear_complete()
-    absent, wanted = set(missing), {file.path for file in files}
-    for path in copy.journal(kind).read().keys() - wanted:
-        copy.clear_complete()
-        copy.remove(path)
-    copy.journal(kind).replace(file for file in files if file not in absent)
-    return missing
+class Progress:
+    """How many bytes and files of a download are here: for the log, and for /metrics. Any thread may add."""
 
+    def __init__(self, files: Sequence[RemoteFile]) -> None:
+        self.total_bytes, self.total_files = sum(file.size for file in files), len(files)
+        self.bytes = 0
+        self.files = 0
+        self.fetched_bytes = 0
+        """Those of `bytes` that were not here before."""
+        self._lock = threading.Lock()
+        self._logged, self._bytes_logged = time.monotonic(), 0
 
-def _check_space(copy: LocalCopy, missing: Sequence[RemoteFile]) -> None:
-    needed = sum(file.size for file in missing)
-    free = shutil.disk_usage(copy.root).free
-    if needed and needed + _MARGIN > free:
-        raise SourceError(
-            f"{copy.url}: {needed / _GIB:.2f} GiB are to be downloaded, but {copy.root} has {free / _GIB:.2f} GiB "
-            f"free; SERVING_DOWNLOAD_DIR names another place"
-        )
+    def found(self, size: int) -> None:
+        """Count a file that was here already."""
+        with self._lock:
+            self.bytes += size
+            self.files += 1
 
+    def add_bytes(self, size: int) -> None:
+        """Count bytes that have come; a negative number where some have to come again."""
+        with self._lock:
+            self.bytes += size
+            self.fetched_bytes += size
 
-def _is_disks(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+    def add_file(self) -> None:
+        """Count a file whose last byte has come."""
+        with self._lock:
+            self.files += 1
 
-
-def _disk_error(error: Exception, copy: LocalCopy) -> SourceError:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SourceError(f"{copy.url}: the disk with {copy.root} is full; SERVING_DOWNLOAD_DIR names another place")
-    return SourceError(f"{copy.url}: {copy.root} cannot be written: {error}; SERVING_DOWNLOAD_DIR names another place")
-
-
-def _check(stop: threading.Event, url: str) -> None:
-    if stop.is_set():
-        raise FetchStopped(f"{url}: the download was stopped")
-
-
-@dataclass(slots=True)
-class _Target:
-    """A file that is being written."""
-
-    file: RemoteFile
-    partial: Path
-    ranges_left: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    target: _Target
-    start: int
-    end: int
+    def log(self, url: str) -> None:
+        """Log a line, unless there was one in the last seconds."""
+        now = time.monotonic()
+        elapsed = now - self._logged
+        if elapsed < _LOG_SECONDS:
+            return
+        rate = (self.fetched_bytes - self._bytes_logged) / elapsed
+        self._logged, self._bytes_logged = now, self.fetched_bytes
+        rest = f"about {(self.total_bytes - self.bytes) / rate:.0f} s left" if rate > 0 else "nothing came"
+        size = f"{self.bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB, {rate / _GIB:.3f} GiB/s"
+        logger.info("%s: %d of %d files, %s, %s", url, self.files, self.total_files, size, rest)
 
 
 class _Download:
-    """One download, and the threads that do it."""
+    """One download into a local copy. Several processes may begin it at a time: one downloads, the others wait."""
 
     def __init__(
         self,
         copy: LocalCopy,
-        kind: str,
-        files: Sequence[RemoteFile],
-        bucket: S3Bucket,
+        folder: S3Folder,
         progress: Progress,
-        stop: threading.Event,
+        seconds: float,
+        stop: threading.Event | None = None,
     ) -> None:
-        self._copy, self._bucket, self._progress, self._stop = copy, bucket, progress, stop
-        self._journal = copy.journal(kind)
-        self._partial = Path(tempfile.mkdtemp(prefix=f"{kind}.partial.", dir=copy.root))
-        self._ranges = deque(self._all_ranges(files))
-        self._over = threading.Event()
-        """Set when nothing more is to be read: all is there, or one has failed, or `stop` is set."""
-        self._errors: list[Exception] = []
-        self._finishing = threading.Lock()
-        """Held by whoever changes the copy, and by who forbids that."""
+        self._copy, self._folder, self._progress = copy, folder, progress
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._stop = stop or threading.Event()
 
-    def _all_ranges(self, files: Sequence[RemoteFile]) -> Iterator[_Range]:
-        for number, file in enumerate(files):
-            starts = range(0, max(file.size, 1), _RANGE)
-            target = _Target(file, self._partial / str(number), len(starts))
-            for start in starts:
-                yield _Range(target, start, min(start + _RANGE, file.size))
+    def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
+        """Fetch those of `files` that are missing; mark the copy as complete once it has all that are `wanted`.
 
-    def run(self, deadline: float, seconds: float) -> None:
-        """Read everything. A thread that still waits for S3 when this raises ends soon, and changes nothing more."""
-        threads = [
-            threading.Thread(target=self._work, name=f"download-{number}", daemon=True)
-            for number in range(min(THREADS, len(self._ranges)))
-        ]
-        for thread in threads:
-            thread.start()
+        Raises:
+            SourceError: S3, the disk or the time does not allow it.
+            FetchStopped: `stop` was set.
+        """
         try:
-            for thread in threads:
-                self._wait_for(thread, deadline, seconds)
+            self._copy.directory.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._copy.tidy(wanted)
+                missing = self._copy.missing(files)
+                for file in set(files).difference(missing):
+                    self._progress.found(file.size)
+                if missing:
+                    self._check_space(missing)
+                    self._fetch(missing)
+                if not self._copy.missing(wanted):
+                    self._copy.set_complete()
+        except OSError as error:
+            raise self._disk_error(error) from error
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = FileLock(self._copy.lock)
+        said = False
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=_CHECK_SECONDS)
+            except Timeout:
+                self._check(f"{self._copy.url}: another process was still downloading it when the time was up")
+                if not said:
+                    said = True
+                    logger.info("%s: another process is downloading it; waiting for it", self._copy.url)
+        try:
+            yield
         finally:
-            with self._finishing:
-                self._over.set()
-            # Also where it has failed: nothing goes on with halves, and they may be all that fills the disk.
-            shutil.rmtree(self._partial, ignore_errors=True)
-        if self._errors:
-            raise self._explained(self._errors[0])
+            lock.release()
 
-    def _wait_for(self, thread: threading.Thread, deadline: float, seconds: float) -> None:
-        while thread.is_alive():
-            thread.join(_CHECK_SECONDS)
-            self._progress.log(self._copy.url)
-            _check(self._stop, self._copy.url)
-            if time.monotonic() > deadline:
-                raise FetchTimeout(
-                    f"{self._copy.url}: the download took longer than {seconds:g} s; "
-                    f"{self._progress.bytes / _GIB:.2f} of {self._progress.total_bytes / _GIB:.2f} GiB came, and the "
-                    f"next start goes on with the files that are whole"
-                )
-
-    def _work(self) -> None:
+    def _fetch(self, files: Sequence[RemoteFile]) -> None:
+        partial = Path(tempfile.mkdtemp(prefix="partial.", dir=self._copy.root))
+        transfers = self._folder.transfers(self._progress.add_bytes)
         try:
-            while not self._over.is_set() and not self._stop.is_set():
-                try:
-                    one = self._ranges.popleft()
-                except IndexError:
-                    return
-                self._read(one)
-        except Exception as error:
-            self._errors.append(error)
-            self._over.set()
+            for number, file in enumerate(files):
+                transfers.add(file, partial / str(number))
+            left = len(files)
+            while left:
+                self._check()
+                self._progress.log(self._copy.url)
+                if (arrived := transfers.next(_CHECK_SECONDS)) is None:
+                    continue
+                file, path = arrived
+                self._folder.verify(file, path, self._check)
+                self._copy.put(file, path)
+                self._progress.add_file()
+                left -= 1
+        finally:
+            transfers.close()
+            # Also where it has failed: nothing goes on with parts of files, and they may be what fills the disk.
+            shutil.rmtree(partial, ignore_errors=True)
 
-    def _read(self, one: _Range) -> None:
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                whole = self._read_once(one)
-            except Exception as error:
-                if attempt == _ATTEMPTS or _is_disks(error) or not may_pass(error):
-                    raise
-                if self._over.is_set():
-                    return
-                failure = error
-            else:
-                if whole:
-                    self._finish(one.target)
-                return
-            pause = min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
-            logger.warning(
-                "%s: %s, bytes %d to %d: %s; trying again in %.1f s",
-                self._copy.url,
-                one.target.file.path,
-                one.start,
-                one.end,
-                failure,
-                pause,
+    def _check(self, too_late: str = "") -> None:
+        if self._stop.is_set():
+            raise FetchStopped(f"{self._copy.url}: the download was stopped")
+        if time.monotonic() > self._deadline:
+            came, total = self._progress.bytes / _GIB, self._progress.total_bytes / _GIB
+            raise FetchTimeout(
+                too_late
+                or f"{self._copy.url}: the download took longer than {self._seconds:g} s; {came:.2f} of {total:.2f} "
+                f"GiB came, and the next start goes on with the files that are whole"
             )
-            if self._over.wait(pause):
-                return
 
-    def _read_once(self, one: _Range) -> bool:
-        """Write one range; whether it came to its end."""
-        place = one.start
-        try:
-            descriptor = os.open(one.target.partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                for block in self._bucket.read(one.target.file, one.start, one.end):
-                    if self._over.is_set() or self._stop.is_set():
-                        return False
-                    _write(descriptor, block, place)
-                    place += len(block)
-                    self._progress.read(len(block))
-            finally:
-                os.close(descriptor)
-            if place != one.end:
-                raise ConnectionError(f"{place - one.start} bytes came instead of {one.end - one.start}")
-        except BaseException:
-            self._progress.read(one.start - place)
-            raise
-        return True
+    def _check_space(self, missing: Sequence[RemoteFile]) -> None:
+        needed = sum(file.size for file in missing)
+        free = shutil.disk_usage(self._copy.root).free
+        if needed and needed + _MARGIN > free:
+            raise SourceError(
+                f"{self._copy.url}: {needed / _GIB:.2f} GiB are to be downloaded, but {self._copy.root} has "
+                f"{free / _GIB:.2f} GiB free; SERVING_DOWNLOAD_DIR names another place"
+            )
 
-    def _finish(self, target: _Target) -> None:
-        with self._finishing:
-            target.ranges_left -= 1
-            if target.ranges_left or self._over.is_set():
-                return
-            self._put_in_place(target)
-
-    def _put_in_place(self, target: _Target) -> None:
-        size = target.partial.stat().st_size
-        if size != target.file.size:
-            raise SourceError(f"{self._copy.url}: {target.file.path} has {size} bytes instead of {target.file.size}")
-        final = self._copy.directory / target.file.path
-        final.parent.mkdir(parents=True, exist_ok=True)
-        target.partial.replace(final)
-        self._journal.add(target.file)
-        self._progress.finished()
-
-    def _explained(self, error: Exception) -> SourceError:
-        if _is_disks(error):
-            return _disk_error(error, self._copy)
-        return self._bucket.explained(error)
-
-
-def _write(descriptor: int, block: bytes, place: int) -> None:
-    view = memoryview(block)
-    while view:
-        written = os.pwrite(descriptor, view, place)
-        place += written
-        view = view[written:]
+    def _disk_error(self, error: OSError) -> SourceError:
+        root = self._copy.root
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = f"the disk with {root} is full" if full else f"{root} cannot be written: {error}"
+        return SourceError(f"{self._copy.url}: {what}; SERVING_DOWNLOAD_DIR names another place")

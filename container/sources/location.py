@@ -1,39 +1,56 @@
-"""The models of S3 that the settings name: opened once each, so that settings and code can be read from them."""
+"""Where a model is: in a directory of this machine, in a folder on S3, or on the Hugging Face hub under a name."""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from container.settings.properties import FILE_NAME, Value, quoted
-from container.sources.remote_model import RemoteModel, open_model
-from container.sources.s3_url import S3Url, is_s3
-from container.sources.source_error import SourceError
 
 DEFAULT_MODEL_DIR = Path("/opt/ml/model")
 CONFIG_FILE = "config.json"
+_MODEL_FILES = (FILE_NAME, CONFIG_FILE, "model.py")
+"""A directory with one of these files is a model directory."""
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(//)?", re.IGNORECASE)
+_LOCAL_HOSTS = frozenset({"", "localhost"})
 _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _NON_WORD = re.compile(r"\W", re.ASCII)
-_NO_PLACE = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
-_MARKS = (FILE_NAME, CONFIG_FILE, "model.py")
+_NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
+
+_S3_URL = re.compile(r"s3://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:[a-z0-9-]+:s3[a-z0-9:./-]+", re.ASCII)
+"""A bucket's name (old ones may have capitals), or the ARN of an access point."""
+_MAX_KEY_BYTES = 1024
 
 
 class ModelNotFound(Exception):
-    """There is no model where one was named; the message says what may be named."""
+    """There is no model in the place that was given; the message says what may be given."""
+
+
+class UrlNotFound(Exception):
+    """There is no model at a URL; the message names the URL and says what may be given."""
+
+
+class SourceError(Exception):
+    """A remote model cannot be fetched; the message names what was given and says why it failed."""
+
+
+# Directories
 
 
 def find_model_dir(given: Path | str | None, store: Value | None) -> Path:
-    """The directory with serving.properties or the model: absolute, and there unless it is the default one.
+    """Return the absolute path of the model directory; it exists, unless it is the default one.
 
-    A directory that holds nothing but one directory with a model stands for that one, as in archives that were made of
-    a directory.
+    Args:
+        given: the value of `--model-dir`.
+        store: the value of SERVING_MODEL_STORE, which counts where nothing is given.
 
     Raises:
-        ModelNotFound: a directory was named that is none, or it holds several models.
+        ModelNotFound: the directory does not exist, or holds several models.
     """
     directories = find_model_dirs(given, store)
     if len(directories) > 1:
@@ -43,65 +60,73 @@ def find_model_dir(given: Path | str | None, store: Value | None) -> Path:
 
 
 def find_model_dirs(given: Path | str | None, store: Value | None) -> tuple[Path, ...]:
-    """The same, where several models are allowed: one directory each, in the order of their names.
+    """Return the model directories, sorted by name, where several models are allowed.
 
-    Source: contracts/lmi.md section 2.6.
+    A directory whose only content is model directories stands for those, as in LMI's model store.
 
     Raises:
-        ModelNotFound: a directory was named that is none.
+        ModelNotFound: the directory does not exist.
     """
-    if given is None and store is None:
-        return _descend(DEFAULT_MODEL_DIR)
-    source = "--model-dir" if given is not None else (store.source if store else "")
-    if url := _URL.match(str(given) if given is not None else store.text.strip() if store else ""):
-        raise ModelNotFound(f"model directory ({source}): {url.group(1)}:// {_NO_PLACE}")
-    path = Path(os.path.abspath(given if given is not None else store.text.strip() if store else ""))
+    if given is not None:
+        text, source = str(given), "--model-dir"
+    elif store is not None:
+        text, source = store.text.strip(), store.source
+    else:
+        return _models_in(DEFAULT_MODEL_DIR)
+    if scheme := _url_scheme(text):
+        raise ModelNotFound(f"model directory ({source}): {scheme}:// {_NOT_SERVED}")
+    path = Path(os.path.abspath(text))
     if not os.path.isdir(path):
         raise ModelNotFound(f"model directory ({source}): there is no directory {path}")
-    return _descend(path)
+    return _models_in(path)
 
 
-def _descend(path: Path) -> tuple[Path, ...]:
+def _models_in(path: Path) -> tuple[Path, ...]:
     try:
         names = [name for name in os.listdir(path) if not name.startswith(".")]
     except OSError:
         return (path,)
     if not all(os.path.isdir(path / name) for name in names):
         return (path,)
-    models = sorted(path / name for name in names if any(os.path.isfile(path / name / mark) for mark in _MARKS))
+    models = sorted(path / name for name in names if is_model_dir(path / name))
     return tuple(models) if len(models) > 1 or len(models) == len(names) == 1 else (path,)
 
 
 def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
-    """Whether `text` is the directory that these models are in: HF_MODEL_ID may well be /opt/ml/model, which then names
-    no further model (contracts/lmi.md 2.6)."""
+    """Return whether `text` is the directory that holds these model directories.
+
+    HF_MODEL_ID may be /opt/ml/model; it then names no further model.
+    """
     path = Path(os.path.abspath(text.strip()))
-    return os.path.isdir(path) and path not in directories and _descend(path) == directories
+    return os.path.isdir(path) and path not in directories and _models_in(path) == directories
 
 
 def is_model_dir(path: Path) -> bool:
-    """Whether there is a model, settings or code of one."""
-    return any(os.path.isfile(path / mark) for mark in _MARKS)
+    """Return whether the directory has a model, or the settings or code of one."""
+    return any(os.path.isfile(path / name) for name in _MODEL_FILES)
 
 
 def has_model(model_dir: Path) -> bool:
-    """Whether the directory itself is a Hugging Face model."""
+    """Return whether the directory itself is a Hugging Face model."""
     return os.path.isfile(model_dir / CONFIG_FILE)
 
 
+# Names and URLs
+
+
 def is_hub_id(text: str) -> bool:
-    """Whether it may be the name of a model on the hub: `name` or `owner/name`."""
+    """Return whether `text` may name a model on the hub: `name` or `owner/name`."""
     return _HUB_ID.fullmatch(text) is not None
 
 
 def resolve_model_id(text: str, model_dir: Path) -> str:
-    """What the engine loads: an absolute path, or a hub id.
+    """Return what the engine loads: an absolute path, or a hub id.
 
     Raises:
-        ModelNotFound: neither, or a path where nothing is.
+        ModelNotFound: `text` is neither, or a path that does not exist.
     """
-    if url := _URL.match(text):
-        raise ModelNotFound(f"{url.group(1)}:// {_NO_PLACE}")
+    if scheme := _url_scheme(text):
+        raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
     if os.path.exists(model_dir / text):
         return str(model_dir / text)
     if os.path.isabs(text):
@@ -112,50 +137,31 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
 
 
 def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
-    """The model's name in routes: that of its directory, or its hub id, with non-word characters replaced by `_`.
+    """Return the model's name in routes: its directory's name or its hub id, with `_` for non-word characters.
 
-    As in LMI, HF_MODEL_ID names a model of its own, whereas option.model_id belongs to the model directory.
+    As in LMI, HF_MODEL_ID (`named_by_variable`) names a model of its own; option.model_id belongs to the directory.
     """
-    if not named_by_variable and _occupied(model_dir):
-        return _word(model_dir.name)
-    return _word(Path(model_id).name if os.path.isabs(model_id) else model_id)
+    if not named_by_variable and _has_files(model_dir):
+        return _as_word(model_dir.name)
+    return _as_word(Path(model_id).name if os.path.isabs(model_id) else model_id)
 
 
 def name_of_url(url: str) -> str:
-    """The name of a model that has none: the last segment of its url (contracts/lmi.md 2.6)."""
-    return _word(url.rstrip("/").rpartition("/")[2])
-
-
-def _occupied(model_dir: Path) -> bool:
-    try:
-        return any(not name.startswith(".") for name in os.listdir(model_dir))
-    except OSError:
-        return False
-
-
-def _word(text: str) -> str:
-    return _NON_WORD.sub("_", text) or "model"
-
-
-_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
-_LOCAL_HOSTS = frozenset({"", "localhost"})
-
-
-class UrlNotFound(Exception):
-    """There is no model at a url; the message names it and says what may be given."""
+    """Return the name of a model that was given none: the last segment of its URL."""
+    return _as_word(url.rstrip("/").rpartition("/")[2])
 
 
 def model_place(url: str) -> Path | str:
-    """What a url names: a directory (an absolute path, or `file://` and one), or the `s3://` url itself.
+    """Return what a URL names: a directory (an absolute path, or `file://` and one), or the `s3://` URL itself.
 
-    A model of S3 is opened when its settings are read (`load_settings`), which says what is wrong with it.
+    S3 is not asked here but when the model's settings are read.
 
     Raises:
-        UrlNotFound: another kind of url, or nothing is there.
+        UrlNotFound: the URL is of another kind, or nothing is there.
     """
     if is_s3(url):
         return url
-    path = _path(url)
+    path = _path_of(url)
     if path is None or not os.path.isabs(path) or "\0" in path:
         raise UrlNotFound(f"url is {quoted('url', url)}; allowed: an absolute path, file:// and one, or s3://")
     if not os.path.isdir(path):
@@ -163,7 +169,7 @@ def model_place(url: str) -> Path | str:
     return Path(os.path.abspath(path))
 
 
-def _path(url: str) -> str | None:
+def _path_of(url: str) -> str | None:
     if not _SCHEME.match(url):
         return url
     try:
@@ -173,35 +179,65 @@ def _path(url: str) -> str | None:
     return unquote(parts.path) if parts.scheme == "file" and parts.netloc in _LOCAL_HOSTS else None
 
 
-__all__ = ["RemoteModels", "SourceError", "is_s3"]
+def _url_scheme(text: str) -> str:
+    found = _SCHEME.match(text)
+    return found[1] if found is not None and found[2] else ""
 
 
-class RemoteModels:
-    """What has been opened, by URL."""
+def _has_files(model_dir: Path) -> bool:
+    try:
+        return any(not name.startswith(".") for name in os.listdir(model_dir))
+    except OSError:
+        return False
 
-    def __init__(self, downloads: Path, *, offline: bool) -> None:
-        self._downloads, self._offline = downloads, offline
-        self._opened: dict[str, RemoteModel] = {}
 
-    def open(self, url: str) -> Path:
-        """The directory of this model, whose weights are fetched later.
+def _as_word(text: str) -> str:
+    return _NON_WORD.sub("_", text) or "model"
 
-        Raises:
-            SourceError: it cannot be had.
-        """
-        key = str(S3Url.parse(url))
-        if key not in self._opened:
-            self._opened[key] = open_model(key, self._downloads, offline=self._offline)
-        return self._opened[key].directory
 
-    def has(self, url: str) -> bool:
-        """Whether it has been opened."""
-        try:
-            return str(S3Url.parse(url)) in self._opened
-        except SourceError:
-            return False
+# S3
+
+
+def is_s3(text: str) -> bool:
+    """Return whether `text` is meant to be a place on S3."""
+    return text.strip()[:5].lower() == "s3://"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Url:
+    """A folder of a bucket: `s3://bucket/prefix/`."""
+
+    bucket: str
+    prefix: str
+    """Empty for the whole bucket; without slashes at its ends."""
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key_prefix}"
 
     @property
-    def opened(self) -> tuple[RemoteModel, ...]:
-        """All of them."""
-        return tuple(self._opened.values())
+    def name(self) -> str:
+        """The last part, which names the model."""
+        return self.prefix.rpartition("/")[2] or self.bucket
+
+    @property
+    def key_prefix(self) -> str:
+        """What all keys in the folder begin with."""
+        return f"{self.prefix}/" if self.prefix else ""
+
+    @classmethod
+    def parse(cls, text: str) -> S3Url:
+        """Return the folder that `text` names, with or without a slash at its end.
+
+        Raises:
+            SourceError: `text` is no such URL, or no bucket can have that name.
+        """
+        found = _S3_URL.fullmatch(text.strip())
+        if found is None:
+            raise SourceError("allowed: s3://bucket/prefix/")
+        bucket, prefix = found[1], found[2].strip("/")
+        if not _BUCKET.fullmatch(bucket):
+            shown = bucket if bucket.isprintable() else ascii(bucket)[1:-1]
+            raise SourceError(f'"{shown}" cannot be the name of a bucket; allowed: s3://bucket/prefix/')
+        if not prefix.isprintable() or len(prefix.encode("utf-8", "replace")) > _MAX_KEY_BYTES:
+            raise SourceError(f"the prefix must be printable text of at most {_MAX_KEY_BYTES} bytes")
+        return cls(bucket, prefix)

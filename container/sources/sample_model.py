@@ -20,7 +20,7 @@ from handlers.cache_dir import cache_dir
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FORMAT = 1  # raise it when what is written changes, so that older caches are not taken for it
+_FORMAT = 1  # part of the directory's name; raise it when what is written changes
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +29,21 @@ class SampleModelError(Exception):
     """The sample model cannot be made; the message says what is missing."""
 
 
-def default_cache_dir() -> Path:
-    """Where the sample model is kept; see `handlers.cache_dir`."""
-    return cache_dir()
-
-
 def prepare(directory: Path | None = None) -> Path:
-    """Return the sample model's directory, making it first if needed.
+    """Return the sample model's directory, below `directory` or the user's cache; make it first if needed.
 
-    Safe to interrupt and to run several times at once: the directory appears whole or not at all, and whoever comes
-    second waits for the first.
+    Safe to interrupt and to run several times at once: the directory appears whole or not at all, and a second process
+    waits for the first.
 
     Raises:
         SampleModelError: the package with the model file is not installed.
     """
-    cache = directory or default_cache_dir()
-    target = cache / f"{MODEL_NAME}-v{_FORMAT}"
-    return make_once(target, lambda directory: _convert(_gguf_directory(), directory))
+    target = (directory or cache_dir()) / f"{MODEL_NAME}-v{_FORMAT}"
+    return make_once(target, lambda partial: _convert(_gguf_directory(), partial))
 
 
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return the directory `target`, having `write` fill it first if it is not there; see `prepare`."""
+    """Return the directory `target`; if it does not exist, `write` fills it first."""
     if target.is_dir():
         _make_readable(target)
         return target
@@ -88,11 +82,11 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _make_readable(directory: Path) -> None:
-    """Let every user read the files, such as that of a container; safetensors writes them for their owner alone."""
+    """Let every user read the files, a container's among them; safetensors writes them for their owner alone."""
     for path in (directory, *directory.iterdir()):
         wanted = 0o755 if path.is_dir() else 0o644
         if path.stat().st_mode & wanted != wanted:
-            with contextlib.suppress(OSError):  # another user's, or read-only: it stays as it is
+            with contextlib.suppress(OSError):  # another user's, or read-only: leave it as it is
                 path.chmod(wanted)
 
 
@@ -111,7 +105,7 @@ def _convert(source: Path, directory: Path) -> None:
 
 
 def _plain_copy(model: Any) -> Any:
-    """The same weights in a model that does not know of GGUF; transformers refuses to save the other."""
+    """Return the same weights in a model without GGUF's quantization, which transformers refuses to save."""
     import torch
     from transformers import AutoModelForCausalLM
 

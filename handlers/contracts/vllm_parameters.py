@@ -27,22 +27,27 @@ MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
 """The engine makes one grammar of them before it begins."""
 
 _INTEGERS = frozenset(
-    {"n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "truncate_prompt_tokens", "logprobs"}
-) | {"prompt_logprobs"}
+    {
+        *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens"),
+        *("truncate_prompt_tokens", "logprobs", "prompt_logprobs"),
+    }
+)
 _NUMBERS = frozenset(
     {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty"}
 )
 BOOLEANS = frozenset(
-    {"use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "detokenize"}
-) | {"skip_special_tokens", "spaces_between_special_tokens"}
+    {
+        *("use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "detokenize"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+    }
+)
 _CONSTRAINTS = ("guided_decoding", "structured_outputs")
 _DOCUMENTS = frozenset({*_CONSTRAINTS, "stop_token_ids", "allowed_token_ids", "logit_bias"})
 """A client that can send nothing but text, numbers and booleans sends these as JSON in a string."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-"""Fields of earlier releases; they choose among back ends, which is the server's business."""
-
+"""Fields of earlier releases that select a back end, which the server does."""
 _NOT_FOR_CLIENTS = {
     "logits_processors": "is not allowed: a request cannot bring code into the engine",
     **dict.fromkeys(

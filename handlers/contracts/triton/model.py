@@ -24,8 +24,12 @@ _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statist
 _SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
 _YES, _NO = Reply(200, "", b""), Reply(400, "", b"")
 _DATA_TYPES = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
-_CONFIG_TYPES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32"} | {
-    "UINT32": "TYPE_UINT32"
+_CONFIG_TYPES = {
+    "BYTES": "TYPE_STRING",
+    "BOOL": "TYPE_BOOL",
+    "INT32": "TYPE_INT32",
+    "UINT32": "TYPE_UINT32",
+    "FP32": "TYPE_FP32",
 }
 _REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
 _VLLM_OUTPUTS = {

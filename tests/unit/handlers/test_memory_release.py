@@ -4,9 +4,7 @@ import gc
 import threading
 import weakref
 
-import pytest
-
-from handlers.memory_release import release_memory
+from handlers.memory_release import exempt_loaded_model, release_memory
 
 
 class Cycle:
@@ -55,21 +53,30 @@ def test_memory_is_released_also_where_another_thread_collects_at_the_same_time(
     collecting.join()
 
 
-def test_memory_is_released_also_where_another_thread_exempts_it_at_the_same_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    collect, tries = gc.collect, []
-
-    def beside_another() -> int:
-        tries.append(len(tries))
-        if len(tries) == 1:
-            gc.freeze()  # a model that became ready, say, whose load exempts what is there
-        return collect()
-
+def test_threads_that_release_memory_at_the_same_time_take_turns() -> None:
+    slow = Slow()
+    begun, may_end = slow.begun, slow.may_end
+    first = threading.Thread(target=release_memory)
+    del slow
+    first.start()
+    assert begun.wait(60)
     left = Cycle()
     gone = weakref.ref(left)
     del left
-    monkeypatch.setattr(gc, "collect", beside_another)
-    release_memory()
+    second = threading.Thread(target=release_memory)
+    second.start()
+    may_end.set()
+    for thread in (first, second):
+        thread.join(60)
     assert gone() is None
-    assert tries == [0, 1]
+
+
+def test_what_a_loaded_model_consists_of_is_exempt_from_collection() -> None:
+    thresholds, held = gc.get_threshold(), Cycle()
+    try:
+        exempt_loaded_model()
+        assert held.itself is held
+        assert all(one is not held for one in gc.get_objects()), "the collector still looks at it"
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

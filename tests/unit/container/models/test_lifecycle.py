@@ -1,8 +1,9 @@
-"""What is told of a model whose load fails."""
+"""What is told of a model that fails to load, whose health cannot be told, or that is stalled."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from container.error_rates import ErrorRates
 from container.health import ping
 from container.models import lifecycle
-from container.models.lifecycle import Lifecycle, State
+from container.models.lifecycle import Lifecycle, StallWatch, State
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.protocol import EngineHealth, EngineStartError, Progress
 from handlers.entry_point import Service
 from handlers.model_settings import ModelSettings
 
@@ -58,3 +59,142 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
     with pytest.raises(EngineStartError, match="generated nothing"):
         await start
     assert (life.state, life.reason) == (State.FAILED, "the engine started but generated nothing")
+
+
+class Unknowable:
+    """A service whose engine cannot tell how it is."""
+
+    custom = engine = None
+    runtime: Any
+
+    def __init__(self) -> None:
+        self.runtime = self
+
+    def health(self) -> EngineHealth:
+        raise RuntimeError("no such process")
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def loaded(*_: object) -> Service:
+        service: Any = Unknowable()
+        return service
+
+    monkeypatch.setattr(lifecycle, "load_service", loaded)
+    settings = ServerSettings()
+    life = Lifecycle(Settings(settings, ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    await life.start()
+    assert life.stalled == ""
+    reply = ping(Models.of(life), settings, ErrorRates({}, frozenset()))
+    assert (reply.status, life.state) == (500, State.FAILED)
+    assert life.reason == "the engine's health cannot be told: RuntimeError('no such process')"
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.message == "model m: its health cannot be told; /ping now answers 500"
+    assert record.exc_info is not None
+
+
+LIMIT = 60.0
+
+
+class Bench:
+    """An engine's progress by a clock that the test moves, looked at as its watchdog does, and the watch over it."""
+
+    def __init__(self, limit: float = LIMIT) -> None:
+        self.now = 1000.0
+        self.mark = 0.0
+        self.progress = Progress(lambda: self.now)
+        self.watch = StallWatch(self.health, limit, lambda: self.now)
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(True, quiet_seconds=self.progress.quiet_seconds, mark=self.progress.mark)
+
+    def run(self, seconds: float, *, busy: bool, moving: bool = False, tick: float = 0.25) -> None:
+        for _ in range(int(seconds / tick)):
+            self.now += tick
+            self.mark += moving
+            self.progress.look(busy, self.mark)
+
+    @property
+    def stalled(self) -> bool:
+        return bool(self.watch.reason)
+
+
+def test_an_idle_engine_is_well_however_long_it_says_nothing() -> None:
+    bench = Bench()
+    bench.run(100 * LIMIT, busy=False)
+    assert not bench.stalled
+
+
+def test_a_busy_engine_is_well_as_long_as_it_moves() -> None:
+    bench = Bench()
+    bench.run(100 * LIMIT, busy=True, moving=True)
+    assert not bench.stalled
+
+
+def test_the_time_counts_from_when_the_work_came_and_not_from_the_last_sign_of_life() -> None:
+    bench = Bench()
+    bench.run(1, busy=True, moving=True)
+    bench.run(10 * LIMIT, busy=False)
+    bench.run(LIMIT - 1, busy=True)
+    assert not bench.stalled
+    bench.run(2, busy=True)
+    assert bench.stalled
+
+
+def test_an_engine_whose_requests_are_given_up_one_by_one_is_stalled_nevertheless() -> None:
+    bench = Bench()
+    for _ in range(3):  # `predict_timeout` is shorter than the limit, and there is little to do
+        bench.run(LIMIT / 2, busy=True)
+        bench.run(LIMIT, busy=False)
+    assert bench.stalled
+
+
+def test_work_that_was_given_up_counts_no_more_once_the_engine_has_moved() -> None:
+    bench = Bench()
+    bench.run(LIMIT - 1, busy=True)
+    bench.run(1, busy=False, moving=True)
+    bench.run(LIMIT - 1, busy=True)
+    assert not bench.stalled
+
+
+def test_it_is_well_again_with_the_next_sign_of_life_and_not_before() -> None:
+    bench = Bench()
+    bench.run(LIMIT + 1, busy=True)
+    assert bench.stalled
+    bench.run(10, busy=False)  # its requests were given up
+    assert bench.stalled
+    bench.run(0.25, busy=False, moving=True)
+    assert not bench.stalled
+
+
+def test_it_can_stall_again_and_each_time_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            bench.run(LIMIT + 1, busy=True)
+            assert all(bench.stalled for _ in range(5))
+            bench.run(1, busy=True, moving=True)
+            assert not any(bench.stalled for _ in range(5))
+    words = [record.message.partition(" ")[2].split()[1] for record in caplog.records]
+    assert words == ["is", "goes", "is", "goes"]
+
+
+def test_the_reason_says_for_how_long() -> None:
+    bench = Bench()
+    bench.run(75, busy=True)
+    assert bench.watch.reason == "the engine is stalled: requests run, and nothing has come of them for 75 s"
+
+
+def test_time_in_which_the_server_itself_stood_still_does_not_count() -> None:
+    bench = Bench()
+    bench.run(1, busy=True, moving=True)
+    bench.run(3600, busy=True, tick=3600)  # the whole container was paused
+    assert not bench.stalled
+
+
+def test_a_limit_of_0_is_none() -> None:
+    bench = Bench(limit=0.0)
+    bench.run(1000 * LIMIT, busy=True)
+    assert not bench.stalled

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.sources.remote_file import RemoteFile, check_path, selected
-from container.sources.s3_url import S3Url, is_s3
-from container.sources.source_error import SourceError
+from container.sources.location import S3Url, SourceError, is_s3
 
 
 @pytest.mark.parametrize(
@@ -46,23 +44,3 @@ def test_any_text_is_a_folder_or_refused(text: str) -> None:
     assert S3Url.parse(str(url)) == url
     assert "/" not in url.name
     assert url.name
-
-
-@given(st.text(alphabet="ab./\\\0é", max_size=12))
-def test_a_path_stays_below_its_directory_or_is_refused(text: str) -> None:
-    try:
-        path = check_path(text)
-    except SourceError:
-        return
-    parts = path.split("/")
-    assert not {"", ".", ".."} & set(parts)
-
-
-@given(st.lists(st.sampled_from(["a.safetensors", "a.bin", "x/a.bin", "x/b.safetensors", "c.json", "original/p.pth"])))
-def test_whatever_is_left_out_is_there_in_another_form(paths: list[str]) -> None:
-    files = [RemoteFile(path, 1, "v") for path in set(paths)]
-    chosen = {file.path for file in selected(files)}
-    for path in set(paths) - chosen:
-        folder = "" if path.startswith("original/") else path.rpartition("/")[0]
-        assert any(one.endswith(".safetensors") and one.rpartition("/")[0] == folder for one in chosen)
-    assert {path for path in paths if path.endswith((".json", ".safetensors"))} <= chosen

@@ -37,13 +37,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def silent_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An S3 that takes connections and says nothing."""
+def silent_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The listener of an S3 that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for name, value in CREDENTIALS.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        yield
+        yield listener
 
 
 async def test_a_model_of_s3_is_loaded_called_and_unloaded(model: Gate, url: str, environ: dict[str, str]) -> None:
@@ -87,16 +87,17 @@ async def test_a_download_that_fails_leaves_nothing_on_the_disk(model: Gate, url
     assert not any(".partial." in folder for folder, _, _ in os.walk(environ["SERVING_DOWNLOAD_DIR"]))
 
 
-async def test_a_server_that_stops_does_not_wait_for_s3(silent_s3: None, environ: dict[str, str]) -> None:
+async def test_a_server_that_stops_does_not_wait_for_s3(silent_s3: socket.socket, environ: dict[str, str]) -> None:
     async with serving(environ=environ) as api:
         waiting = asyncio.create_task(api.register("a", "s3://bucket/model"))
-        await asyncio.sleep(0.5)
+        connection, _ = await asyncio.to_thread(silent_s3.accept)
         assert (await api.client.get("/ping")).status_code == 200
         started = time.monotonic()
         await api.models.drain(0.0)
         await api.registrar.stop()
         assert error(await waiting)[:2] == (503, "ServiceUnavailableException")
         assert time.monotonic() - started < 10
+        connection.close()
 
 
 async def test_warnings_of_its_settings_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
