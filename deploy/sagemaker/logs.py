@@ -40,14 +40,9 @@ class Line:
         return f"{when} {self.text}"
 
 
-def group_of_endpoint(name: str) -> str:
-    """Where containers of an endpoint without components log."""
-    return f"/aws/sagemaker/Endpoints/{name}"
-
-
-def group_of_component(name: str) -> str:
-    """Where the copies of an inference component log."""
-    return f"/aws/sagemaker/InferenceComponents/{name}"
+def group(endpoint: str, component: str | None = None) -> str:
+    """Where the containers of an endpoint log, or the copies of an inference component."""
+    return f"/aws/sagemaker/InferenceComponents/{component}" if component else f"/aws/sagemaker/Endpoints/{endpoint}"
 
 
 def read(logs: Any, group: str, since: int) -> Iterator[Line]:

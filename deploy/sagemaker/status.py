@@ -1,15 +1,12 @@
-"""What a deployment is and does at the moment, as data and as a table."""
+"""What a deployment is and does at the moment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploy.sagemaker.aws import Aws, is_missing
 from deploy.sagemaker.template import alarm_name, component_target, variant_target
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class NoEndpoint(Exception):
@@ -45,40 +42,6 @@ def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
         "alarms": _alarms(aws, name),
     }
     return {key: value for key, value in found.items() if value not in (None, [])}
-
-
-def table(found: dict[str, Any]) -> Table:
-    """The same for people."""
-    from rich.table import Table
-
-    made = Table.grid(padding=(0, 2))
-    for cells in _rows(found):
-        made.add_row(*cells)
-    return made
-
-
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if found.get("stack"):
-        yield "stack", found["stack"]
-    yield "endpoint", f"{found['endpoint']}: {found['status']}"
-    if "reason" in found:
-        yield "  reason", found["reason"]
-    if "configuration" in found:
-        yield "configuration", found["configuration"]
-    for variant in found.get("variants", ()):
-        yield "variant", f"{variant['name']}: {variant.get('instances', 0)} of {variant.get('wanted', 0)} instances"
-    for component in found.get("components", ()):
-        copies = f", {component['copies']} of {component['wanted']} copies" if "copies" in component else ""
-        base = f", on {component['base']}" if "base" in component else ""
-        yield "component", f"{component['name']}: {component['status']}{copies}{base}"
-        if "reason" in component:
-            yield "  reason", component["reason"]
-    for target in found.get("scaling", ()):
-        yield "scaling", f"{target['target']}: {target['min']} to {target['max']}"
-        for policy in target["policies"]:
-            yield "  policy", policy
-    for alarm in found.get("alarms", ()):
-        yield "alarm", f"{alarm['name']}: {alarm['state']}"
 
 
 def _variant(variant: dict[str, Any]) -> dict[str, Any]:
