@@ -44,7 +44,7 @@ FAILED, WRONG, IN_THE_WAY, INTERRUPTED = 1, 2, 3, 130
 _LOG_LINES = 20
 
 Name = Annotated[str, typer.Argument(help="Name of the endpoint.")]
-Region = Annotated[str | None, typer.Option(help="By default AWS_REGION, the profile's or the image's.")]
+Region = Annotated[str | None, typer.Option(help="By default AWS_REGION or the profile's.")]
 Profile = Annotated[str | None, typer.Option(help="Profile of the AWS credentials.")]
 OfComponent = Annotated[
     str | None, typer.Option("--component", help="Inference component: the model's is named like the endpoint.")
@@ -184,12 +184,13 @@ def destroy(
 ) -> None:
     """Remove an endpoint and all that belongs to it: delete its stack."""
     aws = Aws(region, profile)
+    said = "would remove" if dry_run else "removed"
     removed = _removed(aws, name, dry_run=dry_run)
-    if repository and _repository_removed(aws, name, repository, dry_run=dry_run):
-        removed.append(f"image repository {repository}")
     for resource in removed:
-        typer.echo(f"{'would remove' if dry_run else 'removed'}: {resource}")
-    if not removed:
+        typer.echo(f"{said}: {resource}")
+    if repository and _repository_removed(aws, name, repository, dry_run=dry_run):
+        typer.echo(f"{said}: image repository {repository}")
+    elif not removed:
         typer.echo(f"there is nothing of {name}")
 
 
@@ -238,8 +239,10 @@ def invoke(
     try:
         for text in asking.texts(asking.invoke_stream(runtime, name, request, component)):
             typer.echo(text, nl=False)
-    finally:
+    except asking.StreamBroken:
         typer.echo()
+        raise
+    typer.echo()
 
 
 def logs(

@@ -18,10 +18,8 @@ POLL = 5.0
 """Seconds between two looks at what takes minutes."""
 
 _STACK = "AWS::CloudFormation::Stack"
-_NOT_MADE = frozenset({"REVIEW_IN_PROGRESS"})
+_NOT_MADE = "REVIEW_IN_PROGRESS"
 """A change set was proposed, and nothing has been made of it yet."""
-_DELETABLE = frozenset({"CREATE_IN_PROGRESS", *_NOT_MADE})
-"""Of what is in progress; the rest has to end first."""
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
 """A stack that can only be deleted."""
 _WHOLE = frozenset({"CREATE_COMPLETE", "UPDATE_COMPLETE"})
@@ -111,14 +109,14 @@ class Stack:
         if found is None:
             return None
         tags = {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
-        if found["StackStatus"] not in _NOT_MADE and tags.get(ENDPOINT_TAG) != self._endpoint:
+        if found["StackStatus"] != _NOT_MADE and tags.get(ENDPOINT_TAG) != self._endpoint:
             raise Conflict(f"the stack {self.name} is there and was not made by Slipway (it has no tag {ENDPOINT_TAG})")
         return found
 
     def status(self) -> str | None:
         """Such as "CREATE_COMPLETE"; None if there is no stack, or nothing has been made of it."""
         found = self.description()
-        return None if found is None or found["StackStatus"] in _NOT_MADE else str(found["StackStatus"])
+        return None if found is None or found["StackStatus"] == _NOT_MADE else str(found["StackStatus"])
 
     def resources(self) -> list[str]:
         """What belongs to it: "AWS::SageMaker::Endpoint my-llm"."""
@@ -178,7 +176,7 @@ class Stack:
             botocore.exceptions.ClientError: it refused.
         """
         given = [{"ParameterKey": key, "ParameterValue": value} for key, value in wanted.parameters.items()]
-        return self._propose(wanted.template, given, wanted.tags, rollback=rollback)
+        return self._propose(wanted.template, given, wanted.tags, "DELETE" if rollback else "DO_NOTHING")
 
     def discard(self, change: ChangeSet) -> None:
         """Forget a proposal; the stack that it was to make goes with it."""
@@ -233,15 +231,14 @@ class Stack:
         Raises:
             Failed: something could not be deleted.
         """
-        found = self._described()
-        if found and found["StackStatus"].endswith("_IN_PROGRESS") and found["StackStatus"] not in _DELETABLE:
+        if self.status() != "CREATE_IN_PROGRESS":  # which can be deleted; the rest has to end first
             self.settle()
-            found = self._described()
+        found = self._described()
         if found is None:
             return
-        self._mark(found["StackId"])
+        self._new_events(found["StackId"])  # what has happened so far is not told
         self._client.delete_stack(StackName=found["StackId"])
-        if found["StackStatus"] not in _NOT_MADE:
+        if found["StackStatus"] != _NOT_MADE:
             self._follow(found["StackId"], _GONE)
 
     def _described(self) -> dict[str, Any] | None:
@@ -290,15 +287,11 @@ class Stack:
         template: Mapping[str, Any],
         parameters: list[dict[str, Any]],
         tags: Mapping[str, str],
-        *,
-        rollback: bool = True,
+        on_failure: str = "DELETE",
     ) -> ChangeSet | None:
         from botocore.exceptions import ClientError
 
         creates = self.status() is None
-        kind: dict[str, Any] = {"ChangeSetType": "UPDATE"}
-        if creates:
-            kind = {"ChangeSetType": "CREATE", "OnStackFailure": "DELETE" if rollback else "DO_NOTHING"}
         try:
             made = self._client.create_change_set(
                 StackName=self.name,
@@ -307,17 +300,18 @@ class Stack:
                 Parameters=parameters,
                 Capabilities=["CAPABILITY_IAM"],
                 Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
-                **kind,
+                ChangeSetType="CREATE" if creates else "UPDATE",
+                **({"OnStackFailure": on_failure} if creates else {}),
             )
         except ClientError as error:
             if _is_no_change(str(error)):
                 return None
             raise
         change = ChangeSet(made["Id"], made["StackId"], (), creates)
-        while (found := self._client.describe_change_set(ChangeSetName=change.id))["Status"] in (
-            "CREATE_PENDING",
-            "CREATE_IN_PROGRESS",
-        ):
+        while True:
+            found = self._client.describe_change_set(ChangeSetName=change.id)
+            if found["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
+                break
             self._sleep(POLL)
         if found["Status"] != "CREATE_COMPLETE":
             self.discard(change)
@@ -328,18 +322,12 @@ class Stack:
         return ChangeSet(change.id, change.stack, tuple(self._changes(change.id)), creates)
 
     def _changes(self, id: str) -> Iterator[Change]:
-        for page in self._client.get_paginator("describe_change_set").paginate(ChangeSetName=id):
-            for entry in page["Changes"]:
-                change = entry["ResourceChange"]
-                yield Change(
-                    change["Action"],
-                    change["LogicalResourceId"],
-                    change["ResourceType"],
-                    change.get("Replacement", ""),
-                )
+        pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=id)
+        for each in (entry["ResourceChange"] for page in pages for entry in page["Changes"]):
+            yield Change(each["Action"], each["LogicalResourceId"], each["ResourceType"], each.get("Replacement", ""))
 
     def _carry_out(self, change: ChangeSet) -> tuple[str, ...]:
-        self._mark(change.stack)
+        self._new_events(change.stack)  # what has happened so far is not told
         self._client.execute_change_set(ChangeSetName=change.id)
         return self._follow(change.stack, _WHOLE)
 
@@ -367,25 +355,17 @@ class Stack:
                     started = started or kind in _STARTING
             self._sleep(POLL)
 
-    def _mark(self, stack: str) -> None:
-        """Events up to now are not new."""
-        found = self._client.describe_stack_events(StackName=stack)["StackEvents"]
-        self._last_event = found[0]["EventId"] if found else ""
-
     def _new_events(self, stack: str) -> list[dict[str, Any]]:
         """The events since the last look, oldest first; CloudFormation gives the newest first."""
         found: list[dict[str, Any]] = []
-        for page in self._client.get_paginator("describe_stack_events").paginate(StackName=stack):
-            for event in page["StackEvents"]:
-                if event["EventId"] == self._last_event:
-                    return self._seen(found)
-                found.append(event)
-        return self._seen(found)
-
-    def _seen(self, newest_first: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if newest_first:
-            self._last_event = newest_first[0]["EventId"]
-        return newest_first[::-1]
+        pages = self._client.get_paginator("describe_stack_events").paginate(StackName=stack)
+        for event in (event for page in pages for event in page["StackEvents"]):
+            if event["EventId"] == self._last_event:
+                break
+            found.append(event)
+        if found:
+            self._last_event = found[0]["EventId"]
+        return found[::-1]
 
 
 def _is_no_change(reason: str) -> bool:

@@ -22,7 +22,6 @@ def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
     """
     from botocore.exceptions import ClientError
 
-    found: dict[str, Any] = {"endpoint": name, "stack": stack}
     try:
         endpoint = aws.client("sagemaker").describe_endpoint(EndpointName=name)
     except ClientError as error:
@@ -30,47 +29,49 @@ def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
             raise
         if stack is None:
             raise NoEndpoint(f"there is no endpoint {name}") from None
-        return {**found, "status": "not there"}
+        return {"endpoint": name, "stack": stack, "status": "not there"}
     components = list(_components(aws, name))
-    found |= {
-        "status": endpoint["EndpointStatus"],
-        "reason": endpoint.get("FailureReason"),
-        "configuration": endpoint.get("EndpointConfigName"),
-        "variants": [_variant(variant) for variant in endpoint.get("ProductionVariants", ())],
-        "components": components,
-        "scaling": list(_scaling(aws, name, [component["name"] for component in components])),
-        "alarms": _alarms(aws, name),
-    }
-    return {key: value for key, value in found.items() if value not in (None, [])}
+    alarms = aws.client("cloudwatch").describe_alarms(AlarmNames=[alarm_name(name)])
+    return _known(
+        endpoint=name,
+        stack=stack,
+        status=endpoint["EndpointStatus"],
+        reason=endpoint.get("FailureReason"),
+        configuration=endpoint.get("EndpointConfigName"),
+        variants=[
+            _known(
+                name=variant["VariantName"],
+                instances=variant.get("CurrentInstanceCount"),
+                wanted=variant.get("DesiredInstanceCount"),
+                weight=variant.get("CurrentWeight"),
+            )
+            for variant in endpoint.get("ProductionVariants", ())
+        ],
+        components=components,
+        scaling=list(_scaling(aws, name, [component["name"] for component in components])),
+        alarms=[{"name": alarm["AlarmName"], "state": alarm["StateValue"]} for alarm in alarms.get("MetricAlarms", ())],
+    )
 
 
-def _variant(variant: dict[str, Any]) -> dict[str, Any]:
-    found = {
-        "name": variant["VariantName"],
-        "instances": variant.get("CurrentInstanceCount"),
-        "wanted": variant.get("DesiredInstanceCount"),
-        "weight": variant.get("CurrentWeight"),
-    }
-    return {key: value for key, value in found.items() if value is not None}
+def _known(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value not in (None, [])}
 
 
 def _components(aws: Aws, endpoint: str) -> Iterator[dict[str, Any]]:
     sagemaker = aws.client("sagemaker")
     pages = sagemaker.get_paginator("list_inference_components").paginate(EndpointNameEquals=endpoint)
-    for page in pages:
-        for entry in page["InferenceComponents"]:
-            name = entry["InferenceComponentName"]
-            answer = sagemaker.describe_inference_component(InferenceComponentName=name)
-            runtime = answer.get("RuntimeConfig", {})
-            found = {
-                "name": name,
-                "status": answer["InferenceComponentStatus"],
-                "reason": answer.get("FailureReason"),
-                "base": answer.get("Specification", {}).get("BaseInferenceComponentName"),
-                "copies": runtime.get("CurrentCopyCount"),
-                "wanted": runtime.get("DesiredCopyCount"),
-            }
-            yield {key: value for key, value in found.items() if value is not None}
+    for entry in (entry for page in pages for entry in page["InferenceComponents"]):
+        name = entry["InferenceComponentName"]
+        answer = sagemaker.describe_inference_component(InferenceComponentName=name)
+        runtime = answer.get("RuntimeConfig", {})
+        yield _known(
+            name=name,
+            status=answer["InferenceComponentStatus"],
+            reason=answer.get("FailureReason"),
+            base=answer.get("Specification", {}).get("BaseInferenceComponentName"),
+            copies=runtime.get("CurrentCopyCount"),
+            wanted=runtime.get("DesiredCopyCount"),
+        )
 
 
 def _scaling(aws: Aws, name: str, components: list[str]) -> Iterator[dict[str, Any]]:
@@ -89,8 +90,3 @@ def _scaling(aws: Aws, name: str, components: list[str]) -> Iterator[dict[str, A
                 "max": entries[0]["MaxCapacity"],
                 "policies": [policy["PolicyName"] for policy in policies],
             }
-
-
-def _alarms(aws: Aws, name: str) -> list[dict[str, Any]]:
-    answer = aws.client("cloudwatch").describe_alarms(AlarmNames=[alarm_name(name)])
-    return [{"name": alarm["AlarmName"], "state": alarm["StateValue"]} for alarm in answer.get("MetricAlarms", ())]
