@@ -46,7 +46,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         "account": ACCOUNT,
         "image": image,
         "env": {name: _PAIRS[name] for name in draw(st.sets(st.sampled_from(sorted(_PAIRS))))},
-        **({"create_role": True} if made else {"role": f"arn:{aws}:iam::{ACCOUNT}:role/path/to/models"}),
+        **({} if made else {"role": f"arn:{aws}:iam::{ACCOUNT}:role/path/to/models"}),
         **draw(st.one_of(_instance_type(), _pools())),
         "instances": draw(st.sampled_from([1, 2, 7])),
         **maybe("tags", st.just({"team": "search", "app": "my-llm"})),
