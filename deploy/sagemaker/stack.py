@@ -22,8 +22,6 @@ _NOT_MADE = "REVIEW_IN_PROGRESS"
 """A change set was proposed, and nothing has been made of it yet."""
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
 """A stack that can only be deleted."""
-_WHOLE = frozenset({"CREATE_COMPLETE", "UPDATE_COMPLETE"})
-_GONE = frozenset({"DELETE_COMPLETE"})
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
 """What has containers in it, which log."""
 
@@ -47,7 +45,8 @@ class Wanted:
     """What the stack is to be."""
 
     template: Mapping[str, Any]
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str | None]
+    """None: the value that the stack has already."""
     tags: Mapping[str, str]
 
 
@@ -175,8 +174,38 @@ class Stack:
             Failed: CloudFormation cannot do it.
             botocore.exceptions.ClientError: it refused.
         """
-        given = [{"ParameterKey": key, "ParameterValue": value} for key, value in wanted.parameters.items()]
-        return self._propose(wanted.template, given, wanted.tags, "DELETE" if rollback else "DO_NOTHING")
+        from botocore.exceptions import ClientError
+
+        creates = self.status() is None
+        on_failure = {"OnStackFailure": "DELETE" if rollback else "DO_NOTHING"} if creates else {}
+        try:
+            made = self._client.create_change_set(
+                StackName=self.name,
+                ChangeSetName=f"slipway-{time.time_ns()}",
+                TemplateBody=_body(wanted.template),
+                Parameters=[_parameter(name, value) for name, value in wanted.parameters.items()],
+                Capabilities=["CAPABILITY_IAM"],
+                Tags=[{"Key": key, "Value": value} for key, value in wanted.tags.items()],
+                ChangeSetType="CREATE" if creates else "UPDATE",
+                **on_failure,
+            )
+        except ClientError as error:
+            if _is_no_change(str(error)):
+                return None
+            raise
+        change = ChangeSet(made["Id"], made["StackId"], (), creates)
+        while True:
+            found = self._client.describe_change_set(ChangeSetName=change.id)
+            if found["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
+                break
+            self._sleep(POLL)
+        if found["Status"] != "CREATE_COMPLETE":
+            self.discard(change)
+            reason = str(found.get("StatusReason", "no reason was given"))
+            if _is_no_change(reason):
+                return None
+            raise Failed(f"CloudFormation cannot make this change: {reason}")
+        return ChangeSet(change.id, change.stack, tuple(self._changes(change.id)), creates)
 
     def discard(self, change: ChangeSet) -> None:
         """Forget a proposal; the stack that it was to make goes with it."""
@@ -209,12 +238,13 @@ class Stack:
         Raises:
             Failed: it failed or was interrupted.
         """
-        running = self._template()
+        body = self._client.get_template(StackName=self.name, TemplateStage="Original")["TemplateBody"]
+        running: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
         if not _changes_scaled_instances(running, wanted.template):
             return self._update(change)
         self.discard(change)
         self._tell("releasing the scaling while the instance type changes")
-        kept = {name: each for name, each in running["Resources"].items() if each["Type"] not in SCALING_TYPES}
+        kept = {name: each for name, each in running["Resources"].items() if not each["Type"].startswith(SCALING_TYPES)}
         try:
             self._update_to({**running, "Resources": kept})
             again = self.propose(wanted)
@@ -239,7 +269,7 @@ class Stack:
         self._new_events(found["StackId"])  # what has happened so far is not told
         self._client.delete_stack(StackName=found["StackId"])
         if found["StackStatus"] != _NOT_MADE:
-            self._follow(found["StackId"], _GONE)
+            self._follow(found["StackId"], "DELETE_COMPLETE")
 
     def _described(self) -> dict[str, Any] | None:
         from botocore.exceptions import ClientError
@@ -252,17 +282,12 @@ class Stack:
             raise
         return found
 
-    def _template(self) -> dict[str, Any]:
-        body = self._client.get_template(StackName=self.name, TemplateStage="Original")["TemplateBody"]
-        found: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
-        return found
-
     def _update_to(self, template: Mapping[str, Any]) -> None:
         """Update the stack to a template of the same parameters and tags."""
         found = self._described()
         assert found is not None
-        same = [{"ParameterKey": name, "UsePreviousValue": True} for name in template["Parameters"]]
-        change = self._propose(template, same, {tag["Key"]: tag["Value"] for tag in found["Tags"]})
+        tags = {tag["Key"]: tag["Value"] for tag in found["Tags"]}
+        change = self.propose(Wanted(template, dict.fromkeys(template["Parameters"]), tags))
         if change:
             self._update(change)
 
@@ -282,45 +307,6 @@ class Stack:
         except KeyboardInterrupt:
             raise Failed("interrupted; CloudFormation goes on with the update", interrupted=True) from None
 
-    def _propose(
-        self,
-        template: Mapping[str, Any],
-        parameters: list[dict[str, Any]],
-        tags: Mapping[str, str],
-        on_failure: str = "DELETE",
-    ) -> ChangeSet | None:
-        from botocore.exceptions import ClientError
-
-        creates = self.status() is None
-        try:
-            made = self._client.create_change_set(
-                StackName=self.name,
-                ChangeSetName=f"slipway-{time.time_ns()}",
-                TemplateBody=_body(template),
-                Parameters=parameters,
-                Capabilities=["CAPABILITY_IAM"],
-                Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
-                ChangeSetType="CREATE" if creates else "UPDATE",
-                **({"OnStackFailure": on_failure} if creates else {}),
-            )
-        except ClientError as error:
-            if _is_no_change(str(error)):
-                return None
-            raise
-        change = ChangeSet(made["Id"], made["StackId"], (), creates)
-        while True:
-            found = self._client.describe_change_set(ChangeSetName=change.id)
-            if found["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
-                break
-            self._sleep(POLL)
-        if found["Status"] != "CREATE_COMPLETE":
-            self.discard(change)
-            reason = str(found.get("StatusReason", "no reason was given"))
-            if _is_no_change(reason):
-                return None
-            raise Failed(f"CloudFormation cannot make this change: {reason}")
-        return ChangeSet(change.id, change.stack, tuple(self._changes(change.id)), creates)
-
     def _changes(self, id: str) -> Iterator[Change]:
         pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=id)
         for each in (entry["ResourceChange"] for page in pages for entry in page["Changes"]):
@@ -329,9 +315,9 @@ class Stack:
     def _carry_out(self, change: ChangeSet) -> tuple[str, ...]:
         self._new_events(change.stack)  # what has happened so far is not told
         self._client.execute_change_set(ChangeSetName=change.id)
-        return self._follow(change.stack, _WHOLE)
+        return self._follow(change.stack, "CREATE_COMPLETE", "UPDATE_COMPLETE")
 
-    def _follow(self, stack: str, wanted: frozenset[str]) -> tuple[str, ...]:
+    def _follow(self, stack: str, *wanted: str) -> tuple[str, ...]:
         """Tell of each event until the stack is at rest; gives what failed although the stack is as wanted.
 
         Raises:
@@ -372,10 +358,15 @@ def _is_no_change(reason: str) -> bool:
     return "didn't contain changes" in reason or "No updates are to be performed" in reason
 
 
+def _parameter(name: str, value: str | None) -> dict[str, Any]:
+    return {"ParameterKey": name, **({"UsePreviousValue": True} if value is None else {"ParameterValue": value})}
+
+
 def _changes_scaled_instances(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     kinds = {each["Type"] for each in running["Resources"].values()}
     copies_are_scaled = "AWS::SageMaker::InferenceComponent" in kinds
-    return bool(SCALING_TYPES & kinds) and not copies_are_scaled and _instances(running) != _instances(wanted)
+    scaled = any(kind.startswith(SCALING_TYPES) for kind in kinds)
+    return scaled and not copies_are_scaled and _instances(running) != _instances(wanted)
 
 
 def _instances(template: Mapping[str, Any]) -> tuple[Any, Any]:

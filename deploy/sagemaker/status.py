@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deploy.sagemaker.aws import Aws, is_missing
-from deploy.sagemaker.template import alarm_name, component_target, variant_target
+from deploy.sagemaker.template import alarm_name, scaled_target
 
 
 class NoEndpoint(Exception):
@@ -76,7 +76,8 @@ def _components(aws: Aws, endpoint: str) -> Iterator[dict[str, Any]]:
 
 def _scaling(aws: Aws, name: str, components: list[str]) -> Iterator[dict[str, Any]]:
     scaling = aws.client("application-autoscaling")
-    for target in (variant_target(name), *(component_target(component) for component in components)):
+    scaled = [(name, False), *((component, True) for component in components)]
+    for target in (scaled_target(each, component=component) for each, component in scaled):
         entries = scaling.describe_scalable_targets(
             ServiceNamespace=target["ServiceNamespace"],
             ResourceIds=[target["ResourceId"]],

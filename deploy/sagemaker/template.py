@@ -19,14 +19,8 @@ from deploy.sagemaker.roles import execution_policy, trust_policy
 from deploy.sagemaker.uploads import ecr_image
 
 VARIANT = "AllTraffic"
-SCALING_TYPES = frozenset(
-    {
-        "AWS::ApplicationAutoScaling::ScalableTarget",
-        "AWS::ApplicationAutoScaling::ScalingPolicy",
-        "AWS::CloudWatch::Alarm",
-    }
-)
-"""What scales the endpoint and its components."""
+SCALING_TYPES = ("AWS::ApplicationAutoScaling::", "AWS::CloudWatch::Alarm")
+"""How the types begin of what scales the endpoint and its components."""
 
 _NAME = {"Ref": "Name"}
 
@@ -38,7 +32,7 @@ def template(configuration: Configuration) -> dict[str, Any]:
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
         "Description": "A language model on Amazon SageMaker, served by Slipway",
-        "Parameters": _declarations(configuration),
+        "Parameters": {name: declaration for name, _, declaration in _parameters(configuration)},
         "Resources": _without_none(dict(_resources(configuration))),
         "Outputs": {"EndpointName": {"Value": {"Fn::GetAtt": ["Endpoint", "EndpointName"]}}},
     }
@@ -55,9 +49,7 @@ def as_yaml(value: Mapping[str, Any]) -> str:
 
 def parameter_values(configuration: Configuration) -> dict[str, str]:
     """The value of each parameter, credentials included."""
-    values = _visible_parameters(configuration)
-    found = {name: value for name, (value, _) in values.items()}
-    return found | {name: configuration.env[variable] for variable, name in _secrets(configuration).items()}
+    return {name: value for name, value, _ in _parameters(configuration)}
 
 
 def alarm_name(endpoint: str) -> str:
@@ -65,36 +57,34 @@ def alarm_name(endpoint: str) -> str:
     return f"{endpoint}-no-capacity"
 
 
-def variant_target(endpoint: str) -> dict[str, Any]:
-    """What Application Auto Scaling calls the instances of an endpoint."""
+def scaled_target(name: str, *, component: bool) -> dict[str, Any]:
+    """What Application Auto Scaling calls the copies of an inference component, or the instances of an endpoint."""
+    resource, dimension = f"endpoint/{name}/variant/{VARIANT}", "variant:DesiredInstanceCount"
+    if component:
+        resource, dimension = f"inference-component/{name}", "inference-component:DesiredCopyCount"
     return {
         "ServiceNamespace": "sagemaker",
-        "ResourceId": f"endpoint/{endpoint}/variant/{VARIANT}",
-        "ScalableDimension": "sagemaker:variant:DesiredInstanceCount",
+        "ResourceId": resource,
+        "ScalableDimension": f"sagemaker:{dimension}",
     }
 
 
-def component_target(component: str) -> dict[str, Any]:
-    """What Application Auto Scaling calls the copies of an inference component."""
-    return {
-        "ServiceNamespace": "sagemaker",
-        "ResourceId": f"inference-component/{component}",
-        "ScalableDimension": "sagemaker:inference-component:DesiredCopyCount",
-    }
-
-
-def _visible_parameters(configuration: Configuration) -> dict[str, tuple[str, str]]:
-    """Value and description of each parameter that is no credential."""
-    found = {"Name": (configuration.name, "Name of the endpoint")}
+def _parameters(configuration: Configuration) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, value and declaration of each parameter."""
+    found = [("Name", configuration.name, "Name of the endpoint")]
     # The policy of a role that is made is for this model and this image.
     if configuration.role or not configuration.from_s3:
-        found["ModelSource"] = (_model_source(configuration), "Hub id or S3 location of the model")
+        found.append(("ModelSource", _model_source(configuration), "Hub id or S3 location of the model"))
     if configuration.role:
-        found["Image"] = (configuration.image, "Image in ECR")
-        found["RoleArn"] = (configuration.role, "Execution role of the containers")
+        found.append(("Image", configuration.image, "Image in ECR"))
+        found.append(("RoleArn", configuration.role, "Execution role of the containers"))
     if configuration.instance_type:
-        found["InstanceType"] = (configuration.instance_type, "Instance type")
-    return found
+        found.append(("InstanceType", configuration.instance_type, "Instance type"))
+    for name, value, description in found:
+        yield name, value, {"Type": "String", "Default": value, "Description": description}
+    for variable, name in _secrets(configuration).items():
+        declaration = {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
+        yield name, configuration.env[variable], declaration
 
 
 def _secrets(configuration: Configuration) -> dict[str, str]:
@@ -105,20 +95,6 @@ def _secrets(configuration: Configuration) -> dict[str, str]:
             name = "Env" + "".join(word.capitalize() for word in variable.split("_"))
             found[variable] = name if name not in found.values() else f"{name}{len(found)}"
     return found
-
-
-def _declarations(configuration: Configuration) -> dict[str, Any]:
-    declared: dict[str, Any] = {
-        name: {"Type": "String", "Default": value, "Description": description}
-        for name, (value, description) in _visible_parameters(configuration).items()
-    }
-    for variable, name in _secrets(configuration).items():
-        declared[name] = {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
-    return declared
-
-
-def _parameter_or(configuration: Configuration, name: str, value: Any) -> Any:
-    return {"Ref": name} if name in _visible_parameters(configuration) else value
 
 
 def _resources(configuration: Configuration) -> Iterator[tuple[str, Resource]]:
@@ -198,13 +174,13 @@ def _without_none(value: Any) -> Any:
 def _model(configuration: Configuration) -> dict[str, Any]:
     archive = configuration.is_archive
     source = {
-        "S3Uri": _parameter_or(configuration, "ModelSource", _model_source(configuration)),
+        "S3Uri": {"Ref": "ModelSource"} if configuration.role else _model_source(configuration),
         "S3DataType": "S3Object" if archive else "S3Prefix",
         "CompressionType": "Gzip" if archive else "None",
         "ModelAccessConfig": {"AcceptEula": True} if configuration.accept_eula else None,
     }
     container = {
-        "Image": _parameter_or(configuration, "Image", configuration.image),
+        "Image": {"Ref": "Image"} if configuration.role else configuration.image,
         "Environment": _environment(configuration) or None,
         "ImageConfig": {"RepositoryAccessMode": "Vpc"} if ecr_image(configuration.image) is None else None,
         "ModelDataSource": {"S3DataSource": source} if configuration.from_s3 else None,
@@ -391,7 +367,7 @@ def _scaling(configuration: Configuration, scaling: Autoscaling, scaled: str) ->
     Target tracking cannot leave zero, as nothing is measured where nothing runs. So where zero is allowed, an alarm on
     the requests that found no capacity drives a step policy (SageMaker's guide, "Scale an endpoint to zero instances").
     """
-    target = (component_target if configuration.component else variant_target)("${Name}")
+    target = scaled_target("${Name}", component=configuration.component is not None)
     target["ResourceId"] = {"Fn::Sub": target["ResourceId"]}
     limits = {"MinCapacity": scaling.minimum, "MaxCapacity": scaling.maximum}
     kind, policy = "AWS::ApplicationAutoScaling::ScalableTarget", "AWS::ApplicationAutoScaling::ScalingPolicy"
