@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from deploy.sagemaker.configuration import ConfigurationError
+
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
 
@@ -22,10 +24,6 @@ _ADVICE = {
 }
 
 
-class NoRegion(Exception):
-    """Neither the command nor the environment names a region."""
-
-
 class Aws:
     """A session of boto3, and its clients; they try throttled calls and lost connections again."""
 
@@ -33,7 +31,7 @@ class Aws:
         """Without `region`, AWS_REGION, AWS_DEFAULT_REGION or the profile's counts, and `otherwise` without these.
 
         Raises:
-            NoRegion: there is none.
+            ConfigurationError: there is none.
             botocore.exceptions.ProfileNotFound: there is no such profile.
         """
         import boto3
@@ -41,7 +39,7 @@ class Aws:
         self._session = boto3.Session(profile_name=profile)
         found = region or os.environ.get("AWS_REGION") or self._session.region_name or otherwise
         if not found:
-            raise NoRegion("no region: give --region, or set AWS_REGION")
+            raise ConfigurationError("no region: give --region, or set AWS_REGION")
         self.region = found
         self._clients: dict[str, Any] = {}
 

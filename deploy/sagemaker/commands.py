@@ -22,7 +22,7 @@ import typer
 
 from deploy.sagemaker import invoke as asking
 from deploy.sagemaker import logs as reading
-from deploy.sagemaker.aws import Aws, NoRegion, error_in_words, is_missing
+from deploy.sagemaker.aws import Aws, error_in_words, is_missing
 from deploy.sagemaker.configuration import (
     Configuration,
     ConfigurationError,
@@ -145,9 +145,10 @@ def deploy(
         return
     with _termination_interrupts():
         _deploy(deployment, rollback=rollback)
-    typer.echo(f"{deployment.name} is in service")
-    component = f" --component {deployment.name}" if deployment.configuration.component else ""
-    typer.echo(f'try: slipway invoke {deployment.name}{component} --prompt "Hello"', err=True)
+    name = deployment.name
+    typer.echo(f"{name} is in service")
+    component = f" --component {name}" if deployment.configuration.component else ""
+    typer.echo(f'try: slipway invoke {name}{component} --prompt "Hello"', err=True)
 
 
 def update(deployment: _Deployment, dry_run: DryRun = False) -> None:
@@ -307,7 +308,6 @@ def _show(deployment: _Deployment) -> None:
 
 
 def _deploy(deployment: _Deployment, *, rollback: bool) -> None:
-
     stack = deployment.stack
     new = stack.ready_to_create()
     change = stack.propose(deployment.wanted, rollback=rollback)
@@ -435,8 +435,6 @@ def _errors_in_words() -> Iterator[None]:
         yield
     except ConfigurationError as error:
         _end(WRONG, *error.problems)
-    except NoRegion as error:
-        _end(WRONG, str(error))
     except Conflict as error:
         _end(IN_THE_WAY, str(error))
     except Failed as error:
