@@ -1,7 +1,7 @@
 """`slipway deploy | update | destroy | status | template | invoke | logs | policy`.
 
-Exit codes: 0, it is done; 1, it failed; 2, the configuration is wrong; 3, what is there stands in the way; 130,
-interrupted.
+Exit codes: 0, it is done; 1, it failed; 2, the configuration is wrong; 3, the stack or endpoint that exists does not
+allow it; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from deploy.sagemaker.template import template as template_of
 from deploy.sagemaker.uploads import UploadFailed, ecr_image, push_script, upload_model
 from deploy.sagemaker.uploads import push as push_image
 
-FAILED, WRONG, IN_THE_WAY, INTERRUPTED = 1, 2, 3, 130
+FAILED, WRONG, CONFLICT, INTERRUPTED = 1, 2, 3, 130
 _LOG_LINES = 20
 
 Name = Annotated[str, typer.Argument(help="Name of the endpoint.")]
@@ -163,8 +163,8 @@ def update(deployment: _Deployment, dry_run: DryRun = False) -> None:
     sent = [what for what in (configuration.push and configuration.image, configuration.upload) if what]
     if sent and not (change and any(each.resource == "Model" for each in change.changes)):
         typer.echo(
-            f"slipway: note: {' and '.join(sent)} has been sent again, and what runs stays as it is: give the "
-            "image another tag, or the model another prefix, to have it rolled out",
+            f"slipway: note: {' and '.join(sent)} was sent again under the same name, so what runs was not replaced: "
+            "give the image another tag, or the model another prefix, to have it rolled out",
             err=True,
         )
 
@@ -192,7 +192,7 @@ def destroy(
     if repository and _repository_removed(aws, name, repository, dry_run=dry_run):
         typer.echo(f"{said}: image repository {repository}")
     elif not removed:
-        typer.echo(f"there is nothing of {name}")
+        typer.echo(f"nothing to remove: there is no stack slipway-{name}")
 
 
 def status(
@@ -314,7 +314,7 @@ def _deploy(deployment: _Deployment, *, rollback: bool) -> None:
     if change and not new:
         stack.discard(change)
         differing = ", ".join(each.resource for each in change.changes) or "its tags"
-        raise Conflict(f"{deployment.name} is there and differs in {differing}; `slipway update` changes it")
+        raise Conflict(f"{deployment.name} exists and differs in {differing}; run `slipway update` to change it")
     _send(deployment, change)
     if change:
         with _log_of_what_does_not_start(deployment):
@@ -329,7 +329,7 @@ def _update(deployment: _Deployment) -> ChangeSet | None:
     if change:
         with _log_of_what_does_not_start(deployment):
             for problem in stack.update(change, deployment.wanted):
-                typer.echo(f"left: {problem}", err=True)
+                typer.echo(f"slipway: note: not deleted: {problem}", err=True)
     return change
 
 
@@ -373,7 +373,10 @@ def _removed(aws: Aws, name: str, *, dry_run: bool) -> list[str]:
             if is_missing(error):
                 return []
             raise
-        raise Conflict(f"the endpoint {name} is there, and no stack of Slipway has made it: kept")
+        raise Conflict(
+            f"the endpoint {name} was not made by a stack of Slipway, so it is kept; "
+            f"`aws sagemaker delete-endpoint --endpoint-name {name}` removes it"
+        )
     found = stack.resources()
     if not dry_run:
         with _termination_interrupts():
@@ -394,7 +397,10 @@ def _repository_removed(aws: Aws, name: str, repository: str, *, dry_run: bool) 
         return False
     tags = ecr.list_tags_for_resource(resourceArn=found["repositoryArn"])["tags"]
     if {"Key": ENDPOINT_TAG, "Value": name} not in tags:
-        raise Conflict(f"not of this deployment, kept: image repository {repository}")
+        raise Conflict(
+            f"the image repository {repository} was not made for {name}, so it is kept; "
+            f"`aws ecr delete-repository --force --repository-name {repository}` removes it"
+        )
     if not dry_run:
         ecr.delete_repository(repositoryName=repository, force=True)
     return True
@@ -436,7 +442,7 @@ def _errors_in_words() -> Iterator[None]:
     except ConfigurationError as error:
         _end(WRONG, *error.problems)
     except Conflict as error:
-        _end(IN_THE_WAY, str(error))
+        _end(CONFLICT, str(error))
     except Failed as error:
         _end(INTERRUPTED if error.interrupted else FAILED, str(error))
     except (NoEndpoint, reading.NoLog, asking.StreamBroken, UploadFailed) as error:

@@ -109,7 +109,10 @@ class Stack:
             return None
         tags = {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
         if found["StackStatus"] != _NOT_MADE and tags.get(ENDPOINT_TAG) != self._endpoint:
-            raise Conflict(f"the stack {self.name} is there and was not made by Slipway (it has no tag {ENDPOINT_TAG})")
+            raise Conflict(
+                f"the stack {self.name} exists and was not made by Slipway (it has no tag {ENDPOINT_TAG}); choose "
+                "another name for the endpoint"
+            )
         return found
 
     def status(self) -> str | None:
@@ -145,9 +148,9 @@ class Stack:
         """
         status = self.status()
         if status is None:
-            raise Conflict(f"there is no stack {self.name}; `slipway deploy` makes it")
+            raise Conflict(f"there is no stack {self.name}; `slipway deploy` creates it")
         if status in _DEAD:
-            raise Conflict(f"the stack {self.name} is {status} and cannot be updated; `slipway deploy` makes it anew")
+            raise Conflict(f"the stack {self.name} is {status} and cannot be updated; `slipway deploy` creates it anew")
         if status == "UPDATE_ROLLBACK_FAILED":
             raise Conflict(
                 f"the stack {self.name} is {status}: put right what its events name, then run "
@@ -224,7 +227,10 @@ class Stack:
             self._carry_out(change)
         except KeyboardInterrupt:
             if not rollback:
-                raise Failed(f"interrupted; CloudFormation goes on making {self.name}", interrupted=True) from None
+                raise Failed(
+                    f"interrupted; CloudFormation goes on creating {self.name}: `slipway status` shows it",
+                    interrupted=True,
+                ) from None
             self._tell("interrupted: deleting the stack")
             self.delete()
             raise Failed("interrupted; what was made is deleted", interrupted=True) from None
@@ -251,7 +257,10 @@ class Stack:
             return self._update(again) if again else ()
         except Failed as error:
             if error.interrupted:
-                raise Failed(f"{error}; run `slipway update` again to have it scaled", interrupted=True) from None
+                raise Failed(
+                    "interrupted; run `slipway update` again when CloudFormation has ended, to have it scaled",
+                    interrupted=True,
+                ) from None
             self._set_scaling_again(running, error)
             raise
 
@@ -305,7 +314,9 @@ class Stack:
         try:
             return self._carry_out(change)
         except KeyboardInterrupt:
-            raise Failed("interrupted; CloudFormation goes on with the update", interrupted=True) from None
+            raise Failed(
+                "interrupted; CloudFormation goes on with the update: `slipway status` shows it", interrupted=True
+            ) from None
 
     def _changes(self, id: str) -> Iterator[Change]:
         pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=id)

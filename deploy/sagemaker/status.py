@@ -28,7 +28,7 @@ def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
         if not is_missing(error):
             raise
         if stack is None:
-            raise NoEndpoint(f"there is no endpoint {name}") from None
+            raise NoEndpoint(f"there is no endpoint {name} in {aws.region}") from None
         return {"endpoint": name, "stack": stack, "status": "not there"}
     components = list(_components(aws, name))
     alarms = aws.client("cloudwatch").describe_alarms(AlarmNames=[alarm_name(name)])

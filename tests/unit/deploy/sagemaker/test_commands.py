@@ -125,7 +125,7 @@ def test_a_deployment_from_the_command_line_alone(formation: Formation) -> None:
     assert again.stdout == "my-llm is in service\n"
     other = _run("deploy", "--name", "my-llm", *SHORT)
     assert other.exit_code == 3
-    assert "my-llm is there and differs in Model" in other.stderr
+    assert "my-llm exists and differs in Model" in other.stderr
     assert _run("update", "--name", "my-llm", *SHORT).stdout == "my-llm is updated\n"
     assert _run("update", "--name", "my-llm", *SHORT).stdout == "my-llm is up to date\n"
 
@@ -166,7 +166,7 @@ def test_an_interruption_is_rolled_back(number: signal.Signals, formation: Forma
 def test_an_update_of_what_is_not_there_is_in_the_way(formation: Formation) -> None:
     done = _run("update", "--name", "my-llm", *SHORT)
     assert (done.exit_code, done.stdout) == (3, "")
-    assert done.stderr == "slipway: there is no stack slipway-my-llm; `slipway deploy` makes it\n"
+    assert done.stderr == "slipway: there is no stack slipway-my-llm; `slipway deploy` creates it\n"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_status_shows_stack_endpoint_variants_components_scaling_and_alarms(
 
 def test_the_status_of_nothing_is_a_line_and_exit_code_one(formation: Formation) -> None:
     done = _run("status", "my-llm")
-    assert (done.exit_code, done.stderr) == (1, "slipway: there is no endpoint my-llm\n")
+    assert (done.exit_code, done.stderr) == (1, "slipway: there is no endpoint my-llm in eu-west-1\n")
     formation.there("CREATE_IN_PROGRESS")
     assert "not there" in _run("status", "my-llm").stdout
 
@@ -390,11 +390,11 @@ def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_run
     assert done.exit_code == 0, done.output
     image = f"111122223333.dkr.ecr.eu-west-1.amazonaws.com/slipway:{tag}"
     assert ran[-1] == ("docker", "push", image)
-    assert ("has been sent again, and what runs stays as it is" in done.stderr) is note
+    assert ("was sent again under the same name" in done.stderr) is note
     assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
     scaled = _run("update", *PUSH, "--push", f"slipway:{tag}", "--set", "autoscaling={min=1, max=2, target=8}")
     assert scaled.stdout == "my-llm is updated\n"
-    assert "has been sent again" in scaled.stderr
+    assert "was sent again" in scaled.stderr
 
 
 def test_without_docker_the_push_fails_and_no_stack_is_made(

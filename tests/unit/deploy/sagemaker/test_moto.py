@@ -73,8 +73,8 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     assert (again.exit_code, again.stdout) == (0, "my-llm is in service\n"), again.output
     other = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert other.exit_code == 3
-    assert "my-llm is there and differs in " in other.stderr
-    assert "`slipway update` changes it" in other.stderr
+    assert "my-llm exists and differs in " in other.stderr
+    assert "run `slipway update` to change it" in other.stderr
 
     updated = _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert (updated.exit_code, updated.stdout) == (0, "my-llm is updated\n"), updated.output
@@ -88,7 +88,7 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     assert gone.exit_code == 0
     assert "removed: AWS::SageMaker::Endpoint " in gone.stdout
     assert set(_there().values()) == {0}
-    assert _run("destroy", "my-llm").stdout == "there is nothing of my-llm\n"
+    assert _run("destroy", "my-llm").stdout == "nothing to remove: there is no stack slipway-my-llm\n"
 
 
 def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
@@ -136,7 +136,10 @@ def test_an_endpoint_that_slipway_has_not_made_is_kept() -> None:
     sagemaker.create_endpoint(EndpointName="my-llm", EndpointConfigName="theirs")
     done = _run("destroy", "my-llm")
     assert done.exit_code == 3
-    assert done.stderr == "slipway: the endpoint my-llm is there, and no stack of Slipway has made it: kept\n"
+    assert done.stderr == (
+        "slipway: the endpoint my-llm was not made by a stack of Slipway, so it is kept; "
+        "`aws sagemaker delete-endpoint --endpoint-name my-llm` removes it\n"
+    )
     assert _there()["endpoints"] == 1
 
 
@@ -156,7 +159,7 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     again = _run("update", *GIVEN, "--upload", str(tmp_path))
     assert again.stderr.count("uploading") == 1
     assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
-    assert "has been sent again, and what runs stays as it is" in again.stderr
+    assert "was sent again under the same name" in again.stderr
 
 
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
@@ -171,10 +174,14 @@ def test_an_image_repository_goes_with_its_deployment_alone() -> None:
     ecr.create_repository(repositoryName="ours", tags=[{"Key": "slipway:endpoint", "Value": "my-llm"}])
     ecr.create_repository(repositoryName="theirs")
     kept = _run("destroy", "my-llm", "--repository", "theirs")
-    assert (kept.exit_code, kept.stderr) == (3, "slipway: not of this deployment, kept: image repository theirs\n")
+    assert kept.exit_code == 3
+    assert kept.stderr.startswith("slipway: the image repository theirs was not made for my-llm, so it is kept; ")
     assert _run("destroy", "my-llm", "--repository", "ours", "--dry-run").stdout == (
         "would remove: image repository ours\n"
     )
     assert _run("destroy", "my-llm", "--repository", "ours").stdout == "removed: image repository ours\n"
     assert [each["repositoryName"] for each in ecr.describe_repositories()["repositories"]] == ["theirs"]
-    assert _run("destroy", "my-llm", "--repository", "ours").stdout == "there is nothing of my-llm\n"
+    assert (
+        _run("destroy", "my-llm", "--repository", "ours").stdout
+        == "nothing to remove: there is no stack slipway-my-llm\n"
+    )
