@@ -101,11 +101,10 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 # What most often does not go with the rest, in the order in which it is done without.
 _RARE = (
-    ("volume_gb",),
-    ("volume_gb", "network_isolation"),
-    ("volume_gb", "network_isolation", "adapters"),
-    ("volume_gb", "network_isolation", "adapters", "autoscaling"),
-    ("volume_gb", "network_isolation", "adapters", "autoscaling", "capacity"),
+    ("network_isolation",),
+    ("network_isolation", "adapters"),
+    ("network_isolation", "adapters", "autoscaling"),
+    ("network_isolation", "adapters", "autoscaling", "capacity"),
 )
 
 

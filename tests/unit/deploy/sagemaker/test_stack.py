@@ -214,7 +214,7 @@ def test_an_interrupted_creation_is_deleted(formation: Formation, stack: Stack) 
 def test_an_interrupted_creation_goes_on_where_nothing_is_to_be_rolled_back(formation: Formation, stack: Stack) -> None:
     formation.outcomes = [[of_stack("CREATE_IN_PROGRESS")]]
     formation.after = _interrupting(formation, "ExecuteChangeSet")
-    with pytest.raises(Failed, match="CloudFormation goes on making slipway-my-llm"):
+    with pytest.raises(Failed, match="CloudFormation goes on creating slipway-my-llm"):
         _create(stack, rollback=False)
     assert formation.status == "CREATE_IN_PROGRESS"
 
