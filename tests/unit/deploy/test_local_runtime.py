@@ -15,7 +15,7 @@ from deploy.cli import app
 
 
 def _message(headers: dict[str, str], payload: bytes) -> bytes:
-    """A message of AWS's event stream (contracts/sagemaker_hosting.md section 5)."""
+    """A message of AWS's event stream."""
     block = b"".join(
         bytes([len(name)]) + name.encode() + b"\x07" + struct.pack(">H", len(value)) + value.encode()
         for name, value in headers.items()
