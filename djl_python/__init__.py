@@ -1,6 +1,6 @@
 """The handler SDK: what a customer's `model.py`, written for LMI, imports.
 
-Importing it needs the standard library alone; see docs/handler_sdk.md. Source: contracts/lmi.md sections 7 and 8.
+Importing it needs the standard library alone. docs/handler_sdk.md lists its names.
 """
 
 from djl_python.inputs import Input

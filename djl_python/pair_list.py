@@ -1,4 +1,4 @@
-"""A list of key-value pairs that keeps order and allows a key more than once (contracts/lmi.md section 7.4)."""
+"""A list of key-value pairs that keeps order and allows a key more than once."""
 
 from __future__ import annotations
 

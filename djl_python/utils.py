@@ -1,4 +1,4 @@
-"""Small functions that LMI handlers import under this module's name (contracts/lmi.md section 7.5)."""
+"""Small functions that LMI's handlers import from this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IdCounter:
         self.id = 0
 
     def get_id(self) -> int:
-        """The number that comes next."""
+        """The next number, which is not taken."""
         return self.id
 
     def next_id(self) -> int:
@@ -64,7 +64,7 @@ def is_streaming(parameters: Mapping[str, Any]) -> bool:
 
 
 def wait_till_generation_finished(parameters: Mapping[str, Any]) -> bool:
-    """Nothing can be sent before all sequences have finished (section 4.4)."""
+    """Nothing can be sent before all sequences have finished."""
     return is_best_of(parameters) or is_multiple_sequences(parameters) or is_beam_search(parameters)
 
 

@@ -1,7 +1,6 @@
 """The binary form in which LMI's server and its Python workers exchange requests and answers.
 
-All integers are big-endian. A string is an int32 byte length, -1 for None, and UTF-8. Source: contracts/lmi.md
-sections 7.2 and 7.3.
+All integers are big-endian. A string is an int32 byte length, -1 for None, and UTF-8.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ STREAMED_CONTENT = -1
 
 
 class Receiver(Protocol):
-    """What is read from: a connected socket."""
+    """A connected socket, for reading."""
 
     def recv(self, size: int, /) -> bytes:
         """At most `size` bytes; none once the other side has closed."""
 
 
 class Sender(Protocol):
-    """What is written to: a connected socket."""
+    """A connected socket, for writing."""
 
     def sendall(self, data: Any, /) -> Any:
         """Sends all bytes."""
 
 
 def read_exactly(connection: Receiver, size: int) -> bytearray:
-    """As many bytes as asked for. Raises ValueError if the connection ends first."""
+    """The next `size` bytes. Raises ValueError if the connection ends first."""
     data = bytearray()
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -71,7 +70,7 @@ def utf8(text: str | None) -> bytes:
 
 
 def sendable(text: str) -> str:
-    """An error's text without halves of surrogate pairs, which it may repeat from a client's JSON; UTF-8 has none."""
+    """The text with `?` for lone surrogates, which UTF-8 cannot encode and a client's JSON may contain."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
