@@ -10,12 +10,12 @@ import logging
 import os
 import random
 import re
-import struct
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from djl_python import wire
 from djl_python.inputs import Input
 from djl_python.np_util import to_nd_list, to_npz
 from djl_python.outputs import Output
@@ -297,18 +297,9 @@ def extract_output_as_string(outputs: Output, key: str | None = None) -> str:
 def decode_encoded_output_binary(binary: bytes | bytearray) -> dict[str, str]:
     """The map that `Output.binary_encode` has encoded, with text values. Raises ValueError if the bytes are broken."""
     try:
-        (count,), at = struct.unpack_from(">h", binary), 2
-        texts: list[str] = []
-        for _ in range(2 * count):
-            (length,) = struct.unpack_from(">i", binary, at)
-            text = bytes(binary[at + 4 : at + 4 + max(length, 0)])
-            if len(text) < length:
-                raise ValueError(f"{length} bytes of text wanted at {at}, {len(text)} left")
-            texts.append(text.decode("utf-8"))
-            at += 4 + len(text)
-    except (struct.error, UnicodeDecodeError) as error:
+        return wire.read_string_map(binary)[0]
+    except ValueError as error:
         raise ValueError(f"The encoded answer is broken: {error}") from error
-    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _request(content_type: str | None, content: bytes | bytearray | None = None, key: str | None = None) -> Input:

@@ -82,3 +82,24 @@ def sized(data: bytes | bytearray) -> bytes:
 def string_map(entries: Mapping[Any, Any]) -> bytes:
     """A count, then keys and values as `str()` writes them."""
     return int16(len(entries)) + b"".join(utf8(str(key)) + utf8(str(value)) for key, value in entries.items())
+
+
+def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
+    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes.
+
+    Raises:
+        ValueError: the bytes end too early, or are not UTF-8.
+    """
+    texts: list[str] = []
+    try:
+        (count,), at = struct.unpack_from(">h", data), 2
+        for _ in range(2 * count):
+            (length,) = struct.unpack_from(">i", data, at)
+            text = bytes(data[at + 4 : at + 4 + max(length, 0)])
+            if len(text) < length:
+                raise ValueError(f"{length} bytes of text wanted at {at}, {len(text)} left")
+            texts.append(text.decode("utf-8"))
+            at += 4 + len(text)
+    except struct.error as error:
+        raise ValueError(str(error)) from error
+    return dict(zip(texts[::2], texts[1::2], strict=True)), at

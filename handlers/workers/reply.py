@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from djl_python.wire import read_string_map
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 from handlers.reply import ReplyWriter
@@ -24,8 +24,6 @@ _FRAMING = frozenset(
     ["connection", "content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
 )
 """Headers that the server sets itself. Handlers that echo a request's headers send them, too."""
-_COUNT = struct.Struct(">h")
-_LENGTH = struct.Struct(">i")
 
 
 class HandlerReply:
@@ -154,8 +152,11 @@ class Part:
 
 def decode_part(content: bytes) -> Part | None:
     """The part that content holds; None if it is something else."""
-    fields = _decode_map(content)
-    if fields is None or not ({"data", "last", "code"} & fields.keys()):
+    try:
+        fields, size = read_string_map(content)
+    except ValueError:
+        return None
+    if size != len(content) or not ({"data", "last", "code"} & fields.keys()):
         return None
     code = fields.get("code", "")
     return Part(
@@ -165,26 +166,3 @@ def decode_part(content: bytes) -> Part | None:
         error=fields.get("error"),
         content_type=fields.get("content_type", ""),
     )
-
-
-def _decode_map(content: bytes) -> dict[str, str] | None:
-    """The map that `Output.binary_encode` has encoded; None unless all of the content is exactly one map."""
-    if len(content) < _COUNT.size:
-        return None
-    (count,) = _COUNT.unpack_from(content)
-    at = _COUNT.size
-    texts: list[str] = []
-    for _ in range(2 * count):
-        if at + _LENGTH.size > len(content):
-            return None
-        (length,) = _LENGTH.unpack_from(content, at)
-        at += _LENGTH.size
-        end = at + max(length, 0)
-        if end > len(content):
-            return None
-        try:
-            texts.append(content[at:end].decode())
-        except UnicodeDecodeError:
-            return None
-        at = end
-    return dict(zip(texts[::2], texts[1::2], strict=True)) if at == len(content) else None
