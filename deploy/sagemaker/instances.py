@@ -1,4 +1,8 @@
-"""What is known of SageMaker's instance types: accelerators and their memory."""
+"""What is known of SageMaker's instance types: accelerators, disks, drivers, and time limits estimated from them.
+
+An image made for a newer CUDA than the instance's driver has leaves an endpoint in `Creating` without a line of log. So
+the machine image, which brings the driver (`InferenceAmiVersion`), is always stated.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 TYPE = re.compile(r"ml\.([a-z0-9-]+)\.([a-z0-9]+)")
+
+Version = tuple[int, int]
+
+IMAGE_CUDA: Version = (13, 0)
+"""CUDA of the GPU image of this version of Slipway (requirements/gpu.txt)."""
+
+# SageMaker's API reference, ProductionVariant.InferenceAmiVersion. In ascending order of the driver's CUDA.
+MACHINE_IMAGES: tuple[tuple[Version, str], ...] = (
+    ((12, 2), "al2-ami-sagemaker-inference-gpu-2-1"),
+    ((12, 4), "al2-ami-sagemaker-inference-gpu-3-1"),
+    ((13, 0), "al2023-ami-sagemaker-inference-gpu-4-1"),
+)
+_CUDA_IN_TAG = re.compile(r"(?:^|[-_.])cu(?:da)?-?(\d{2})\.?(\d)(?!\d)")
+
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 60, 3600
+"""Seconds that SageMaker allows for a download or a start."""
+_SHARE_OF_MEMORY = 0.7
+"""Of the GPUs' memory, that weights take at most; the rest is KV cache."""
+_UNKNOWN_SIZE = 40.0
+# Gigabytes a second and seconds. Slow on purpose: a limit that is too long costs nothing, one too short the deployment.
+_DOWNLOAD_RATE = 0.1
+_LOAD_RATE = 0.25
+_DOWNLOAD_BASE = 120
+_START_BASE = 420
+"""Starting the process, compiling, capturing CUDA graphs and warming up."""
 
 _ONE_FOUR_EIGHT = {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
 _ONE_TWO_FOUR_EIGHT = {"12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
@@ -81,6 +110,61 @@ def takes_a_volume(instance_type: str) -> bool:
     return _LOCAL_DISKS.match(family(instance_type)) is None
 
 
-def runs_cuda_13(instance_type: str) -> bool:
-    """Whether CUDA 13 still has code for the instance's GPUs."""
-    return family(instance_type) not in _TOO_OLD
+class NoMachineImage(ValueError):
+    """No machine image of SageMaker has a driver for this CUDA, or the instance cannot run it."""
+
+
+def cuda_of_image(image: str) -> Version:
+    """CUDA version that the image's tag names ("...:0.1.0-cu128"), else that of this version's image."""
+    tag = image.rpartition("/")[2].partition(":")[2]
+    match = _CUDA_IN_TAG.search(tag)
+    return (int(match[1]), int(match[2])) if match else IMAGE_CUDA
+
+
+def machine_image(cuda: Version, instance_type: str) -> str | None:
+    """The `InferenceAmiVersion` with the oldest driver that runs `cuda`; None for instances without GPUs.
+
+    CUDA runs on drivers of its own minor version and newer ones. Where only an older minor version of the same major
+    version is offered, that is taken: CUDA guarantees compatibility within a major version.
+
+    Raises:
+        NoMachineImage: there is none, or the instance's accelerator cannot run the image.
+    """
+    shown = f"{cuda[0]}.{cuda[1]}"
+    kind = accelerator(instance_type)
+    if kind == "none":
+        return None
+    if kind == "neuron":
+        raise NoMachineImage(f"{instance_type} has Neuron accelerators; the image needs NVIDIA GPUs or a CPU")
+    if cuda >= (13, 0) and family(instance_type) in _TOO_OLD:
+        raise NoMachineImage(f"the GPUs of {instance_type} are too old for CUDA {shown}, which the image has")
+    enough = [name for version, name in MACHINE_IMAGES if version >= cuda]
+    if enough:
+        return enough[0]
+    same_major = [name for version, name in MACHINE_IMAGES if version[0] == cuda[0]]
+    if same_major:
+        return same_major[-1]
+    newest = MACHINE_IMAGES[-1][0]
+    raise NoMachineImage(f"CUDA {shown} is newer than any driver of SageMaker's (up to {newest[0]}.{newest[1]})")
+
+
+def model_size(instance_type: str) -> float:
+    """Gigabytes of weights: the most that the instance's GPUs hold."""
+    memory = gpu_memory(instance_type)
+    return _UNKNOWN_SIZE if memory is None else memory * _SHARE_OF_MEMORY
+
+
+def download_timeout(gigabytes: float) -> int:
+    """Seconds for SageMaker's own download from S3."""
+    return _timeout(_DOWNLOAD_BASE + gigabytes / _DOWNLOAD_RATE)
+
+
+def startup_timeout(gigabytes: float, *, container_downloads: bool) -> int:
+    """Seconds until the container is healthy; it downloads the model itself when that comes from a hub."""
+    download = gigabytes / _DOWNLOAD_RATE if container_downloads else 0
+    return _timeout(_START_BASE + download + gigabytes / _LOAD_RATE)
+
+
+def _timeout(seconds: float) -> int:
+    whole_minutes = -(-int(seconds) // 60) * 60
+    return min(max(whole_minutes, SHORTEST_TIMEOUT), LONGEST_TIMEOUT)

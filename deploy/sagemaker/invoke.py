@@ -1,4 +1,4 @@
-"""Asks an endpoint, through SageMaker's runtime or what AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names."""
+"""Asks an endpoint, with boto3's client of SageMaker's runtime (`runtime`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from deploy.sagemaker.api_call import ApiCall, Cloud
-
-RUNTIME = "sagemaker-runtime"
 _JSON = "application/json"
 
 
@@ -28,18 +25,18 @@ def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes
     return json.dumps(request).encode()
 
 
-def invoke(cloud: Cloud, endpoint: str, request: bytes, component: str | None = None) -> bytes:
+def invoke(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> bytes:
     """One request, one answer.
 
     Raises:
         botocore.exceptions.ClientError: the endpoint or the model refused.
     """
-    answer = cloud.call(ApiCall(RUNTIME, "invoke_endpoint", _parameters(endpoint, request, component)))
+    answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component))
     with answer["Body"] as stream:
         return bytes(stream.read())
 
 
-def invoke_stream(cloud: Cloud, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
+def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
     """The pieces of a streamed answer as they come.
 
     Raises:
@@ -49,8 +46,7 @@ def invoke_stream(cloud: Cloud, endpoint: str, request: bytes, component: str | 
     from botocore.exceptions import EventStreamError
     from urllib3.exceptions import HTTPError
 
-    call = ApiCall(RUNTIME, "invoke_endpoint_with_response_stream", _parameters(endpoint, request, component))
-    stream = cloud.call(call)["Body"]
+    stream = runtime.invoke_endpoint_with_response_stream(**_parameters(endpoint, request, component))["Body"]
     try:
         for event in stream:
             if "PayloadPart" in event:
@@ -63,10 +59,10 @@ def invoke_stream(cloud: Cloud, endpoint: str, request: bytes, component: str | 
         stream.close()
 
 
-def invoke_asynchronously(cloud: Cloud, endpoint: str, location: str) -> str:
+def invoke_asynchronously(runtime: Any, endpoint: str, location: str) -> str:
     """Ask an asynchronous endpoint about a request that lies in S3; gives where its answer will be."""
-    parameters = {"EndpointName": endpoint, "InputLocation": location, "ContentType": _JSON}
-    return str(cloud.call(ApiCall(RUNTIME, "invoke_endpoint_async", parameters))["OutputLocation"])
+    answer = runtime.invoke_endpoint_async(EndpointName=endpoint, InputLocation=location, ContentType=_JSON)
+    return str(answer["OutputLocation"])
 
 
 def texts(pieces: Iterator[bytes]) -> Iterator[str]:

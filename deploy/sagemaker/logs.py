@@ -1,16 +1,15 @@
-"""The containers' logs in CloudWatch."""
+"""The containers' logs, read with boto3's client of CloudWatch Logs (`logs`)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from deploy.sagemaker.api_call import ApiCall, Cloud
-from deploy.sagemaker.progress import Clock
-from deploy.sagemaker.service_errors import in_words, is_missing
+from deploy.sagemaker.aws import error_in_words, is_missing
 
 FOLLOW_INTERVAL = 2.0
 """Seconds."""
@@ -51,7 +50,7 @@ def group_of_component(name: str) -> str:
     return f"/aws/sagemaker/InferenceComponents/{name}"
 
 
-def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
+def read(logs: Any, group: str, since: int) -> Iterator[Line]:
     """The records from `since` on, in milliseconds since 1970.
 
     Raises:
@@ -64,7 +63,7 @@ def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
     for _ in range(_MOST_PAGES):
         parameters = {"logGroupName": group, "startTime": max(since, 0), "interleaved": True, **token}
         try:
-            answer = cloud.call(ApiCall("logs", "filter_log_events", parameters))
+            answer = logs.filter_log_events(**parameters)
         except ClientError as error:
             if is_missing(error):
                 raise NoLog(group) from None
@@ -77,29 +76,29 @@ def read(cloud: Cloud, group: str, since: int) -> Iterator[Line]:
         token = {"nextToken": answer["nextToken"]}
 
 
-def follow(cloud: Cloud, group: str, since: int, clock: Clock) -> Iterator[Line]:
+def follow(logs: Any, group: str, since: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
     """The records from `since` on, and each further one as it comes; without end, also where there are none yet."""
     seen: dict[str, int] = {}
     newest = since
     while True:
         with contextlib.suppress(NoLog):
-            for line in read(cloud, group, newest - _OVERLAP if seen else newest):
+            for line in read(logs, group, newest - _OVERLAP if seen else newest):
                 if line.id not in seen:
                     seen[line.id] = line.milliseconds
                     newest = max(newest, line.milliseconds)
                     yield line
         seen = {id: when for id, when in seen.items() if when >= newest - _OVERLAP}
-        clock.sleep(FOLLOW_INTERVAL)
+        sleep(FOLLOW_INTERVAL)
 
 
-def last_lines(cloud: Cloud, group: str, count: int, since: float) -> list[str]:
+def last_lines(logs: Any, group: str, count: int, since: float) -> list[str]:
     """The last records from `since` on, in seconds since 1970; or why they cannot be read."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        lines = sorted(read(cloud, group, int(since * 1000)), key=lambda line: line.milliseconds)
+        lines = sorted(read(logs, group, int(since * 1000)), key=lambda line: line.milliseconds)
     except NoLog as error:
         return [f"({error})"]
     except (BotoCoreError, ClientError) as error:
-        return [f"(the log cannot be read: {in_words(error)})"]
+        return [f"(the log cannot be read: {error_in_words(error)})"]
     return [str(line) for line in lines[-count:]]

@@ -23,6 +23,10 @@ InstanceType = Annotated[Optional[str], typer.Option("--instance-type", help="Su
 Instances = Annotated[Optional[int], typer.Option("--instances", help="How many to begin with.")]  # noqa: UP045
 Env = Annotated[Optional[list[str]], typer.Option("--env", help="NAME=VALUE for the container; repeatable.")]  # noqa: UP045
 Tag = Annotated[Optional[list[str]], typer.Option("--tag", help="KEY=VALUE on every resource; repeatable.")]  # noqa: UP045
+Upload = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--upload", help="Local directory to upload first, to the s3:// prefix that is the model."),
+]
 Push = Annotated[Optional[str], typer.Option("--push", help="Local image to push to ECR first, with docker.")]  # noqa: UP045
 Account = Annotated[Optional[str], typer.Option("--account", help="Twelve digits, if no ARN says it.")]  # noqa: UP045
 Setting = Annotated[
@@ -31,11 +35,14 @@ Setting = Annotated[
 ]
 Region = Annotated[Optional[str], typer.Option("--region", help="By default AWS_REGION or the profile's.")]  # noqa: UP045
 Profile = Annotated[Optional[str], typer.Option("--profile", help="Profile of the AWS credentials.")]  # noqa: UP045
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be called; nothing is called.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the template and, with credentials, what would change.")]
 
 
-Plain = dict[str, str | int | bool | None]
-"""Fields of the top level, by name; None, or a flag that is False: not given."""
+_FIELDS = (
+    *("name", "model", "upload", "image", "push", "role", "create_role"),
+    *("instance_type", "instances", "account", "region"),
+)
+"""Options that set the field of their name."""
 
 
 class WrongOption(ValueError):
@@ -50,29 +57,25 @@ class Overrides:
     origins: Mapping[str, str]
 
 
-def overrides(
-    plain: Plain,
-    env: list[str] | None = None,
-    tags: list[str] | None = None,
-    settings: list[str] | None = None,
-) -> Overrides:
-    """Put together what the options say.
+def overrides(options: Mapping[str, Any]) -> Overrides:
+    """Put together what the options say; None, or a flag that is False, was not given.
 
     Raises:
         WrongOption: a value of --env, --tag or --set has no "=", or is no TOML.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for field, value in plain.items():
+    for field in _FIELDS:
+        value = options.get(field)
         if value is not None and value is not False:
             values[field] = value
             origins[field] = "--" + field.replace("_", "-")
-    for option, field, pairs in (("--env", "env", env), ("--tag", "tags", tags)):
-        for pair in pairs or ():
+    for option, field in (("--env", "env"), ("--tag", "tags")):
+        for pair in options.get(option.removeprefix("--")) or ():
             key, text = _halves(option, pair)
             values.setdefault(field, {})[key] = text
             origins[f"{field}.{key}"] = option
-    for setting in settings or ():
+    for setting in options.get("setting") or ():
         path, text = _halves("--set", setting)
         _place(values, path, _toml(path, text))
         origins[path] = "--set"

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.waiting import wait_until
+
 START_SECONDS = 400.0
 METRIC_SECONDS = 60.0
 
@@ -108,10 +110,7 @@ class Server:
         raise AssertionError(f"no metric {name}")
 
     def wait_for_metric(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + METRIC_SECONDS
-        while (now := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {now}, not {value}, after {METRIC_SECONDS:g} s"
-            time.sleep(0.05)
+        wait_until(lambda: self.metric(name) == value, METRIC_SECONDS, about=lambda: f"{name} is {self.metric(name)}")
 
     def engine_process(self) -> int:
         """The process id of vLLM's engine core."""

@@ -20,6 +20,7 @@ import pytest
 
 from tests.live.server import START_SECONDS, Server, records, write_model
 from tests.live.test_process_live import open_stream
+from tests.waiting import wait_until
 
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8.0, 20.0
 """Seconds. A busy machine can keep the engine from a step for some of them."""
@@ -62,9 +63,7 @@ def status(server: Server) -> tuple[int, dict[str, str]]:
 def wait_for_ping(server: Server, wanted: int, seconds: float) -> float:
     """How long it took."""
     started = time.monotonic()
-    while server.ping() != wanted:
-        assert time.monotonic() - started < seconds, f"/ping is not {wanted} after {seconds:g} s: {status(server)}"
-        time.sleep(0.05)
+    wait_until(lambda: server.ping() == wanted, seconds, about=lambda: status(server))
     return time.monotonic() - started
 
 
@@ -87,9 +86,7 @@ def ping_times(server: Server, seconds: float) -> list[float]:
 
 def test_while_the_model_loads_connections_are_taken_at_once_and_ping_says_pending(starting: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while starting.ping() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: starting.ping() != 0, START_SECONDS)
     connects, pings = [], []
     while starting.ping() == 503:
         assert time.monotonic() < deadline
@@ -286,9 +283,7 @@ def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
     killed = time.monotonic()
     vllm_server.process.kill()
     vllm_server.process.wait(60)
-    while left := [child for child in children if lives(child)]:
-        assert time.monotonic() - killed < 30, left
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(lives, children)), 30, about=lambda: list(filter(lives, children)))
     print(f"killed: {len(children)} processes ended within {time.monotonic() - killed:.2f} s")
 
 
@@ -297,11 +292,7 @@ def test_a_model_that_fails_to_load_says_why_for_a_while_and_ends_with_1(tmp_pat
     (model_dir / "model.py").write_text("raise RuntimeError('no such weights')\ndef handle(inputs):\n    return None\n")
     server = Server(model_dir, tmp_path / "server.log")
     try:
-        deadline = time.monotonic() + 60
-        while server.ping() != 500:
-            assert time.monotonic() < deadline, server.log_text()
-            assert server.process.poll() is None, server.log_text()
-            time.sleep(0.05)
+        wait_until(lambda: server.ping() == 500, about=server.log_text)
         assert status(server)[1]["status"] == "FAILED"
         assert "no such weights" in status(server)[1]["reason"]
         assert server.process.wait(60) == 1

@@ -29,6 +29,7 @@ from moto.server import ThreadedMotoServer
 
 from tests.live.local_command import local_command
 from tests.live.server import free_port
+from tests.waiting import wait_until
 
 ECHO = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
 FORM = "application/x-www-form-urlencoded"
@@ -166,7 +167,7 @@ def test_a_stream_without_end_is_ended(local: Local, tmp_path: Path) -> None:
     with pytest.raises(EventStreamError, match="ModelStreamError") as ended:
         list(stream)
     assert "did not finish its response within 5 seconds" in str(ended.value)
-    _wait_for(Path(f"{journal}.closed").exists)
+    wait_until(Path(f"{journal}.closed").exists)
 
 
 def test_a_client_that_leaves_ends_the_handlers_stream(local: Local, tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_client_that_leaves_ends_the_handlers_stream(local: Local, tmp_path: P
     stream = local.stream(BASE, endless=1000, journal=journal)
     next(iter(stream))
     stream.close()
-    _wait_for(Path(f"{journal}.closed").exists)
+    wait_until(Path(f"{journal}.closed").exists)
 
 
 def test_a_payload_above_six_megabytes_is_refused(local: Local) -> None:
@@ -210,7 +211,7 @@ def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> Non
 
             def content(location: str) -> bytes:
                 key = location.removeprefix("s3://bucket/")
-                _wait_for(lambda: s3.list_objects_v2(Bucket="bucket", Prefix=key)["KeyCount"] == 1)
+                wait_until(lambda: s3.list_objects_v2(Bucket="bucket", Prefix=key)["KeyCount"] == 1)
                 data: bytes = s3.get_object(Bucket="bucket", Key=key)["Body"].read()
                 return data
 
@@ -254,10 +255,3 @@ def test_settings_that_cannot_be_used_end_the_command_with_the_containers_exit_c
     assert finished.returncode == 2
     assert "dtype" in finished.stderr
     assert "the container ended with exit code 2" in finished.stdout
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

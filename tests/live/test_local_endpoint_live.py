@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ from openai import OpenAI
 from tests.live.local_command import local_command
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, write_model
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
@@ -188,10 +188,7 @@ def test_an_asynchronous_call_leaves_its_answer_or_its_failure(container: Server
             accepted = client.invoke_endpoint_async(EndpointName=NAME, ContentType=JSON, Body=body, **more)
             assert accepted["InferenceId"] == more.get("InferenceId", accepted["InferenceId"])
             path = Path(accepted[key].removeprefix("file://"))
-            deadline = time.monotonic() + 60
-            while not path.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: path.exists())
             return path.read_bytes()
 
         named = result(document(), "OutputLocation", InferenceId="i-1", S3OutputPathExtension="a/b", Filename="c.json")

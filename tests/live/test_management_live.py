@@ -6,7 +6,6 @@ Source: contracts/lmi.md sections 1.1, 1.4, 1.9, 1.10 and 2.6; sagemaker_hosting
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from tests.live.server import Server, free_port, records, write_model
+from tests.waiting import wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 4}}
@@ -225,10 +225,7 @@ def test_a_store_of_several_models_has_a_management_port_and_one_failed_model_en
     (tmp_path / "store" / "b" / "model.py").write_text("def handle(inputs): ...\nimport no_such_module\n")
     failing = Server(tmp_path / "store", tmp_path / "failing.log", name=None)
     try:
-        deadline = time.monotonic() + 60
-        while failing.process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: failing.process.poll() is not None)
     finally:
         assert failing.stop() == 1
     assert "no_such_module" in failing.log_text()

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.live.server import START_SECONDS, Server, records, serving, write_model
+from tests.waiting import wait_until
 
 ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
 
@@ -180,10 +181,7 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
 ) -> None:
     server = Server(write_model(tmp_path / "model", **engine_options), tmp_path / "server.log")
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while server.ping() == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: server.ping() != 0, START_SECONDS)
         response = server.client.get("/ping")
         assert (response.status_code, response.json()) == (503, {"model": {"status": "PENDING"}})
         refused = server.invoke("Hello")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 
 import pytest
 from huggingface_hub import InferenceClient
@@ -15,6 +14,7 @@ from text_generation.errors import OverloadedError, ValidationError
 from text_generation.types import Grammar, GrammarType, Message
 
 from tests.live.server import Server
+from tests.waiting import wait_until
 
 PROMPT = "The capital of France is"
 CHAT = "<|im_start|>user\nSay only: yes<|im_end|>\n<|im_start|>assistant\n"
@@ -150,10 +150,7 @@ def test_the_python_client_raises_overloaded_errors(server: Server, client: Clie
     with socket.create_connection(("127.0.0.1", server.port)) as crowd:
         crowd.sendall(head.encode() + body)
         # A request before that would take the place that the crowd lacks then, and have it refused as a whole.
-        deadline = time.monotonic() + 60
-        while not server.metric("slipway_engine_running"):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: server.metric("slipway_engine_running"))
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             client.generate(PROMPT, max_new_tokens=1)
         with pytest.raises(OverloadedError, match="Model is overloaded"):

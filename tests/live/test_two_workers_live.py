@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.live.server import METRIC_SECONDS, Server, records, serving
 from tests.live.test_process_live import ENDLESS, open_stream
+from tests.waiting import wait_until
 
 PROMPTS = ("Once upon a time", "The capital of France is")
 TOKENS = 16
@@ -108,10 +108,7 @@ def test_a_worker_that_is_killed_ends_requests_with_an_error_and_the_server_is_u
         os.kill(processes["Worker_TP1"].pid, signal.SIGKILL)
         received += "".join(pieces)
     assert records(received)[-1]["details"]["finish_reason"] == "error"
-    deadline = time.monotonic() + METRIC_SECONDS
-    while server.ping() != 500:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: server.ping() == 500, METRIC_SECONDS)
     assert server.invoke("Once", max_new_tokens=2).status_code >= 400
     wait_until_ended(list(processes.values()))
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[5]
 SCRIPT = """
 import logging, multiprocessing
 logging.basicConfig(format="%(message)s")
-from handlers.engines import vllm_fork_server
-vllm_fork_server.start()
-context = vllm_fork_server.context()
+from handlers.engines.vllm import fork_server
+fork_server.start()
+context = fork_server.context()
 print(context.get_start_method() if context else "spawned")
 """
 MODULES = (
@@ -107,9 +107,9 @@ from multiprocessing import forkserver
 killed = forkserver._forkserver._forkserver_pid
 os.kill(killed, signal.SIGKILL)
 os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT)
-print("forked" if vllm_fork_server.context() else "spawned")
-vllm_fork_server.start()
-print("forked" if vllm_fork_server.context() else "spawned")
+print("forked" if fork_server.context() else "spawned")
+fork_server.start()
+print("forked" if fork_server.context() else "spawned")
 """
     found, log = outcome(tmp_path, "", script=SCRIPT + again)
     assert found.split() == ["forkserver", "spawned", "forked"]

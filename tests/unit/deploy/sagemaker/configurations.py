@@ -1,0 +1,85 @@
+"""Configurations that tests share: one for each kind of deployment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.sagemaker.configuration import Configuration, laid_over, read_configuration
+
+ACCOUNT, REGION = "111122223333", "eu-west-1"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/models"
+IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/slipway:0.1.0-cu130"
+
+_BASE: dict[str, Any] = {
+    "name": "my-llm",
+    "model": "s3://models/llama/",
+    "image": IMAGE,
+    "role": ROLE,
+    "region": REGION,
+    "instance_type": "ml.g6e.xlarge",
+}
+_COMPONENT = {"component": {"copies": 1}, "capacity": {"min": 0, "max": 2}}
+_ZERO = {"autoscaling": {"min": 0, "max": 2, "target": 8}}
+
+VALUES: dict[str, dict[str, Any]] = {
+    "real_time": {
+        **_BASE,
+        "model": "org/model-7b",
+        "env": {"OPTION_MAX_MODEL_LEN": 8192, "HF_TOKEN": "hf_abcdefghijklmnop"},
+        "tags": {"team": "search"},
+        "autoscaling": {"min": 1, "max": 4, "target": 12.5},
+    },
+    "asynchronous": {
+        **_BASE,
+        **_ZERO,
+        "async": {
+            "output": "s3://answers/out/",
+            "failure": "s3://answers/failed/",
+            "concurrency": 16,
+            "success_topic": f"arn:aws:sns:{REGION}:{ACCOUNT}:done",
+        },
+    },
+    "scale_to_zero": {**_BASE, **_COMPONENT, **_ZERO},
+    "adapters": {
+        **_BASE,
+        **_COMPONENT,
+        "env": {"OPTION_ENABLE_LORA": True},
+        "adapters": [
+            {"name": "french", "source": "s3://adapters/french.tar.gz"},
+            {"name": "german", "source": "s3://adapters/german.tar.gz"},
+        ],
+    },
+    "private": {
+        **_BASE,
+        "network_isolation": True,
+        "kms_key": "1234abcd-12ab-34cd-56ef-1234567890ab",
+        "vpc": {
+            "subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"],
+            "security_groups": ["sg-0123456789abcdef0"],
+        },
+        "capture": {"destination": "s3://captured/", "percent": 20, "mode": "input"},
+        "routing": "PREFIX_AWARE",
+        "prefix_length": 4096,
+    },
+    "everything": {
+        **{key: value for key, value in _BASE.items() if key not in ("instance_type", "image", "role")},
+        **_COMPONENT,
+        **_ZERO,
+        "account": ACCOUNT,
+        "create_role": True,
+        "push": "slipway:gpu",
+        "pools": [
+            {"instance_type": "ml.g6e.xlarge", "priority": 1},
+            {"instance_type": "ml.g5.2xlarge", "priority": 2},
+        ],
+        "component": {"copies": 1, "gpus": 1, "cpus": 2.0},
+        "adapters": [{"name": "french", "source": "s3://adapters/french.tar.gz"}],
+        "provision_timeout": 900,
+        "ssm": True,
+    },
+}
+
+
+def configuration(name: str, /, **changes: Any) -> Configuration:
+    """One of `VALUES`, with changes laid over it."""
+    return read_configuration(laid_over(VALUES[name], changes))

@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from typer.testing import CliRunner, Result
+
+from deploy.cli import app
+from deploy.sagemaker import aws
+from deploy.sagemaker.aws import error_in_words
+from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
+from tests.unit.deploy.sagemaker.formation import SESSION, Formation, of_stack
+
+ROOT = Path(__file__).parents[4]
+EXAMPLES = sorted((ROOT / "examples/deploy").glob("*.toml"))
+SHORT = ["--model", "s3://models/llama/", "--image", IMAGE, "--role", ROLE, "--instance-type", "ml.g6e.xlarge"]
+SHORT += ["--region", "eu-west-1"]
+ENDPOINT = "AWS::SageMaker::Endpoint"
+NOT_HEALTHY = (
+    "Endpoint",
+    ENDPOINT,
+    "CREATE_FAILED",
+    "The primary container for production variant AllTraffic did not pass the ping health check.",
+)
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def error(operation: str, message: str, code: str = "ValidationException") -> ClientError:
+    return ClientError({"Error": {"Code": code, "Message": message}}, operation)
+
+
+class Services:
+    """Clients of all services but CloudFormation: each operation answers what the test says, or nothing."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {
+            "GetCallerIdentity": {"Account": "111122223333", "Arn": "arn:aws:iam::111122223333:root"},
+            "GetRole": error("GetRole", "not allowed", "AccessDenied"),
+            "SimulatePrincipalPolicy": error("SimulatePrincipalPolicy", "not allowed", "AccessDenied"),
+            "DescribeRepositories": error("DescribeRepositories", "none", "RepositoryNotFoundException"),
+            "GetAuthorizationToken": {"authorizationData": [{"authorizationToken": "QVdTOnNlY3JldA=="}]},
+            "DescribeEndpoint": error("DescribeEndpoint", "Could not find endpoint"),
+            "FilterLogEvents": {
+                "events": [{"eventId": "1", "timestamp": 1000, "logStreamName": "s", "message": "CUDA out of memory\n"}]
+            },
+            "InvokeEndpoint": {"Body": io.BytesIO(b'{"generated_text": " Paris"}')},
+        }
+        self.called: list[str] = []
+
+    def answer(self, model: Any, **more: Any) -> tuple[Any, Any]:
+        self.called.append(model.name)
+        found = self.answers.get(model.name, {})
+        if isinstance(found, ClientError):
+            return _Http(400), found.response
+        return _Http(200), found
+
+
+class _Http:
+    def __init__(self, status: int) -> None:
+        self.status_code = status
+
+
+@pytest.fixture
+def services() -> Services:
+    return Services()
+
+
+@pytest.fixture
+def formation(monkeypatch: pytest.MonkeyPatch, services: Services) -> Formation:
+    """The commands' AWS is in memory, and waiting takes no time."""
+    made = Formation()
+    clients: dict[str, Any] = {"cloudformation": made.client}
+
+    def client(self: aws.Aws, service: str) -> Any:
+        if service not in clients:
+            clients[service] = SESSION.client(service)
+            clients[service].meta.events.register("before-call", services.answer)
+        return clients[service]
+
+    monkeypatch.setattr(aws.Aws, "client", client)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    return made
+
+
+@pytest.fixture
+def _without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise AssertionError("AWS was called without credentials")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr("botocore.client.BaseClient._make_api_call", refuse)
+
+
+@pytest.mark.usefixtures("_without_credentials")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_has_its_template_without_a_call(example: Path) -> None:
+    made = _run("template", str(example))
+    assert made.exit_code == 0, made.output
+    assert "Endpoint" in yaml.safe_load(made.stdout)["Resources"]
+    for command in ("deploy", "update"):
+        done = _run(command, str(example), "--dry-run")
+        assert (done.exit_code, done.stdout) == (0, made.stdout), done.output
+        assert done.stderr == "slipway: note: no change set, as there are no AWS credentials\n"
+
+
+def test_a_deployment_from_the_command_line_alone(formation: Formation) -> None:
+    done = _run("deploy", "--name", "my-llm", *SHORT, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "my-llm is in service\n"
+    assert "note: the role could not be checked" in done.stderr
+    assert "Endpoint CREATE_COMPLETE" in done.stderr
+    assert 'try: slipway invoke my-llm --prompt "Hello"' in done.stderr
+    again = _run("deploy", "--name", "my-llm", *SHORT, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    assert again.stdout == "my-llm is in service\n"
+    other = _run("deploy", "--name", "my-llm", *SHORT)
+    assert other.exit_code == 3
+    assert "my-llm is there and differs in Model" in other.stderr
+    assert _run("update", "--name", "my-llm", *SHORT).stdout == "my-llm is updated\n"
+    assert _run("update", "--name", "my-llm", *SHORT).stdout == "my-llm is up to date\n"
+
+
+def test_a_failure_is_rolled_back_and_its_exit_code_says_so(formation: Formation) -> None:
+    formation.outcomes = [[NOT_HEALTHY, of_stack("DELETE_IN_PROGRESS"), of_stack("DELETE_COMPLETE")]]
+    done = _run("deploy", "--name", "my-llm", *SHORT)
+    assert done.exit_code == 1
+    assert "did not pass the ping health check" in done.stderr
+    assert "  log: 1970-01-01 00:00:01 CUDA out of memory" in done.stderr
+    assert "Traceback" not in done.output
+    assert formation.status is None
+    formation.outcomes = [[NOT_HEALTHY, of_stack("CREATE_FAILED")]]
+    kept = _run("deploy", "--name", "my-llm", *SHORT, "--no-rollback")
+    assert kept.exit_code == 1
+    assert formation.called("CreateChangeSet")[-1]["OnStackFailure"] == "DO_NOTHING"
+    assert _run("destroy", "my-llm").exit_code == 0
+    assert formation.status is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_is_rolled_back(number: signal.Signals, formation: Formation) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    formation.outcomes = [[of_stack("CREATE_IN_PROGRESS")]]
+
+    def interrupt(operation: str) -> None:
+        if operation == "ExecuteChangeSet":
+            signal.raise_signal(number)
+
+    formation.after = interrupt
+    try:
+        assert _run("deploy", "--name", "my-llm", *SHORT).exit_code == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert formation.status is None
+
+
+def test_an_update_of_what_is_not_there_is_in_the_way(formation: Formation) -> None:
+    done = _run("update", "--name", "my-llm", *SHORT)
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert done.stderr == "slipway: there is no stack slipway-my-llm; `slipway deploy` makes it\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["deploy"], "model: missing"),
+        (["deploy", *SHORT, "--instance-type", "g6e.xlarge"], "expected an instance type such as ml.g6e.xlarge"),
+        (["deploy", *SHORT, "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
+        (["deploy", "none.toml"], "none.toml: No such file"),
+        (["invoke", "e"], "--prompt: missing"),
+        (["template", *SHORT, "--set", "metrics.path=/other"], "metrics.path (--set): there is no such field"),
+    ],
+)
+def test_what_is_wrong_is_exit_code_two_and_a_line(arguments: list[str], said: str) -> None:
+    done = _run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.usefixtures("_without_credentials")
+def test_a_dry_run_is_for_the_region_that_the_deployment_is_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("[profile prod]\nregion = eu-west-1\n")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    done = _run("deploy", *SHORT[:-2], "--profile", "prod", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for option in ("--region=eu-west-1", "--set=region=eu-west-1"):
+        done = _run("deploy", *SHORT[:-2], option, "--dry-run")
+        assert done.exit_code == 0, done.stderr
+    assert "image is in eu-west-1; expected one in us-east-1" in _run("deploy", *SHORT[:-2], "--dry-run").stderr
+
+
+def test_a_dry_run_shows_what_would_change_and_leaves_no_proposal(formation: Formation) -> None:
+    new = _run("deploy", "--name", "my-llm", *SHORT, "--dry-run")
+    assert new.exit_code == 0, new.output
+    assert "A new stack" in new.stderr
+    assert formation.status is None
+    assert _run("deploy", "--name", "my-llm", *SHORT).exit_code == 0
+    changed = _run("update", "--name", "my-llm", *SHORT, "--env", "A=1", "--dry-run")
+    assert ["Modify", "Model", "AWS::SageMaker::Model"] in [
+        [cell.strip() for cell in line.split("│")[1:4]] for line in changed.stderr.splitlines()
+    ]
+    assert formation.changes[-1] == "DeleteChangeSet"
+    assert "nothing would change" in _run("update", "--name", "my-llm", *SHORT, "--dry-run").stderr
+    formation.status = "UPDATE_IN_PROGRESS"
+    busy = _run("deploy", "--name", "my-llm", *SHORT, "--dry-run")
+    assert busy.exit_code == 0
+    assert "note: no change set: the stack slipway-my-llm is UPDATE_IN_PROGRESS" in busy.stderr
+
+
+def test_a_dry_run_without_a_network_shows_the_template(formation: Formation) -> None:
+    def lost(operation: str) -> None:
+        raise EndpointConnectionError(endpoint_url="https://cloudformation.eu-west-1.amazonaws.com/")
+
+    formation.after = lost
+    done = _run("deploy", "--name", "my-llm", *SHORT, "--dry-run")
+    assert done.exit_code == 0
+    assert ENDPOINT in done.stdout
+    assert "note: no change set: Could not connect to the endpoint URL" in done.stderr
+
+
+def test_without_a_region_it_says_where_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    done = _run("status", "my-llm")
+    assert done.exit_code == 2
+    assert "no region: give --region, or set AWS_REGION" in done.stderr
+
+
+STATUS = {
+    "DescribeEndpoint": {
+        "EndpointStatus": "InService",
+        "EndpointConfigName": "EndpointConfiguration-1",
+        "ProductionVariants": [
+            {"VariantName": "AllTraffic", "CurrentInstanceCount": 1, "DesiredInstanceCount": 2, "CurrentWeight": 1.0}
+        ],
+    },
+    "ListInferenceComponents": {"InferenceComponents": [{"InferenceComponentName": "my-llm-french"}]},
+    "DescribeInferenceComponent": {
+        "InferenceComponentStatus": "InService",
+        "Specification": {"BaseInferenceComponentName": "my-llm"},
+    },
+    "DescribeScalableTargets": {"ScalableTargets": [{"MinCapacity": 0, "MaxCapacity": 2}]},
+    "DescribeScalingPolicies": {"ScalingPolicies": [{"PolicyName": "my-llm-tracking"}]},
+    "DescribeAlarms": {"MetricAlarms": [{"AlarmName": "my-llm-no-capacity", "StateValue": "OK"}]},
+}
+
+
+def test_status_shows_stack_endpoint_variants_components_scaling_and_alarms(
+    formation: Formation, services: Services
+) -> None:
+    formation.there("UPDATE_COMPLETE")
+    services.answers |= STATUS
+    shown = [" ".join(line.split()) for line in _run("status", "my-llm").stdout.splitlines()]
+    assert shown == [
+        "stack UPDATE_COMPLETE",
+        "endpoint my-llm: InService",
+        "configuration EndpointConfiguration-1",
+        "variant AllTraffic: 1 of 2 instances",
+        "component my-llm-french: InService, on my-llm",
+        "scaling endpoint/my-llm/variant/AllTraffic: 0 to 2",
+        "policy my-llm-tracking",
+        "scaling inference-component/my-llm-french: 0 to 2",
+        "policy my-llm-tracking",
+        "alarm my-llm-no-capacity: OK",
+    ]
+    found = json.loads(_run("status", "my-llm", "--json").stdout)
+    assert found["status"] == "InService"
+    assert found["variants"] == [{"name": "AllTraffic", "instances": 1, "wanted": 2, "weight": 1.0}]
+    assert found["alarms"] == [{"name": "my-llm-no-capacity", "state": "OK"}]
+
+
+def test_the_status_of_nothing_is_a_line_and_exit_code_one(formation: Formation) -> None:
+    done = _run("status", "my-llm")
+    assert (done.exit_code, done.stderr) == (1, "slipway: there is no endpoint my-llm\n")
+    formation.there("CREATE_IN_PROGRESS")
+    assert "not there" in _run("status", "my-llm").stdout
+
+
+def test_invoke_and_logs(formation: Formation) -> None:
+    assert _run("invoke", "my-llm", "--prompt", "x").stdout == '{"generated_text": " Paris"}\n'
+    assert _run("logs", "my-llm").stdout == "1970-01-01 00:00:01 CUDA out of memory\n"
+
+
+def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line() -> None:
+    refused = error("InvokeEndpoint", 'Received client error (424) with message "{\n  "code": 424\n}\n".', "ModelError")
+    assert error_in_words(refused) == (
+        'InvokeEndpoint: ModelError: Received client error (424) with message "{ "code": 424 } ".'
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (error("DescribeStacks", "no", "AccessDenied"), "(`slipway policy` prints what is needed)"),
+        (error("DescribeStacks", "old", "ExpiredToken"), "renew the credentials"),
+        (error("DescribeStacks", "bad", "InvalidClientTokenId"), "the credentials are wrong"),
+        (NoCredentialsError(), "there are no AWS credentials: set AWS_PROFILE"),
+    ],
+)
+def test_an_error_of_aws_is_one_sentence_with_what_to_do(raised: Exception, said: str, formation: Formation) -> None:
+    def fail(operation: str) -> None:
+        raise raised
+
+    formation.after = fail
+    done = _run("deploy", "--no-check", "--name", "my-llm", *SHORT)
+    assert done.exit_code == 1
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_body_that_is_no_text_is_sent_as_it_is(formation: Formation) -> None:
+    assert _run("invoke", "my-llm", "--body", "\udcff").exit_code == 0
+
+
+def test_the_log_of_nothing_is_a_line_and_exit_code_one(formation: Formation, services: Services) -> None:
+    services.answers["FilterLogEvents"] = error(
+        "FilterLogEvents", "The specified log group does not exist.", "ResourceNotFoundException"
+    )
+    done = _run("logs", "my-llm")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "slipway: there is no log group /aws/sagemaker/Endpoints/my-llm: nothing has logged there yet\n"
+    )
+
+
+PUSH = ["--name", "my-llm", "--model", "org/m", "--create-role", "--instance-type", "ml.g6e.xlarge"]
+
+
+def test_a_local_image_is_pushed_before_anything_needs_it(
+    formation: Formation, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[tuple[str, ...], str | None]] = []
+
+    def run(command: tuple[str, ...], input: str | None, **more: Any) -> subprocess.CompletedProcess[str]:
+        ran.append((command, input))
+        assert "CreateRepository" in services.called
+        assert "ExecuteChangeSet" not in formation.changes
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    done = _run("deploy", *PUSH, "--push", "slipway:gpu", "--region", "eu-west-1")
+    assert done.exit_code == 0, done.output
+    host = "111122223333.dkr.ecr.eu-west-1.amazonaws.com"
+    assert ran == [
+        (("docker", "login", "--username", "AWS", "--password-stdin", host), "secret"),
+        (("docker", "tag", "slipway:gpu", f"{host}/slipway:gpu"), None),
+        (("docker", "push", f"{host}/slipway:gpu"), None),
+    ]
+    model = formation.template["Resources"]["Model"]["Properties"]
+    assert model["PrimaryContainer"]["Image"] == f"{host}/slipway:gpu"
+
+
+@pytest.mark.parametrize(("tag", "note"), [("gpu", True), ("gpu-2", False)])
+def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_runs(
+    tag: str, note: bool, formation: Formation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run(command: tuple[str, ...], **more: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert _run("deploy", *PUSH, "--push", "slipway:gpu").exit_code == 0
+    ran.clear()
+    done = _run("update", *PUSH, "--push", f"slipway:{tag}")
+    assert done.exit_code == 0, done.output
+    image = f"111122223333.dkr.ecr.eu-west-1.amazonaws.com/slipway:{tag}"
+    assert ran[-1] == ("docker", "push", image)
+    assert ("has been sent again, and what runs stays as it is" in done.stderr) is note
+    assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
+    scaled = _run("update", *PUSH, "--push", f"slipway:{tag}", "--set", "autoscaling={min=1, max=2, target=8}")
+    assert scaled.stdout == "my-llm is updated\n"
+    assert "has been sent again" in scaled.stderr
+
+
+def test_without_docker_the_push_fails_and_no_stack_is_made(
+    formation: Formation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    done = _run("deploy", *PUSH, "--push", "slipway:gpu")
+    assert done.exit_code == 1
+    assert "docker is not installed here" in done.stderr
+    assert formation.status is None
+
+
+@pytest.mark.usefixtures("_without_credentials")
+def test_a_dry_run_shows_the_commands_of_a_push() -> None:
+    arguments = ["deploy", "--model", "org/m", "--push", "slipway:gpu", "--role", ROLE, "--dry-run"]
+    done = _run(*arguments, "--instance-type", "ml.g6e.xlarge", "--region", "eu-west-1")
+    assert "docker push 111122223333.dkr.ecr.eu-west-1.amazonaws.com/slipway:gpu" in done.stderr
+
+
+def test_the_policy_is_json() -> None:
+    done = _run("policy", "--account", "111122223333", "--role", ROLE, "--region", "eu-west-1")
+    statements = json.loads(done.stdout)["Statement"]
+    assert "sagemaker:CallWithBearerToken" in statements[3]["Action"]
+    assert not any("ecr:PutImage" in statement["Action"] for statement in statements)
+
+
+def test_a_policy_for_nobody_is_refused_with_all_that_is_wrong() -> None:
+    done = _run("policy", "--account", "abc", "--role", "admin", "--region", "eu", "--repository", "Mine")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        'slipway: account is "abc" (--account); expected twelve digits',
+        'slipway: region is "eu" (--region); expected a region such as eu-west-1 (also AWS_REGION)',
+        'slipway: role is "admin" (--role); expected the ARN of an IAM role, arn:aws:iam::<account>:role/<name>',
+        'slipway: repository is "Mine" (--repository); expected a repository name of ECR',
+    ]
+
+
+def test_a_policy_may_be_for_several_roles() -> None:
+    roles = "arn:aws:iam::111122223333:role/slipway-*"
+    done = _run("policy", "--account", "111122223333", "--role", roles, "--region", "eu-west-1")
+    assert roles in done.stdout
+
+
+def test_the_policy_of_who_pushes_images_names_their_repository() -> None:
+    arguments = ["--account", "111122223333", "--role", ROLE, "--region", "eu-west-1", "--repository", "mine"]
+    push = json.loads(_run("policy", *arguments).stdout)["Statement"][-1]
+    assert "ecr:PutImage" in push["Action"]
+    assert push["Resource"] == "arn:aws:ecr:eu-west-1:111122223333:repository/mine"
+
+
+def test_the_command_line_imports_no_boto3_until_it_is_needed() -> None:
+    code = "import sys, deploy.cli; sys.exit(bool({'boto3', 'botocore', 'yaml'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

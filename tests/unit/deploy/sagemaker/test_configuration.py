@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from deploy.sagemaker.configuration import (
+    LONGEST_NAME,
+    Configuration,
+    ConfigurationError,
+    laid_over,
+    name_from_model,
+    read_configuration,
+    read_file,
+)
+from deploy.sagemaker.options import WrongOption, overrides
+from deploy.sagemaker.template import template
+from tests.unit.deploy.sagemaker.configurations import VALUES, configuration
+
+ROOT = Path(__file__).parents[4]
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": "my_llm"}, 'name is "my_llm"; expected letters, digits and hyphens'),
+    ({"name": "x" * 49}, "at most 48"),
+    ({"model": "a b"}, 'model is "a b"; expected a hub id such as org/model, or an s3:// prefix'),
+    ({"model": 7}, 'model is "7"; expected a hub id'),
+    ({"role": "models"}, 'role is "models"; expected the ARN of an IAM role'),
+    ({"role": None}, "role: missing; expected the ARN of an execution role, or create_role = true"),
+    ({"create_role": True}, "expected none, as create_role is true"),
+    ({"image": "docker.io/slipway"}, "SageMaker takes other registries only through a vpc"),
+    (
+        {"image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/slipway"},
+        "image is in us-east-1; expected one in eu-west-1",
+    ),
+    ({"push": "slipway:gpu"}, "expected none, as push makes it"),
+    ({"instance_type": "g5.xlarge"}, 'instance_type is "g5.xlarge"; expected an instance type such as'),
+    ({"instance_type": "ml.p3.2xlarge"}, "too old for CUDA 13.0"),
+    ({"instance_type": "ml.inf2.xlarge"}, "has Neuron accelerators"),
+    ({"pools": [{"instance_type": "ml.g5.xlarge"}]}, "expected none, as there are pools"),
+    ({"instance_type": None}, "instance_type: missing"),
+    ({"pools": []}, "expected a list of 1 to 5 tables"),
+    ({"cuda": "14.0"}, "CUDA 14.0 is newer than any driver"),
+    ({"cuda": "thirteen"}, "expected a version such as 13.0"),
+    ({"startup_timeout": 10}, 'startup_timeout is "10"; expected a whole number from 60 to 3600'),
+    ({"instances": True}, 'instances is "True"; expected a whole number from 1 to 1000'),
+    ({"model_size_gb": float("nan")}, "expected a number above 0"),
+    ({"network_isolation": "yes"}, "expected true or false"),
+    ({"network_isolation": True}, "as network_isolation keeps the container from reaching a hub"),
+    ({"env": {"HF_MODEL_ID": "x/y"}}, "the field model says which model it is"),
+    *(
+        ({"env": {name: "x/y"}}, f"env.{name} is set; expected no such variable")
+        for name in ("MODEL_ID", "SM_VLLM_MODEL", "OPTION_MODEL_ID")
+    ),
+    ({"env": {"1X": "x"}}, "env.1X"),
+    ({"env": ["X"]}, "expected a table of at most 90 entries"),
+    ({"tags": {"slipway:endpoint": "x"}}, "tags.slipway:endpoint"),
+    ({"autoscaling": {"min": 0, "max": 2, "target": 1}}, "only inference components"),
+    ({"autoscaling": {"min": 3, "max": 2, "target": 1}}, "at least min, which is 3"),
+    ({"autoscaling": {"min": 1, "max": 2}}, "autoscaling.target: missing"),
+    ({"autoscaling": {"min": 2, "max": 4, "target": 1}}, "instances is 1; expected a number from autoscaling.min"),
+    ({"capacity": {"min": 0, "max": 2}}, "only inference components have it"),
+    ({"adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}]}, "an adapter is a component on another"),
+    (
+        {
+            "component": {},
+            "env": {"OPTION_ENABLE_LORA": False},
+            "adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}],
+        },
+        "expected OPTION_ENABLE_LORA = true in env beside it",
+    ),
+    ({"component": {"gpus": 2}}, "component.gpus is 2; expected at most 1, which ml.g6e.xlarge has"),
+    ({"component": {}, "instance_type": "ml.g7.2xlarge"}, "component.gpus: missing; expected a number"),
+    ({"component": {}, "async": {"output": "s3://b/"}}, "SageMaker has no asynchronous components"),
+    ({"component": {}, "adapters": [{"name": "a", "source": "s3://b/a.zip"}]}, "adapters[0].source"),
+    (
+        {
+            "component": {},
+            "env": {"OPTION_ENABLE_LORA": True},
+            "adapters": [{"name": name, "source": "s3://b/a.tar.gz"} for name in ("a-b", "aB")],
+        },
+        "expected different names",
+    ),
+    ({"routing": "KV_AWARE"}, "expected one of LEAST_OUTSTANDING_REQUESTS, RANDOM, PREFIX_AWARE"),
+    ({"metrics": {"path": "/other"}}, "metrics.path: there is no such field"),
+    ({"component": {"placement": "SPREAD"}}, "component.placement: there is no such field"),
+    ({"image": None, "role": None, "create_role": True, "push": "slipway:gpu"}, "account: missing"),
+    ({"upload": "model/"}, "upload is set; expected an s3:// prefix as model"),
+    ({"volume_gb": 200}, "volume_gb is 200; expected none, as ml.g6e.xlarge has disks of its own"),
+    (
+        {
+            "instance_type": None,
+            "volume_gb": 9,
+            "pools": [
+                {"instance_type": "ml.c7i.xlarge", "priority": 1},
+                {"instance_type": "ml.c6gd.xlarge", "priority": 2},
+            ],
+        },
+        "ml.c6gd.xlarge has disks of its own",
+    ),
+    ({"prefix_length": 2048}, 'expected routing "PREFIX_AWARE" beside it'),
+    ({"vpc": {"subnets": ["subnet-1"]}}, "vpc.security_groups: missing"),
+    ({"metrics": {"period": 15}}, "expected one of 10, 30, 60"),
+    ({"rollout": {"strategy": "fast"}}, "expected one of blue-green, canary, linear, rolling"),
+    (
+        {"rollout": {"strategy": "linear", "step_percent": 5}},
+        'rollout.step_percent is 5; expected at least 10, which SageMaker asks of the strategy "linear"',
+    ),
+    ({"nmae": "x"}, "nmae: there is no such field"),
+    ({"vpc": {"subnet": []}}, "vpc.subnet: there is no such field; there are security_groups, subnets"),
+]
+
+
+def _plain(**changes: Any) -> dict[str, Any]:
+    values = {key: value for key, value in VALUES["real_time"].items() if key != "autoscaling"}
+    return {key: value for key, value in laid_over(values, changes).items() if value is not None}
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_is_wrong_is_said_with_field_value_and_what_was_expected(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        read_configuration(_plain(**changes))
+    assert said in "\n".join(raised.value.problems)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        read_configuration(_plain(name="_", instances=0, nmae=1))
+    assert len(raised.value.problems) == 3
+
+
+def test_a_wrong_option_is_named() -> None:
+    given_options = overrides({"instance_type": "g5", "setting": ["autoscaling.max=-1"]})
+    with pytest.raises(ConfigurationError) as raised:
+        read_configuration(laid_over(VALUES["real_time"], given_options.values), given_options.origins)
+    assert 'instance_type is "g5" (--instance-type); ' in raised.value.problems[0]
+    assert 'autoscaling.max is "-1" (--set); ' in raised.value.problems[1]
+
+
+def test_a_wrong_credential_is_not_shown() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        read_configuration(_plain(env={"HF_TOKEN": ["hf_abcdefghijklmnop"]}))
+    assert "abcdefghijklmnop" not in str(raised.value)
+
+
+def test_a_model_from_s3_may_name_its_directory_and_bring_its_own_settings() -> None:
+    adapters = [{"name": "a", "source": "s3://b/a.tar.gz"}]
+    env = {"OPTION_MODEL_ID": "/opt/ml/model/weights"}
+    read = read_configuration(_plain(model="s3://b/m/", component={}, adapters=adapters, env=env))
+    assert read.env["OPTION_MODEL_ID"] == "/opt/ml/model/weights"
+
+
+def test_options_go_before_the_file() -> None:
+    given_options = overrides(
+        {
+            "name": "other",
+            "create_role": False,
+            "role": None,
+            "env": ["A=1", "B=x=y"],
+            "tag": ["team=ads"],
+            "setting": ["autoscaling.max=9", "routing=RANDOM", 'vpc={subnets=["s"], security_groups=["g"]}'],
+        }
+    )
+    read = read_configuration(laid_over(VALUES["real_time"], given_options.values), given_options.origins)
+    assert (read.name, read.env["A"], read.env["B"], read.tags["team"]) == ("other", "1", "x=y", "ads")
+    assert read.env["OPTION_MAX_MODEL_LEN"] == "8192"
+    assert read.autoscaling is not None
+    assert (read.autoscaling.maximum, read.routing) == (9, "RANDOM")
+    assert read.vpc is not None
+
+
+@pytest.mark.parametrize("given_options", [{"env": ["A"]}, {"tag": ["=x"]}, {"setting": ["a"]}, {"setting": ["a="]}])
+def test_options_that_cannot_be_taken_apart_are_refused(given_options: dict[str, list[str]]) -> None:
+    with pytest.raises(WrongOption, match="expected"):
+        overrides(given_options)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_file(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = ")
+    with pytest.raises(ConfigurationError, match="not a TOML file"):
+        read_file(tmp_path / "bad.toml")
+
+
+def test_the_account_comes_from_the_role_and_is_that_of_the_registry() -> None:
+    read = configuration("real_time", image=None, push="slipway:gpu")
+    assert read.account == "111122223333"
+    assert read.image == "111122223333.dkr.ecr.eu-west-1.amazonaws.com/slipway:gpu"
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = st.sampled_from(
+    [
+        *Configuration.__struct_fields__,
+        *("async", "adapters", "nonsense"),
+    ]
+)
+
+
+@settings(deadline=None)
+@example({"instance_type": None})
+@example({"vpc": {"subnets": None, "security_groups": ["sg-1"]}})
+@given(st.dictionaries(_FIELDS, _VALUES, max_size=4))
+def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str, Any]) -> None:
+    problems: tuple[str, ...] = ()
+    try:
+        made = template(read_configuration(laid_over(VALUES["scale_to_zero"], changes)))
+    except ConfigurationError as error:
+        made, problems = {}, error.problems
+    assert bool(made) is not bool(problems)
+    assert all(problem.isprintable() for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-1-8b-instruct"),
+        ("s3://bucket/models/llama/", "llama"),
+        ("s3://bucket/llama.tar.gz", "llama"),
+        ("s3://bucket/", "bucket"),
+        ("s3://bucket", "bucket"),
+        ("___", ""),
+    ],
+)
+def test_a_name_is_made_of_the_model(model: str, name: str) -> None:
+    assert name_from_model(model) == name
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_whatever_the_model_its_name_is_one_or_empty(model: str) -> None:
+    name = name_from_model(model)
+    assert not name or (re.fullmatch("[a-zA-Z0-9](-*[a-zA-Z0-9])*", name) and len(name) <= LONGEST_NAME)
+
+
+def test_every_example_is_toml_with_its_own_command_in_it() -> None:
+    examples = sorted((ROOT / "examples/deploy").glob("*.toml"))
+    assert len(examples) == 6
+    for path in examples:
+        text = path.read_text()
+        assert tomllib.loads(text)["name"]
+        assert f"slipway deploy examples/deploy/{path.name} --dry-run" in text

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import io
+import json
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from botocore.exceptions import EventStreamError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.local.invocation import payload_part
+from deploy.sagemaker import invoke
+from deploy.sagemaker.aws import Aws
+
+
+class Stream:
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+        self.closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for event in self._events:
+            if isinstance(event, Exception):
+                raise event
+            yield {"PayloadPart": {"Bytes": event}}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Runtime:
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.calls: list[dict[str, Any]] = []
+
+    def invoke_endpoint(self, **parameters: Any) -> dict[str, Any]:
+        self.calls.append(parameters)
+        return {"Body": self.body, "OutputLocation": "s3://answers/1"}
+
+    invoke_endpoint_with_response_stream = invoke_endpoint_async = invoke_endpoint
+
+
+def test_an_answer_is_given_as_it_came() -> None:
+    runtime = Runtime(io.BytesIO(b'{"generated_text": "x"}'))
+    request = invoke.body("Hi", max_new_tokens=3, chat=False, stream=False)
+    assert invoke.invoke(runtime, "e", request, "c") == b'{"generated_text": "x"}'
+    assert runtime.calls[0] == {
+        "EndpointName": "e",
+        "Body": b'{"inputs": "Hi", "parameters": {"max_new_tokens": 3}}',
+        "ContentType": "application/json",
+        "InferenceComponentName": "c",
+    }
+
+
+def test_a_chat_is_asked_in_a_chats_form() -> None:
+    asked = json.loads(invoke.body("Hi", max_new_tokens=3, chat=True, stream=True))
+    assert asked == {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
+
+
+def test_a_stream_gives_its_pieces_and_is_closed() -> None:
+    stream = Stream([b"a", b"b"])
+    assert list(invoke.invoke_stream(Runtime(stream), "e", b"{}")) == [b"a", b"b"]
+    assert stream.closed
+
+
+def test_a_stream_that_breaks_says_so_after_what_came() -> None:
+    broken = EventStreamError({"Error": {"Code": "ModelStreamError", "Message": "out of time"}}, "Invoke")
+    pieces = invoke.invoke_stream(Runtime(Stream([b"a", broken])), "e", b"{}")
+    assert next(pieces) == b"a"
+    with pytest.raises(invoke.StreamBroken, match="out of time"):
+        next(pieces)
+
+
+def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = payload_part(b"a")
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.amazon.eventstream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(head + b"%x\r\n%s\r\n" % (len(part), part))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for name, value in (
+            ("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{listener.getsockname()[1]}"),
+            ("AWS_ACCESS_KEY_ID", "local"),
+            ("AWS_SECRET_ACCESS_KEY", "local"),
+        ):
+            monkeypatch.setenv(name, value)
+        server = threading.Thread(target=answer, args=(listener,))
+        server.start()
+        pieces = invoke.invoke_stream(Aws("eu-west-1").client("sagemaker-runtime"), "e", b"{}")
+        assert next(pieces) == b"a"
+        with pytest.raises(invoke.StreamBroken, match="the connection broke"):
+            next(pieces)
+        server.join(10)
+
+
+def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
+    assert invoke.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (b'{"token": {"id": 1, "text": " Paris"}}\n{"token": {"text": "."}, "generated_text": " Paris."}\n', " Paris."),
+        (b'data: {"token": {"text": "a"}}\n\ndata: {"token": {"text": "b"}}\n\n', "ab"),
+        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n\n', "a"),
+        (b'{"choices": [{"text": "a"}]}\n', "a"),
+        (b"not json", "not json\n"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_texts_come_out_of_every_format_however_it_is_cut(lines: bytes, text: str, size: int) -> None:
+    pieces = (lines[start : start + size] for start in range(0, len(lines), size))
+    assert "".join(invoke.texts(pieces)) == text
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'{"error": "no", "code": 424}',
+        b'{"token": {"id": -1, "text": ""}, "details": {"finish_reason": "error"}, "error": "no", "code": 424}',
+        b'data: {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "error"}], "error": "no"}',
+        b'data: {"error": {"message": "no", "code": 500}}',
+    ],
+)
+def test_an_error_of_the_models_within_a_stream_breaks_it_after_what_came(record: bytes) -> None:
+    texts = invoke.texts(iter([b'{"token": {"text": "a"}}\n', record]))
+    assert next(texts) == "a"
+    with pytest.raises(invoke.StreamBroken, match=r'the model failed: .*"no"'):
+        next(texts)
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary()))
+def test_texts_of_anything_are_texts(pieces: list[bytes]) -> None:
+    assert "".join(invoke.texts(iter(pieces))).encode("utf-8", "surrogatepass") is not None
+
+
+def _message(headers: dict[str, str], payload: bytes) -> bytes:
+    """A message of AWS's event stream."""
+    block = b"".join(
+        bytes([len(name)]) + name.encode() + b"\x07" + struct.pack(">H", len(value)) + value.encode()
+        for name, value in headers.items()
+    )
+    prelude = struct.pack(">II", 16 + len(block) + len(payload), len(block))
+    body = prelude + struct.pack(">I", zlib.crc32(prelude)) + block + payload
+    return body + struct.pack(">I", zlib.crc32(body))
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        status, media_type, body = 200, "application/json", b'{"echo": ' + asked + b"}"
+        if self.path == "/endpoints/refused/invocations":
+            status, body = 424, b'{"Message": "no", "OriginalStatusCode": 424, "OriginalMessage": "wrong"}'
+        if self.path == "/endpoints/my-llm/invocations-response-stream":
+            media_type = "application/vnd.amazon.eventstream"
+            event = {":message-type": "event", ":event-type": "PayloadPart"}
+            body = _message(event, b'{"token": {"text": " Pa') + _message(event, b'ris"}}\n')
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(body)))
+        if status != 200:
+            self.send_header("x-amzn-ErrorType", "ModelError")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a test's output is its own."""
+
+
+@pytest.fixture
+def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with HTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("_runtime")
+def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
+    plain = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--max-new-tokens", "3"])
+    assert plain.stdout == '{"echo": {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}}\n'
+    streamed = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--stream"])
+    assert streamed.stdout == " Paris\n"
+    refused = CliRunner().invoke(app, ["invoke", "refused", "--body", "{}"])
+    assert refused.exit_code == 1
+    assert "ModelError" in refused.stderr

@@ -1,0 +1,180 @@
+"""The commands against moto's AWS: whatever of a stack moto has."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from moto import mock_aws
+from moto.sagemaker.models import FakeEndpoint
+from typer.testing import CliRunner, Result
+
+from deploy.cli import app
+from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
+from tests.unit.deploy.sagemaker.formation import SESSION
+
+# moto has no scaling and no inference components in stacks, and no check of roles.
+SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--instance-type", "ml.g4dn.xlarge", "--image", IMAGE]
+GIVEN = [*SHORT, "--role", ROLE]
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def _no_components(**more: Any) -> tuple[Any, dict[str, Any]]:
+    return SimpleNamespace(status_code=200), {"InferenceComponents": []}
+
+
+@pytest.fixture(autouse=True)
+def _aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # AWS calls the endpoint as the template says; moto gives it a name of its own.
+    monkeypatch.setattr(FakeEndpoint, "cloudformation_name_type", staticmethod(lambda: "EndpointName"))
+    monkeypatch.setattr("boto3.Session", lambda **more: SESSION)
+    # moto has no inference components.
+    listing = "before-call.sagemaker.ListInferenceComponents"
+    SESSION.events.register(listing, _no_components)
+    with mock_aws():
+        yield
+    SESSION.events.unregister(listing, _no_components)
+
+
+def _there() -> dict[str, int]:
+    sagemaker: Any = SESSION.client("sagemaker")
+    return {
+        "models": len(sagemaker.list_models()["Models"]),
+        "configurations": len(sagemaker.list_endpoint_configs()["EndpointConfigs"]),
+        "endpoints": len(sagemaker.list_endpoints()["Endpoints"]),
+        "roles": len(SESSION.client("iam").list_roles()["Roles"]),
+        "stacks": len(SESSION.client("cloudformation").describe_stacks()["Stacks"]),
+    }
+
+
+def test_a_deployment_is_made_kept_updated_and_removed() -> None:
+    made = _run("deploy", "--no-check", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    assert (made.exit_code, made.stdout) == (0, "my-llm is in service\n"), made.output
+    assert _there() == {"models": 1, "configurations": 1, "endpoints": 1, "roles": 0, "stacks": 1}
+    sagemaker: Any = SESSION.client("sagemaker")
+    first = sagemaker.describe_endpoint(EndpointName="my-llm")
+    config = sagemaker.describe_endpoint_config(EndpointConfigName=first["EndpointConfigName"])
+    variant = config["ProductionVariants"][0]
+    assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g4dn.xlarge", 1)
+    model = sagemaker.describe_model(ModelName=variant["ModelName"])
+    assert model["PrimaryContainer"]["Environment"] == {"OPTION_DTYPE": "fp16"}
+    assert model["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://models/llama/"
+    assert sagemaker.list_tags(ResourceArn=first["EndpointArn"])["Tags"] == [{"Key": "team", "Value": "ads"}]
+
+    again = _run("deploy", "--no-check", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    assert (again.exit_code, again.stdout) == (0, "my-llm is in service\n"), again.output
+    other = _run("deploy", "--no-check", *GIVEN, "--env", "OPTION_DTYPE=bf16")
+    assert other.exit_code == 3
+    assert "my-llm is there and differs in " in other.stderr
+    assert "`slipway update` changes it" in other.stderr
+
+    updated = _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16")
+    assert (updated.exit_code, updated.stdout) == (0, "my-llm is updated\n"), updated.output
+    assert _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16").stdout == "my-llm is up to date\n"
+
+    shown = json.loads(_run("status", "my-llm", "--json").stdout)
+    assert (shown["status"], shown["stack"]) == ("InService", "UPDATE_COMPLETE")
+    dry = _run("destroy", "my-llm", "--dry-run").stdout
+    assert "would remove: AWS::SageMaker::Endpoint " in dry
+    gone = _run("destroy", "my-llm")
+    assert gone.exit_code == 0
+    assert "removed: AWS::SageMaker::Endpoint " in gone.stdout
+    assert set(_there().values()) == {0}
+    assert _run("destroy", "my-llm").stdout == "there is nothing of my-llm\n"
+
+
+def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
+    assert _run("deploy", *SHORT, "--create-role").exit_code == 0
+    iam: Any = SESSION.client("iam")
+    (role,) = iam.list_roles()["Roles"]
+    assert role["RoleName"].startswith("slipway-my-llm-")
+    (name,) = iam.list_role_policies(RoleName=role["RoleName"])["PolicyNames"]
+    document = iam.get_role_policy(RoleName=role["RoleName"], PolicyName=name)["PolicyDocument"]
+    read = next(each for each in document["Statement"] if each["Sid"] == "Read")
+    assert read["Resource"] == ["arn:aws:s3:::models/llama/*"]
+    assert _run("destroy", "my-llm").exit_code == 0
+    assert iam.list_roles()["Roles"] == []
+
+
+def test_a_dry_run_shows_what_would_change_and_leaves_nothing() -> None:
+    before = _there()
+    new = _run("deploy", "--no-check", *GIVEN, "--dry-run")
+    assert new.exit_code == 0, new.output
+    assert "AWS::SageMaker::EndpointConfig" in new.stdout
+    assert "A new stack" in new.stderr
+    assert "Endpoint " in new.stderr
+    assert _there() == before
+    _run("deploy", "--no-check", *GIVEN)
+    assert "nothing would change" in _run("update", *GIVEN, "--dry-run").stderr
+    assert "Changes" in _run("update", *GIVEN, "--env", "A=1", "--dry-run").stderr
+    assert "OPTION" not in json.dumps(_run("status", "my-llm", "--json").stdout)
+    assert _run("update", *GIVEN).stdout == "my-llm is up to date\n"
+
+
+def test_an_endpoint_that_slipway_has_not_made_is_kept() -> None:
+    sagemaker: Any = SESSION.client("sagemaker")
+    sagemaker.create_model(ModelName="theirs", ExecutionRoleArn=ROLE, PrimaryContainer={"Image": IMAGE})
+    sagemaker.create_endpoint_config(
+        EndpointConfigName="theirs",
+        ProductionVariants=[
+            {
+                "VariantName": "a",
+                "ModelName": "theirs",
+                "InstanceType": "ml.g4dn.xlarge",
+                "InitialInstanceCount": 1,
+            }
+        ],
+    )
+    sagemaker.create_endpoint(EndpointName="my-llm", EndpointConfigName="theirs")
+    done = _run("destroy", "my-llm")
+    assert done.exit_code == 3
+    assert done.stderr == "slipway: the endpoint my-llm is there, and no stack of Slipway has made it: kept\n"
+    assert _there()["endpoints"] == 1
+
+
+def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) -> None:
+    s3: Any = SESSION.client("s3")
+    s3.create_bucket(Bucket="models", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer/vocab.txt").write_text("a")
+    for path in tmp_path.rglob("*.*"):
+        os.utime(path, (0, 0))
+    made = _run("deploy", "--no-check", *GIVEN, "--upload", str(tmp_path))
+    assert made.exit_code == 0, made.output
+    keys = [entry["Key"] for entry in s3.list_objects_v2(Bucket="models")["Contents"]]
+    assert keys == ["llama/config.json", "llama/tokenizer/vocab.txt"]
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    again = _run("update", *GIVEN, "--upload", str(tmp_path))
+    assert again.stderr.count("uploading") == 1
+    assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
+    assert "has been sent again, and what runs stays as it is" in again.stderr
+
+
+def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
+    done = _run("deploy", "--no-check", *GIVEN, "--upload", "/nowhere")
+    assert done.exit_code == 1
+    assert done.stderr.endswith("slipway: /nowhere: there is no directory with files in it\n")
+    assert _there()["stacks"] == 0
+
+
+def test_an_image_repository_goes_with_its_deployment_alone() -> None:
+    ecr: Any = SESSION.client("ecr")
+    ecr.create_repository(repositoryName="ours", tags=[{"Key": "slipway:endpoint", "Value": "my-llm"}])
+    ecr.create_repository(repositoryName="theirs")
+    kept = _run("destroy", "my-llm", "--repository", "theirs")
+    assert (kept.exit_code, kept.stderr) == (3, "slipway: not of this deployment, kept: image repository theirs\n")
+    assert _run("destroy", "my-llm", "--repository", "ours", "--dry-run").stdout == (
+        "would remove: image repository ours\n"
+    )
+    assert _run("destroy", "my-llm", "--repository", "ours").stdout == "removed: image repository ours\n"
+    assert [each["repositoryName"] for each in ecr.describe_repositories()["repositories"]] == ["theirs"]
+    assert _run("destroy", "my-llm", "--repository", "ours").stdout == "there is nothing of my-llm\n"

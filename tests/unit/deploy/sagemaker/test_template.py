@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from cfnlint.api import lint
+from cfnlint.config import ManualArgs
+from hypothesis import Phase, given, settings
+
+from deploy.sagemaker.configuration import Configuration, Rollout, laid_over, read_configuration, read_file
+from deploy.sagemaker.stack import LONGEST_TEMPLATE
+from deploy.sagemaker.template import as_yaml, parameter_values, template
+from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
+from tests.unit.deploy.sagemaker.matrix import configurations
+
+ROOT = Path(__file__).parents[4]
+_LINT = ManualArgs(regions=["eu-west-1", "us-east-1"])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_template_is_what_cloudformation_allows(name: str) -> None:
+    assert lint(as_yaml(template(configuration(name))), config=_LINT) == []
+
+
+@settings(deadline=None, max_examples=15, phases=[Phase.explicit, Phase.generate])
+@given(configurations())
+def test_a_template_of_any_configuration_is_what_cloudformation_allows(read: Configuration) -> None:
+    assert lint(as_yaml(template(read)), config=_LINT) == []
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"strategy": strategy, "step_percent": 25, "alarms": ["errors"]}
+        for strategy in ("blue-green", "canary", "linear", "rolling")
+    ],
+    ids=lambda rollout: rollout["strategy"],
+)
+@pytest.mark.parametrize("name", ["real_time", "adapters"])
+def test_every_rollout_is_what_cloudformation_allows(name: str, rollout: dict[str, Any]) -> None:
+    made = template(configuration(name, rollout=rollout))
+    assert lint(as_yaml(made), config=_LINT) == []
+    config = made["Resources"]["Endpoint"]["Properties"]["DeploymentConfig"]
+    assert config["AutoRollbackConfiguration"] == {"Alarms": [{"AlarmName": "errors"}]}
+
+
+RESOURCES = {
+    "real_time": ["Model", "EndpointConfiguration", "Endpoint", "ScalableTarget", "ScalingPolicyTracking"],
+    "asynchronous": [
+        *("Model", "EndpointConfiguration", "Endpoint", "ScalableTarget"),
+        *("ScalingPolicyTracking", "ScalingPolicyFromZero", "Alarm"),
+    ],
+    "scale_to_zero": [
+        *("Model", "EndpointConfiguration", "Endpoint", "InferenceComponent", "ScalableTarget"),
+        *("ScalingPolicyTracking", "ScalingPolicyFromZero", "Alarm"),
+    ],
+    "adapters": [
+        *("Model", "EndpointConfiguration", "Endpoint", "InferenceComponent", "AdapterFrench", "AdapterGerman"),
+    ],
+    "private": ["Model", "EndpointConfiguration", "Endpoint"],
+}
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_a_template_has_all_of_a_deployment(name: str) -> None:
+    made = template(configuration(name))
+    assert list(made["Resources"]) == RESOURCES[name]
+    assert yaml.safe_load(as_yaml(made)) == made
+    assert "&id" not in as_yaml(made)
+
+
+def test_a_role_that_is_made_has_its_policy_before_anything_needs_it() -> None:
+    made = template(configuration("everything"))["Resources"]
+    policy = next(name for name in made if name.startswith("Policy"))
+    assert made[policy]["Properties"]["Roles"] == [{"Ref": "Role"}]
+    assert "RoleName" not in made["Role"]["Properties"]
+    for name in ("Model", "EndpointConfiguration"):
+        assert made[name]["DependsOn"] == policy
+        assert made[name]["Properties"]["ExecutionRoleArn"] == {"Fn::GetAtt": ["Role", "Arn"]}
+    # Another content is another policy, which is made before the old one goes.
+    changed = template(configuration("everything", model="s3://models/other/"))["Resources"]
+    assert policy not in changed
+
+
+def test_nothing_that_is_replaced_has_a_name_of_its_own() -> None:
+    for name in VALUES:
+        made = template(configuration(name))["Resources"]
+        for resource, key in (("Model", "ModelName"), ("EndpointConfiguration", "EndpointConfigName")):
+            assert key not in made[resource]["Properties"]
+
+
+def test_scaling_comes_after_what_is_scaled_and_adapters_after_the_model() -> None:
+    made = template(configuration("everything"))["Resources"]
+    after = {name: each.get("DependsOn") for name, each in made.items()}
+    assert after["InferenceComponent"] == "Endpoint"
+    assert after["AdapterFrench"] == after["ScalableTarget"] == "InferenceComponent"
+    assert after["ScalingPolicyTracking"] == after["ScalingPolicyFromZero"] == "ScalableTarget"
+    assert made["Alarm"]["Properties"]["AlarmActions"] == [{"Ref": "ScalingPolicyFromZero"}]
+    assert template(configuration("real_time"))["Resources"]["ScalableTarget"]["DependsOn"] == "Endpoint"
+
+
+@settings(deadline=None, max_examples=100)
+@given(configurations())
+def test_a_rollout_is_how_an_update_replaces_what_runs(read: Configuration) -> None:
+    for each in template(read)["Resources"].values():
+        rolls = each["Type"] == "AWS::SageMaker::Endpoint" or "ModelName" in each["Properties"].get("Specification", {})
+        assert ("DeploymentConfig" in each["Properties"]) is (rolls and read.rollout != Rollout())
+
+
+@settings(deadline=None, max_examples=100)
+@given(configurations())
+def test_every_arn_and_image_is_of_the_regions_partition(read: Configuration) -> None:
+    text = json.dumps(template(read))
+    aws = {"cn-north-1": "aws-cn", "us-gov-west-1": "aws-us-gov", "eusc-de-east-1": "aws-eusc"}.get(read.region, "aws")
+    assert set(re.findall(r"arn:(aws[a-z-]*|\$\{AWS::Partition\}):", text)) <= {aws, "${AWS::Partition}"}
+    assert (".amazonaws.com.cn/" in text) is (aws == "aws-cn")
+
+
+def _resolved(made: dict[str, Any], parameters: dict[str, str]) -> Any:
+    """The resources with the parameters put in; what refers to other resources stays."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if set(value) == {"Ref"}:
+            return parameters.get(value["Ref"], value)
+        if set(value) == {"Fn::Sub"}:
+            return value["Fn::Sub"].replace("${Name}", parameters["Name"])
+        return {key: walk(item) for key, item in value.items()}
+
+    return walk(made["Resources"])
+
+
+@settings(deadline=None, max_examples=100)
+@given(configurations(), configurations())
+def test_a_templates_name_can_be_any(read: Configuration, other: Configuration) -> None:
+    renamed = msgspec.structs.replace(read, name=other.name)
+    values = {**parameter_values(read), "Name": other.name}
+    assert _resolved(template(read), values) == _resolved(template(renamed), parameter_values(renamed))
+
+
+@settings(deadline=None, max_examples=100)
+@given(configurations())
+def test_the_container_gets_its_environment(read: Configuration) -> None:
+    container = _resolved(template(read), parameter_values(read))["Model"]["Properties"]["PrimaryContainer"]
+    hub = {} if read.from_s3 else {"HF_MODEL_ID": read.model}
+    assert container.get("Environment", {}) == hub | read.env
+
+
+def test_an_instance_without_disks_of_its_own_gets_a_volume_of_the_size_that_is_asked_for() -> None:
+    made = template(configuration("private", instance_type="ml.c7i.4xlarge", volume_gb=200))["Resources"]
+    assert made["EndpointConfiguration"]["Properties"]["ProductionVariants"][0]["VolumeSizeInGB"] == 200
+
+
+def test_secrets_of_similar_names_stay_apart() -> None:
+    env = {"HF_TOKEN": "first", "HF__TOKEN": "second"}
+    read = configuration("private", network_isolation=False, env=env)
+    container = _resolved(template(read), parameter_values(read))["Model"]["Properties"]["PrimaryContainer"]
+    assert container["Environment"] == env
+
+
+def test_text_of_a_location_is_not_taken_for_cloudformations() -> None:
+    read = configuration("everything", model="s3://models/${Name}/")
+    policy = next(each for name, each in template(read)["Resources"].items() if name.startswith("Policy"))
+    statement = next(each for each in policy["Properties"]["PolicyDocument"]["Statement"] if each["Sid"] == "Read")
+    assert statement["Resource"][0] == {"Fn::Sub": "arn:${AWS::Partition}:s3:::models/${!Name}/*"}
+
+
+def test_a_template_that_makes_the_role_has_no_parameters_that_the_roles_policy_would_not_follow() -> None:
+    assert list(template(configuration("private", create_role=True, role=None))["Parameters"]) == [
+        "Name",
+        "InstanceType",
+    ]
+
+
+def test_a_hundred_adapters_are_short_enough() -> None:
+    adapters = [{"name": f"adapter-{index}", "source": f"s3://adapters/{index}.tar.gz"} for index in range(100)]
+    made = json.dumps(template(configuration("adapters", adapters=adapters)), separators=(",", ":"))
+    assert len(made) < LONGEST_TEMPLATE
+
+
+def test_a_template_holds_no_credentials() -> None:
+    made = template(configuration("real_time"))
+    assert "hf_abcdefghijklmnop" not in as_yaml(made)
+    assert made["Parameters"]["EnvHfToken"]["NoEcho"] is True
+    assert parameter_values(configuration("real_time"))["EnvHfToken"] == "hf_abcdefghijklmnop"
+
+
+def test_the_template_in_the_repository_is_that_of_the_example() -> None:
+    values = laid_over(read_file(ROOT / "examples/deploy/real_time.toml"), {"region": REGION})
+    written = (ROOT / "deploy/templates/endpoint.yaml").read_text()
+    assert written == as_yaml(template(read_configuration(values)))
