@@ -36,6 +36,8 @@ _NOTHING_THERE = "no object found"
 """s5cmd's message for a pattern that matches nothing."""
 _Stamp = frozenset[tuple[str, int, int]]
 
+__all__ = ["NEW_SESSION", "Session", "SessionManager"]
+
 
 class SessionManager:
     """All sessions under one directory."""

@@ -10,7 +10,7 @@ import time
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from deploy.local.errors import RuntimeApiError, constraint_violation, service_unavailable, validation_error
 from deploy.local.invocation import Answer, Invocation, Invoker
@@ -53,24 +53,16 @@ class _Waiting:
     timeout: int
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The caller's immediate answer."""
-
-    inference_id: str
-    headers: Headers
-
-
 class AsyncInvocations:
     """Accepts calls now and makes them later, in order."""
 
-    def __init__(self, invoker: Invoker, store: OutputStore) -> None:
+    def __init__(self, invoker: Invoker, store: Folder | Bucket) -> None:
         self._invoker, self._store = invoker, store
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(QUEUE_SIZE)
         self._workers: list[asyncio.Task[None]] = []
 
-    def accept(self, invocation: Invocation) -> Accepted:
-        """Queue a call.
+    def accept(self, invocation: Invocation) -> tuple[str, Headers]:
+        """Queue a call. Returns its inference id, and headers with the places of its result and of its error.
 
         Raises:
             RuntimeApiError: ValidationError, a parameter is wrong; ServiceUnavailable, the queue is full.
@@ -89,7 +81,7 @@ class AsyncInvocations:
             (b"x-amzn-sagemaker-outputlocation", output.encode("ascii")),
             (b"x-amzn-sagemaker-failurelocation", failure.encode("ascii")),
         ]
-        return Accepted(call.inference_id, headers)
+        return call.inference_id, headers
 
     async def close(self) -> None:
         """End the workers. Unfinished calls fail; their errors are written as far as a few seconds allow."""
@@ -195,11 +187,15 @@ class StoreError(Exception):
     """An object cannot be read or written; the text says which and why."""
 
 
-class OutputStore(Protocol):
-    """A place for results. Each is written whole or not at all."""
+class Folder:
+    """Results as files. Each is written whole or not at all."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.resolve()
 
     def location(self, key: str) -> str:
         """The URI of a result."""
+        return (self._directory / key).as_uri()
 
     def write(self, key: str, data: bytes, content_type: str) -> None:
         """Write a result. Blocks.
@@ -207,23 +203,6 @@ class OutputStore(Protocol):
         Raises:
             StoreError: it cannot be written.
         """
-
-
-def output_store(place: str) -> OutputStore:
-    """The store for a folder's path or an `s3://` URI."""
-    return Bucket(place) if place.startswith(_S3) else Folder(Path(place))
-
-
-class Folder:
-    """A folder of this machine."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory.resolve()
-
-    def location(self, key: str) -> str:
-        return (self._directory / key).as_uri()
-
-    def write(self, key: str, data: bytes, content_type: str) -> None:
         path = self._directory / key
         unfinished: str | None = None
         try:
@@ -239,7 +218,7 @@ class Folder:
 
 
 class Bucket:
-    """A prefix of an S3 bucket."""
+    """Results as objects of an S3 bucket; the same methods as those of `Folder`."""
 
     def __init__(self, uri: str) -> None:
         """`uri`: `s3://bucket/prefix`."""
@@ -258,6 +237,11 @@ class Bucket:
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
+
+
+def output_store(place: str) -> Folder | Bucket:
+    """The store for a folder's path or an `s3://` URI."""
+    return Bucket(place) if place.startswith(_S3) else Folder(Path(place))
 
 
 def split_s3(uri: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,17 +27,13 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 _Components = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option("--component", help="An inference component that is the base model; repeatable."),
+    list[str] | None, typer.Option(help="An inference component that is the base model; repeatable.")
 ]
 _Adapters = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option("--adapter", help="An inference component that is an adapter, NAME or NAME=SOURCE; repeatable."),
+    list[str] | None,
+    typer.Option(help="An inference component that is an adapter, NAME or NAME=SOURCE; repeatable."),
 ]
-_AsyncOutput = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--async-output", help="Folder or s3:// URI for results of asynchronous invocations."),
-]
+_AsyncOutput = Annotated[str | None, typer.Option(help="Folder or s3:// URI for results of asynchronous invocations.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -53,10 +49,8 @@ def serve(
     host: cli.Host = None,
     model_name: cli.ModelName = None,
     local_endpoint: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            "--local-endpoint", help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."
-        ),
+        list[str] | None,
+        typer.Option(help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."),
     ] = None,
     adapter: _Adapters = None,
     component: _Components = None,
@@ -80,22 +74,18 @@ def serve(
 
 def local(
     container: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="URL of a container that runs already; without it, one is started."),
+        str | None, typer.Option(help="URL of a container that runs already; without it, one is started.")
     ] = None,
     model_dir: cli.ModelDir = None,
     model_name: cli.ModelName = None,
     port: Annotated[int, typer.Option("--port", "-p", min=1, max=65535, help="Port to listen on.")] = 8080,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     endpoint_name: Annotated[
         list[str], typer.Option("--endpoint-name", "-e", help="An endpoint's name; repeatable.")
     ] = ["my-endpoint"],  # noqa: B006
     component: _Components = None,
     adapter: _Adapters = None,
-    models_dir: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--models-dir", help="Directory in which TargetModel is looked for."),
-    ] = None,
+    models_dir: Annotated[Path | None, typer.Option(help="Directory in which TargetModel is looked for.")] = None,
     async_output: _AsyncOutput = None,
     max_payload_mb: Annotated[
         int, typer.Option(min=1, max=1024, help="MiB of a request's body and of an answer.")

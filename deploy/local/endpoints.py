@@ -66,7 +66,7 @@ class Endpoints:
 
     def __init__(self, settings: LocalSettings, container: ContainerClient) -> None:
         self._settings = settings
-        self._models = TargetModels(settings.models_dir, container) if settings.models_dir is not None else None
+        self.models = TargetModels(settings.models_dir, container)
 
     def check_name(self, name: str) -> None:
         """Check that an endpoint exists.
@@ -93,31 +93,7 @@ class Endpoints:
             raise validation_error(f"TargetContainerHostname {host}: endpoint {name} has one container, not several.")
         headers = parameters.forwarded + self._adapter(parameters.get("inferenceComponentName"))
         model = parameters.get("targetModel")
-        if model is None:
-            return Route("/invocations", headers)
-        if self._models is None:
-            raise validation_error(f"TargetModel {model}: endpoint {name} is not a multi-model endpoint.")
-        return Route(await self._models.path(name, model), headers)
-
-    def loading(self, parameters: Parameters) -> bool:
-        """Whether the call's target model is being loaded."""
-        model = parameters.get("targetModel")
-        return model is not None and self._models is not None and self._models.loading(model)
-
-    async def lost(self, parameters: Parameters) -> bool:
-        """Whether the container has unloaded the call's target model; if so, `route` loads it again."""
-        model = parameters.get("targetModel")
-        return model is not None and self._models is not None and await self._models.lost(model)
-
-    def container_restarted(self) -> None:
-        """Take all target models for unloaded."""
-        if self._models is not None:
-            self._models.forget()
-
-    async def close(self) -> None:
-        """Cancel the loading of target models."""
-        if self._models is not None:
-            await self._models.close()
+        return Route("/invocations" if model is None else await self.models.path(name, model), headers)
 
     def _adapter(self, component: str | None) -> tuple[tuple[str, str], ...]:
         if component is None:
@@ -134,8 +110,9 @@ class Endpoints:
 class TargetModels:
     """The models below one directory, and which of them the container has loaded."""
 
-    def __init__(self, directory: Path, container: ContainerClient) -> None:
-        self._directory = directory.resolve()
+    def __init__(self, directory: Path | None, container: ContainerClient) -> None:
+        """`directory`: None for endpoints without target models."""
+        self._directory = directory.resolve() if directory is not None else None
         self._container = container
         self._loaded: OrderedDict[str, None] = OrderedDict()
         """The least recently used first."""
@@ -150,7 +127,7 @@ class TargetModels:
             RuntimeApiError: ValidationError, there is no such model; ModelError, the container cannot load it.
             TimeoutError: it takes the container too long.
         """
-        directory = self._find(name)
+        directory = self._find(endpoint, name)
         identity = _identity(name)
         if identity in self._loaded:
             self._loaded.move_to_end(identity)
@@ -158,12 +135,14 @@ class TargetModels:
             await asyncio.shield(self._loads.get(identity) or self._begin(endpoint, identity, directory))
         return f"/models/{identity}/invoke"
 
-    def loading(self, name: str) -> bool:
-        """Whether a target model is being loaded."""
-        return _identity(name) in self._loads
+    def loading(self, name: str | None) -> bool:
+        """Whether a target model is being loaded; False for None, as below."""
+        return name is not None and _identity(name) in self._loads
 
-    async def lost(self, name: str) -> bool:
+    async def lost(self, name: str | None) -> bool:
         """Whether the container has unloaded a target model; if so, the next `path` loads it again."""
+        if name is None:
+            return False
         identity = _identity(name)
         status, _ = await self._ask("GET", f"/models/{identity}", b"")
         if status != _UNKNOWN:
@@ -181,8 +160,10 @@ class TargetModels:
             load.cancel()
         await asyncio.gather(*self._loads.values(), return_exceptions=True)
 
-    def _find(self, name: str) -> Path:
+    def _find(self, endpoint: str, name: str) -> Path:
         """A directory of this name, or of this name without the ending of an archive."""
+        if self._directory is None:
+            raise validation_error(f"TargetModel {name}: endpoint {endpoint} is not a multi-model endpoint.")
         for candidate in (name, name.removesuffix(".tar.gz")):
             directory = (self._directory / candidate.lstrip("/")).resolve()
             if directory.is_relative_to(self._directory) and directory != self._directory and directory.is_dir():

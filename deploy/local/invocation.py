@@ -83,7 +83,7 @@ class Invoker:
             ):
                 body = await read_up_to(response, most or self._settings.max_payload)
         except TimeoutError:
-            if self.endpoints.loading(invocation.parameters):
+            if self.endpoints.models.loading(invocation.parameters.get("targetModel")):
                 raise model_not_ready(invocation.endpoint) from None
             raise model_timed_out(invocation.endpoint) from None
         except ContainerBroken as error:
@@ -147,12 +147,12 @@ class Invoker:
             RuntimeApiError: the call is refused, here or by the container, or does not reach it.
             ContainerBroken: the connection broke.
         """
-        name = invocation.endpoint
+        name, model = invocation.endpoint, invocation.parameters.get("targetModel")
         try:
             await self._readiness.check(name)
             async with contextlib.AsyncExitStack() as replies:
                 response = await replies.enter_async_context(await self._request(invocation))
-                if response.status_code == _NOT_FOUND and await self.endpoints.lost(invocation.parameters):
+                if response.status_code == _NOT_FOUND and await self.endpoints.models.lost(model):
                     # Another client has unloaded the model, or the container was restarted; no model has seen the call.
                     await replies.aclose()
                     response = await replies.enter_async_context(await self._request(invocation))
@@ -163,7 +163,7 @@ class Invoker:
                 yield response
         except ContainerUnreachable as error:
             self._readiness.lost()
-            self.endpoints.container_restarted()
+            self.endpoints.models.forget()
             raise service_unavailable(
                 f"The container of endpoint {name} at {self._settings.container} cannot be reached: {error}"
             ) from error

@@ -91,7 +91,7 @@ class RuntimeApi:
         """End background work, and close all connections."""
         if self._async is not None:
             await self._async.close()
-        await self._invoker.endpoints.close()
+        await self._invoker.endpoints.models.close()
         await self._container.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:
@@ -136,9 +136,9 @@ class RuntimeApi:
                 f"Endpoint {invocation.endpoint} is not asynchronous: it was started without a place for outputs "
                 "(--async-output)."
             )
-        accepted = self._async.accept(invocation)
-        body = json.dumps({"InferenceId": accepted.inference_id}).encode()
-        await _send_reply(send, 202, [_JSON, *common, *accepted.headers], body)
+        inference_id, headers = self._async.accept(invocation)
+        body = json.dumps({"InferenceId": inference_id}).encode()
+        await _send_reply(send, 202, [_JSON, *common, *headers], body)
 
     async def _pass_through(self, scope: Scope, raw_path: bytes, receive: Receive, send: Send) -> None:
         """Act as a plain proxy of the container's path `raw_path`."""
