@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from djl_python.version import __version__
+from djl_python import __version__
 
 TELEMETRY_FILE = "SM_TELEMETRY_LOG_REV_2022_12"
 """Environment variable that names the telemetry log's file."""
