@@ -14,7 +14,7 @@ from handlers.engines.protocol import EngineStartError
 from handlers.errors import GenerationFailed
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from tests.contracts.exchange import MODEL
-from tests.unit.handlers.workers.test_requirements import make_wheel
+from tests.unit.handlers.workers.test_packages import make_wheel
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter
