@@ -169,7 +169,8 @@ class AdapterRegistry:
             options=order.options,
         )
         _check_pin(adapter)
-        return await self._alone(order.name, self._register(adapter))
+        self._check_free(order.name)
+        return await self._complete(self._register(adapter), busy=order.name)
 
     async def update(self, order: AdapterOrder) -> str:
         """Change whether an adapter is preloaded or pinned, and its options. Returns the host's message, or "".
@@ -193,7 +194,8 @@ class AdapterRegistry:
             options={**adapter.options, **order.options},
         )
         _check_pin(changed)
-        return await self._alone(order.name, self._update(changed))
+        self._check_free(order.name)
+        return await self._complete(self._update(changed), busy=order.name)
 
     async def unregister(self, name: str, alias: str = "") -> str:
         """Remove an adapter: new requests for it are refused at once, running ones are completed.
@@ -207,7 +209,7 @@ class AdapterRegistry:
         adapter = self._known(name, alias or name)
         self._check_free(name)
         del self._adapters[name]  # at once, so that no other order finds it
-        return await self._outliving(self._unregister(adapter, alias or adapter.alias))
+        return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
         """End background work."""
@@ -238,27 +240,18 @@ class AdapterRegistry:
         logger.info("adapter %s unregistered", adapter.name)
         return message
 
-    async def _alone(self, name: str, work: Coroutine[Any, Any, str]) -> str:
-        """Carry out an order, unless another one for the name is under way."""
-        try:
-            self._check_free(name)
-        except AdapterConflict:
-            work.close()
-            raise
-        self._busy.add(name)
-        return await self._outliving(work, lambda: self._busy.discard(name))
-
     def _check_free(self, name: str) -> None:
         if name in self._busy:
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
-    async def _outliving(self, work: Coroutine[Any, Any, str], done: Callable[[], None] = lambda: None) -> str:
-        """Wait for the work, which is completed even if this is cancelled."""
+    async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
+        """Wait for the work, which is completed even if this is cancelled; until then the name `busy` is not free."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
+        self._busy.add(busy)
 
         def ended(_: object) -> None:
-            done()
+            self._busy.discard(busy)
             self._tasks.discard(task)
             if not task.cancelled():
                 task.exception()  # mark it as retrieved: the client may have gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -59,22 +60,31 @@ def _run(serving: Coroutine[None, None, None]) -> None:
 
 def _serve_sync(channel: Channel, frames: Iterator[Frame], module: ModuleType, order: LoadOrder) -> None:
     mode = SyncMode(channel, Caller(module, order))
-    try:
+    with _initializing(order):
         _check(mode.initialize())
-    except Exception as error:
-        raise _not_initialized(error, order) from error
     channel.send((Kind.LOADED, 0, b""))
     mode.serve(frames)
 
 
 async def _serve_async(channel: Channel, frames: Iterator[Frame], module: ModuleType, order: LoadOrder) -> None:
     mode = AsyncMode(channel, Caller(module, order))
-    try:
+    with _initializing(order):
         _check(await mode.initialize())
-    except Exception as error:
-        raise _not_initialized(error, order) from error
     channel.send((Kind.LOADED, 0, b""))
     await mode.serve(frames)
+
+
+@contextlib.contextmanager
+def _initializing(order: LoadOrder) -> Iterator[None]:
+    """Make a LoadError of any other error."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        kind = "ran out of memory" if is_out_of_memory(error) else "failed"
+        raise LoadError(f"the handler's initialization {kind}: {_described(error, order)}") from error
 
 
 def _check(output: Output) -> None:
@@ -83,14 +93,6 @@ def _check(output: Output) -> None:
         return
     body = b"".join(map(bytes, output.content.get_values())).decode("utf-8", "replace")
     raise LoadError(f"the handler's initialization answered {output.code} {output.message}: {body}".rstrip(": "))
-
-
-def _not_initialized(error: Exception, order: LoadOrder) -> LoadError:
-    if isinstance(error, LoadError):
-        return error
-    traceback.print_exc()
-    kind = "ran out of memory" if is_out_of_memory(error) else "failed"
-    return LoadError(f"the handler's initialization {kind}: {_described(error, order)}")
 
 
 def load_module(order: LoadOrder) -> ModuleType:
