@@ -233,7 +233,7 @@ def _accepted(item: Input) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSettings:
-    """What is loaded, and how."""
+    """The settings of the handler."""
 
     model: str
     """A directory, or a name on the hub."""

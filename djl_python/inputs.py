@@ -60,7 +60,7 @@ class Input:
         return self.content.get(key) is not None
 
     def is_empty(self) -> bool:
-        """No content entries: the call that initializes the handler."""
+        """Whether there is no content, as in the call that initializes the handler."""
         return self.content.is_empty()
 
     def is_batch(self) -> bool:

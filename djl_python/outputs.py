@@ -59,12 +59,12 @@ class Output:
         return json.dumps(shown, indent=2, default=str)
 
     def set_code(self, code: int) -> Self:
-        """The HTTP status."""
+        """Sets the HTTP status."""
         self.code = code
         return self
 
     def set_message(self, message: str) -> Self:
-        """The reason phrase."""
+        """Sets the reason phrase."""
         self.message = message
         return self
 
@@ -75,7 +75,7 @@ class Output:
         return self.add_as_json({"code": code, "message": message, "error": wire.sendable(error)})
 
     def add_property(self, key: str, val: Any) -> Self:
-        """A response header; sent as `str(val)`."""
+        """Sets a response header, which is sent as `str(val)`."""
         self.properties[key] = val
         return self
 
@@ -136,7 +136,7 @@ class Output:
             yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
-        """A function to call once the answer has been sent."""
+        """Sets a function that is called once the answer has been sent."""
         self.finalize_function = finalize_function
         self.finalize_args = args
         return self

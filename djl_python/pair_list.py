@@ -59,7 +59,7 @@ class PairList:
         return len(self.keys)
 
     def is_empty(self) -> bool:
-        """No pairs."""
+        """Whether there are no pairs."""
         return not self.keys
 
     def get(self, key: str | None) -> Any:

@@ -64,11 +64,11 @@ class Request:
         return self._next_text
 
     def reset_next_token(self) -> None:
-        """The text has been sent."""
+        """Marks the text as sent."""
         self._next_text = ""
 
     def is_last_token(self) -> bool:
-        """The request has finished."""
+        """Whether the request has finished."""
         return self.last_token
 
     def get_content_type(self) -> str | None:
@@ -80,7 +80,7 @@ class Request:
         return self._error_message
 
     def set_error_message(self, error_message: str) -> None:
-        """Why inference failed."""
+        """Sets why inference failed."""
         self._error_message = error_message
 
     def get_error_code(self) -> int | None:
@@ -88,7 +88,7 @@ class Request:
         return self._error_code
 
     def set_error_code(self, code: int) -> None:
-        """The HTTP status of a failure."""
+        """Sets the HTTP status of a failure."""
         self._error_code = code
 
     def get_client_request_id(self) -> str | None:

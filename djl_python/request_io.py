@@ -191,11 +191,11 @@ class TextGenerationOutput(RequestOutput):
         self._sequence(sequence_index).set_next_top_tokens(top_tokens)
 
     def set_best_sequence_index(self, sequence_index: int) -> None:
-        """Which sequence the answer is about."""
+        """Sets the sequence that the answer is about."""
         self.best_sequence_index = sequence_index
 
     def set_finish_reason(self, finish_reason: str, sequence_index: int = 0) -> None:
-        """Why a sequence ended. Raises KeyError if there is no such sequence."""
+        """Sets why a sequence ended. Raises KeyError if there is no such sequence."""
         self.sequences[sequence_index].finish_reason = finish_reason
 
     def get_tokens_as_dict(self, sequence_index: int = 0) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class StreamingUtils:
 def stream_tokens(
     model: Any, tokenizer: Any, inputs: str | list[str], device: Any = None, **parameters: Any
 ) -> Iterator[list[str]]:
-    """Texts of each step, one for each prompt; a prompt that has finished goes on with the padding token's text.
+    """Texts of each step, one for each prompt; a prompt that has finished continues with the padding token's text.
 
     Takes `max_new_tokens` (50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`, `repetition_penalty` and
     `manual_seed`.

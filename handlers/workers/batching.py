@@ -56,7 +56,7 @@ class BatchSettings:
 
     @property
     def overdue(self) -> str:
-        """What a handler did that exceeded `predict_timeout`."""
+        """The end of a sentence about a handler that exceeded `predict_timeout`."""
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
@@ -135,7 +135,7 @@ class _SingleCall:
         self._on_finished = on_finished
         self._cancelled = False
         self._ended = False
-        """No more credit is given: the call has ended, or nobody waits for it."""
+        """The worker gets no more credit: the call has ended or is cancelled."""
         self._uncredited = 0
         """Bytes that the worker has sent and has got no credit for."""
         self._draining: asyncio.Task[None] | None = None
@@ -186,7 +186,7 @@ class _SingleCall:
         self._close()
 
     def _received(self, size: int) -> None:
-        """Count what has come; now and then the worker gets credit for it."""
+        """Count received bytes; from time to time the worker gets credit for them."""
         self._uncredited += size
         if self._uncredited >= _CREDIT_SIZE and self._draining is None and not self._ended:
             self._draining = asyncio.create_task(self._drain())

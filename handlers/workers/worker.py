@@ -324,9 +324,9 @@ class _Process:
             os.killpg(self.pid, number)
 
     async def reap_orphans(self) -> None:
-        """Reap what the ended process has left behind: ours where this is a container's first process.
+        """Reap the killed children of the ended process, which would stay as zombies.
 
-        Otherwise they would stay as zombies. The group has been sent SIGKILL before.
+        They are ours only where this is the first process of a container.
         """
         with contextlib.suppress(ChildProcessError):  # none is ours
             for _ in range(_REAPINGS):
