@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -13,9 +13,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from benchmarks.contracts import CONTRACTS
-from benchmarks.peers import PEERS, Engine, EngineArguments, Shape
-from benchmarks.processes import ServerError
+from benchmarks.bare import EngineLoad
+from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerError
 from benchmarks.report import markdown
 from benchmarks.rounds import Sample, Workload, run
 from benchmarks.tiny_model import prepare_tiny_model
@@ -33,14 +32,13 @@ GPU_ARGUMENTS: EngineArguments = {
     "max_model_len": 2048,
     "max_num_seqs": 1024,
     "enable_prefix_caching": False,
-    # The peers share one GPU. None of them measures how much memory is free while another starts.
+    # The peers share one GPU, and must not size themselves by the memory that is free while others start.
     "gpu_memory_utilization": 0.3,
 }
-KV_CACHE_GIB = 1
 
 
 class Model(StrEnum):
-    """Which workload."""
+    """Which models are served."""
 
     SAMPLE = "a"
     TINY = "b"
@@ -56,30 +54,26 @@ class Device(StrEnum):
 
 def main(
     workload: Annotated[
-        Model, typer.Option(help="a: the sample model; b: the tiny Llama, where the front end is what costs.")
+        Model, typer.Option(help="a: the sample model; b: a tiny Llama, where the front end is the limit.")
     ] = Model.BOTH,
-    model: Annotated[
-        Path | None, typer.Option(help="A model's directory, in the place of the sample model in workload a.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Directory of another model for workload a.")] = None,
     device: Annotated[
-        Device | None, typer.Option(help="What the engines run on; without it a GPU where there is one.")
+        Device | None, typer.Option(help="What the engines run on; by default a GPU if there is one.")
     ] = None,
-    kv_cache_gib: Annotated[int, typer.Option(min=1, help="Memory of each peer's KV cache.")] = KV_CACHE_GIB,
+    kv_cache_gib: Annotated[int, typer.Option(min=1, help="Memory of each peer's KV cache.")] = 1,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32,128",
-    seconds: Annotated[float, typer.Option(help="How long requests are started in each run.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="How long each run starts requests.")] = 4.0,
     timeout: Annotated[
-        float, typer.Option(help="When a run ends at the latest; what is unfinished is an error.")
+        float, typer.Option(help="When a run ends at the latest; unfinished requests are errors.")
     ] = 90.0,
     peers: Annotated[
         str, typer.Option(help="What to compare, separated by commas; ratios are to the first.")
     ] = ",".join(PEERS),
     contracts: Annotated[
-        str, typer.Option(help=f"In which contracts Slipway is asked, separated by commas: {', '.join(CONTRACTS)}.")
+        str, typer.Option(help=f"Contracts in which Slipway is asked, separated by commas: {', '.join(CONTRACTS)}.")
     ] = "lmi",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One short round with 8 and 32 clients, to see that all works.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round with 8 and 32 clients, as a trial.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     samples_file: Annotated[Path | None, typer.Option(help="Write each run's figures here, as JSON.")] = None,
 ) -> None:
@@ -87,16 +81,23 @@ def main(
     if quick:
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit_in_order)
+        signal.signal(number, _exit)
     peer_names = _known(peers, PEERS, "--peers")
     asked = tuple(_known(contracts, CONTRACTS, "--contracts"))
     levels = _levels(concurrency)
     on_gpu = gpu_count() > 0 if device is None else device is Device.GPU
+    names = {Model.SAMPLE: ["sample"], Model.TINY: ["tiny"], Model.BOTH: ["sample", "tiny"]}[workload]
     samples: list[Sample] = []
     try:
-        for name in _workload_names(workload):
-            engine = _engine(name, model, on_gpu, kv_cache_gib)
-            plan = _workload(name, engine, levels, rounds, seconds, timeout, asked)
+        for name in names:
+            plan = Workload(
+                name=name,
+                engine=_engine(name, model, on_gpu, kv_cache_gib),
+                loads=_loads(slow=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
+                concurrency=levels,
+                rounds=rounds,
+                contracts=asked,
+            )
             samples += run(plan, peer_names, log_dir, _say)
     except ServerError as error:
         _say(str(error))
@@ -112,45 +113,23 @@ def main(
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
     tiny = name == "tiny"
     model_dir = prepare_tiny_model() if tiny else model or prepare()
-    # The tiny model as it is stored; others in what vLLM chooses.
+    # The tiny model is stored in float32; for others vLLM chooses.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
     return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
 
 
-def _workload(
-    name: str,
-    engine: Engine,
-    levels: tuple[int, ...],
-    rounds: int,
-    seconds: float,
-    timeout: float,
-    contracts: tuple[str, ...],
-) -> Workload:
-    # The sample model is slow on a CPU.
-    short = name == "sample" and "enforce_eager" in engine.arguments
-    return Workload(
-        name=name,
-        engine=engine,
-        shapes=(
-            Shape(prompt=PROMPT, tokens=32 if short else 128, stream=True),
-            Shape(prompt=PROMPT, tokens=1, stream=False),
-        ),
-        concurrency=levels,
-        rounds=rounds,
-        seconds=seconds,
-        timeout=timeout,
-        contracts=contracts,
+def _loads(*, slow: bool, seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
+    """Streams and one-token answers; `slow`: the streams are short."""
+    return tuple(
+        EngineLoad(prompt=PROMPT, tokens=tokens, stream=stream, concurrency=1, seconds=seconds, timeout=timeout)
+        for tokens, stream in ((32 if slow else 128, True), (1, False))
     )
 
 
-def _workload_names(model: Model) -> Sequence[str]:
-    return {Model.SAMPLE: ["sample"], Model.TINY: ["tiny"], Model.BOTH: ["sample", "tiny"]}[model]
-
-
-def _known(text: str, there_are: Iterable[str], option: str) -> list[str]:
+def _known(text: str, known: Iterable[str], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in there_are]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(there_are)}", param_hint=option)
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(known)}", param_hint=option)
     return names
 
 
@@ -164,7 +143,7 @@ def _levels(text: str) -> tuple[int, ...]:
     return levels
 
 
-def _exit_in_order(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 

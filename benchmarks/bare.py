@@ -1,7 +1,7 @@
-"""The floor: vLLM's `AsyncLLM` without HTTP, under the same load, in a process of its own.
+"""The baseline: vLLM's `AsyncLLM` without HTTP, under the same load, in a process of its own.
 
-Started with the engine's arguments as JSON, it reads one `BareLoad` a line from standard input and answers each with
-one line of figures. Its first line, an empty object, says that it is ready. It ends when its input does.
+Its argument is the engine's arguments as JSON. It reads one `EngineLoad` a line from standard input and answers each
+with a line of figures. Its first line, an empty object, means that it is ready. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import IO, Any
 import msgspec
 import uvloop
 
-from benchmarks.figures import Figures, Tally, Waves, clock
+from benchmarks.load import Figures, Tally, Waves, clock
 
 
-class BareLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One load run on the bare engine."""
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One load run: what every request asks for, from how many clients, for how long."""
 
     prompt: str
     tokens: int
     stream: bool
-    logprobs: bool
+    logprobs: bool = False
     concurrency: int
     seconds: float
     timeout: float
 
 
 class BareRun:
-    """One load run: as many clients as asked for, each a task that iterates over `AsyncLLM.generate`."""
+    """One load run: each client is a task that iterates over `AsyncLLM.generate`."""
 
-    def __init__(self, llm: Any, load: BareLoad) -> None:
+    def __init__(self, llm: Any, load: EngineLoad) -> None:
         self._llm = llm
         self._load = load
         self._tally = Tally()
@@ -65,8 +65,7 @@ class BareRun:
         first = 0.0
         tokens = records = 0
         async for output in self._llm.generate({"prompt": self._load.prompt}, self._sampling, request_id):
-            if not first:
-                first = clock()
+            first = first or clock()
             tokens += len(output.outputs[0].token_ids)
             records += 1
         if tokens == self._load.tokens:
@@ -75,7 +74,7 @@ class BareRun:
             self._tally.failed(f"{tokens} tokens instead of {self._load.tokens}")
 
 
-def _sampling(load: BareLoad) -> Any:
+def _sampling(load: EngineLoad) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -93,21 +92,22 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # With the batch sizes of vLLM's server, which depend on the context.
+    # The context decides the batch sizes; these are those of vLLM's server.
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
     gc.collect()
     gc.freeze()
     try:
         answers.write(b"{}\n")
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-            figures = await BareRun(llm, msgspec.json.decode(line, type=BareLoad)).run()
+            figures = await BareRun(llm, msgspec.json.decode(line, type=EngineLoad)).run()
             answers.write(msgspec.json.encode(figures) + b"\n")
     finally:
         llm.shutdown()
 
 
 def main() -> None:
-    # What libraries print must not get between the answers.
+    """Serve standard input."""
+    # Answers have the original standard output to themselves; what libraries print goes to standard error.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,7 +1,7 @@
-"""A load client that is not the bottleneck: one asyncio protocol per connection, no task and no parsing per token.
+"""The load client: repeats one request on keep-alive connections, with one asyncio protocol for each.
 
-It makes the same request over and over on keep-alive connections. Run it as a process of its own, so that it does not
-share an event loop with what it measures:
+It is not the bottleneck: a token costs no task, and its record is not parsed. Run it as a process of its own, so that
+it does not share an event loop with the server:
 
     python -m benchmarks.load --url http://127.0.0.1:8080/invocations --concurrency 32 --seconds 5 \\
         --body '{"inputs": "Tell me", "parameters": {"max_new_tokens": 64}, "stream": true}' \\
@@ -13,34 +13,188 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import math
 import os
 import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 import uvloop
 
-from benchmarks.figures import Figures, Tally, Waves, clock
-from benchmarks.response import ResponseError, ResponseReader
 from container.server import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0
 SHOWN_ERROR_BYTES = 200
+TAIL_BYTES = 1024
+
+clock = time.perf_counter
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load run measured, over HTTP or on the bare engine. Times are the client's."""
+
+    requests: int
+    """Complete and correct answers."""
+    errors: int
+    error_kinds: dict[str, int]
+    """Each error's message, and how often it occurred."""
+    tokens: int
+    """Of complete answers."""
+    records: int
+    """Streamed records; fewer than `tokens` where a server merged several tokens into one record."""
+    wall_s: float
+    first_p50_ms: float
+    """From sending the request to the first byte of the body, or to the engine's first output."""
+    first_p90_ms: float
+    total_p50_ms: float
+    total_p90_ms: float
+    client_cpu_s: float
+    """CPU time of the process that made the load."""
+    client_real_time: bool = False
+    """Whether that process had real-time priority; see `take_precedence`."""
+
+
+class Tally:
+    """Collects the answers of one load run."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._records = 0
+        self._errors: Counter[str] = Counter()
+        self._first: list[float] = []
+        self._total: list[float] = []
+        self._cpu_started = time.process_time()
+        self._started = clock()
+
+    def answered(self, *, tokens: int, records: int, first_s: float, total_s: float) -> None:
+        self._tokens += tokens
+        self._records += records
+        self._first.append(first_s)
+        self._total.append(total_s)
+
+    def failed(self, error: str) -> None:
+        self._errors[error] += 1
+
+    def figures(self) -> Figures:
+        return Figures(
+            requests=len(self._total),
+            errors=self._errors.total(),
+            error_kinds=dict(self._errors),
+            tokens=self._tokens,
+            records=self._records,
+            wall_s=clock() - self._started,
+            first_p50_ms=1000 * percentile(self._first, 0.5),
+            first_p90_ms=1000 * percentile(self._first, 0.9),
+            total_p50_ms=1000 * percentile(self._total, 0.5),
+            total_p90_ms=1000 * percentile(self._total, 0.9),
+            client_cpu_s=time.process_time() - self._cpu_started,
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; NaN without values."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+class Waves:
+    """Makes all clients send the same number of requests, as many as fit into the time.
+
+    The first client that is ready for its next request opens a wave, if there is time left, and all others join it.
+    So the number of concurrent requests stays the same until nearly the end of the run.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = clock() + seconds
+        self._opened = 1
+
+    def admits(self, made: int) -> bool:
+        """Whether a client that has made this many requests may make another."""
+        if made < self._opened:
+            return True
+        if clock() >= self._deadline:
+            return False
+        self._opened = made + 1
+        return True
+
+
+class ResponseError(Exception):
+    """The server's bytes are not one well-formed response."""
+
+
+class ResponseReader:
+    """Reads one HTTP/1.1 response: counts the marker in its body and keeps the body's end."""
+
+    def __init__(self, marker: bytes = b"") -> None:
+        self.status = 0
+        self.keep_alive = True
+        self.body_bytes = 0
+        self.markers = 0
+        """How often the marker has occurred in the body so far."""
+        self.tail = b""
+        """The last `TAIL_BYTES` of the body."""
+        self.complete = False
+        self._marker = marker
+        self._overlap = len(marker) - 1
+        self._delimited = False
+        self._pieces: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes.
+
+        Raises:
+            ResponseError: they are not part of this response.
+        """
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise ResponseError(str(error)) from error
+        if not self._pieces:
+            return
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        self.body_bytes += len(body)
+        if self._marker:
+            # What is left of a marker at the end of the last piece is too short to be counted twice.
+            before = self.tail[-self._overlap :] if self._overlap else b""
+            self.markers += (before + body).count(self._marker)
+        self.tail = (self.tail + body)[-TAIL_BYTES:]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._delimited |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        if not self._delimited:
+            raise ResponseError("neither Content-Length nor chunked")
+        self.status = self._parser.get_status_code()
+        self.keep_alive = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send, for how long, and how to tell a complete answer."""
+    """What to send, for how long, and how to recognize a complete answer."""
 
     url: str
     body: str
     concurrency: int = 1
     seconds: float = 5.0
-    """No new wave of requests starts after this; those under way finish."""
+    """No wave of requests starts after this; those under way finish."""
     timeout: float = 120.0
-    """After this the run ends, and what is unfinished is an error."""
+    """The run ends after this; what is unfinished is an error."""
     tokens: int = 1
-    """How many tokens a complete answer has."""
+    """Tokens of a complete answer."""
     marker: str = ""
     """Occurs once in each streamed record."""
     end_marker: str = ""
@@ -49,6 +203,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A complete answer has exactly as many records as tokens."""
 
     def request_bytes(self) -> bytes:
+        """The whole HTTP request."""
         url = urlsplit(self.url)
         body = self.body.encode()
         head = (
@@ -59,7 +214,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """One run: its connections, and when each may send."""
+    """One load run: its connections, and when each may send."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -68,7 +223,7 @@ class Load:
         self.tally = Tally()
         self._end_marker = spec.end_marker.encode()
         self._waves = Waves(spec.seconds)
-        self._made: dict[int, int] = {}
+        self._made: Counter[int] = Counter()
         self._clients: dict[int, Client] = {}
         self._idle = asyncio.Event()
 
@@ -79,46 +234,47 @@ class Load:
         self._clients = {client.number: client for client in clients if client}
         for client in clients:
             if client:
-                self.go_on(client)
+                self._continue(client)
             else:
                 self.tally.failed("connection refused or timed out")
         try:
-            await asyncio.wait_for(self._all_left(), self.spec.timeout)
+            if self._clients:
+                await asyncio.wait_for(self._idle.wait(), self.spec.timeout)
         except TimeoutError:
             for client in list(self._clients.values()):
                 client.give_up(f"unfinished after {self.spec.timeout:g} s")
         return self.tally.figures()
 
-    def go_on(self, client: Client) -> None:
-        """Send the client's next request, or let it go."""
-        made = self._made.get(client.number, 0)
-        if self._waves.admits(made):
-            self._made[client.number] = made + 1
-            client.send()
-        else:
-            client.close()
-
     def answered(self, client: Client, answer: ResponseReader, first_s: float, total_s: float) -> None:
-        if wrong := self._what_is_wrong(answer):
-            self.tally.failed(wrong)
+        """The client has read its answer."""
+        if error := self._error(answer):
+            self.tally.failed(error)
         else:
             records = answer.markers
             self.tally.answered(tokens=self.spec.tokens, records=records, first_s=first_s, total_s=total_s)
         if answer.keep_alive:
-            self.go_on(client)
+            self._continue(client)
         else:
             client.close(reopen=True)
 
     def left(self, client: Client, *, reopen: bool) -> None:
         """The client's connection is closed."""
-        if reopen and self._waves.admits(self._made.get(client.number, 0)):
+        if reopen and self._waves.admits(self._made[client.number]):
             client.reopening = asyncio.get_running_loop().create_task(self._reopen(client.number))
             return
         self._clients.pop(client.number, None)
         if not self._clients:
             self._idle.set()
 
-    def _what_is_wrong(self, answer: ResponseReader) -> str | None:
+    def _continue(self, client: Client) -> None:
+        """Send the client's next request, or close its connection."""
+        if self._waves.admits(self._made[client.number]):
+            self._made[client.number] += 1
+            client.send()
+        else:
+            client.close()
+
+    def _error(self, answer: ResponseReader) -> str | None:
         if answer.status != 200:
             return f"status {answer.status}: {answer.tail[:SHOWN_ERROR_BYTES].decode(errors='replace')}"
         if self._end_marker not in answer.tail:
@@ -126,10 +282,6 @@ class Load:
         if self.spec.exact_records and answer.markers != self.spec.tokens:
             return f"{answer.markers} records instead of {self.spec.tokens}"
         return None
-
-    async def _all_left(self) -> None:
-        if self._clients:
-            await self._idle.wait()
 
     async def _connect(self, number: int) -> Client | None:
         url = urlsplit(self.spec.url)
@@ -143,14 +295,14 @@ class Load:
     async def _reopen(self, number: int) -> None:
         if client := await self._connect(number):
             self._clients[number] = client
-            self.go_on(client)
+            self._continue(client)
         else:
             self.tally.failed("connection refused or timed out")
             self.left(self._clients[number], reopen=False)
 
 
 class Client(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection, with one request at a time."""
 
     def __init__(self, load: Load, number: int) -> None:
         self.number = number
@@ -194,9 +346,9 @@ class Client(asyncio.Protocol):
         if self._transport:
             self._transport.close()
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, error: str) -> None:
         self._answer = None
-        self._load.tally.failed(reason)
+        self._load.tally.failed(error)
         if self._transport:
             self._transport.abort()
 
@@ -207,18 +359,11 @@ class Client(asyncio.Protocol):
         self._load.left(self, reopen=self._reopen)
 
 
-def run(spec: LoadSpec) -> Figures:
-    """Make the load from this process."""
-    gc.freeze()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Load(spec).run())
-
-
 def take_precedence() -> bool:
-    """Run this process as soon as it has anything to do, as a client on a machine of its own would; needs privileges.
+    """Give this process real-time priority, as if it had a machine of its own; False where that is not allowed.
 
-    Otherwise, on few cores, an engine that polls can keep the client waiting for a whole answer, and times to the
-    first byte say nothing.
+    Without it, on few cores, a polling engine can keep the client waiting for a whole answer, and the time to the first
+    byte would be the client's waiting.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -228,7 +373,7 @@ def take_precedence() -> bool:
 
 
 def command(spec: LoadSpec) -> list[str]:
-    """The command line that makes this load from a process of its own."""
+    """The command line that makes this load in a process of its own."""
     argv = [sys.executable, "-m", "benchmarks.load"]
     for name, value in msgspec.structs.asdict(spec).items():
         option = "--" + name.replace("_", "-")
@@ -239,24 +384,27 @@ def command(spec: LoadSpec) -> list[str]:
     return argv
 
 
-def _parse(argv: list[str] | None) -> LoadSpec:
+def parse(argv: Sequence[str] | None) -> LoadSpec:
+    """The load that a command line asks for; None: this process's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for spec_field in msgspec.structs.fields(LoadSpec):
-        option = "--" + spec_field.name.replace("_", "-")
-        if spec_field.type is bool:
+    for field in msgspec.structs.fields(LoadSpec):
+        option = "--" + field.name.replace("_", "-")
+        if field.type is bool:
             parser.add_argument(option, action="store_true")
         else:
-            parser.add_argument(option, required=spec_field.required, default=spec_field.default)
+            parser.add_argument(option, required=field.required, default=field.default)
     return msgspec.convert(vars(parser.parse_args(argv)), LoadSpec, strict=False)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the run's figures as one line of JSON."""
-    spec = _parse(argv)
+def main() -> None:
+    """Make the load and print its figures as one line of JSON."""
+    spec = parse(None)
     allow_open_files()
     real_time = take_precedence()
-    figures = msgspec.structs.replace(run(spec), client_real_time=real_time)
-    print(msgspec.json.encode(figures).decode())
+    gc.freeze()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(Load(spec).run())
+    print(msgspec.json.encode(msgspec.structs.replace(figures, client_real_time=real_time)).decode())
 
 
 if __name__ == "__main__":

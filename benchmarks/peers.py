@@ -1,30 +1,47 @@
-"""What is compared: Slipway, vLLM's own API server and the bare engine, all with the same engine arguments."""
+"""What is compared: Slipway, vLLM's own API server and the bare engine, all with the same engine arguments.
+
+Each is a server in a process group of its own, so that all of it can be paused, stopped and accounted for.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import select
+import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from types import TracebackType
+from typing import IO, ClassVar, Self
 
 import msgspec
+import psutil
 
-from benchmarks.bare import BareLoad
-from benchmarks.contracts import ALWAYS_LOGPROBS, CONTRACTS, MODEL, WITH_LOGPROBS, Wording, openai
-from benchmarks.figures import Figures
-from benchmarks.load import LoadSpec, command
-from benchmarks.processes import CpuTime, Server, free_port
+from benchmarks.bare import EngineLoad
+from benchmarks.load import Figures, LoadSpec, command
 
+MODEL = "m"
+"""The served model's name."""
+LOGPROBS = "+logprobs"
+"""Ends the name of a variant whose streams carry log probabilities."""
 START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 10.0
 GRACE_S = 30.0
-"""Beyond a load's own time limit, for its process to start and to end."""
+"""Time for a load's process to start and to end, beside the load's own limit."""
+LOG_TAIL_LINES = 30
+ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker")
+"""In the titles of vLLM's engine process and its workers, which are siblings where a fork server starts them."""
+ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
+"""No server logs a line for each request."""
 
 EngineArguments = Mapping[str, str | int | float | bool]
 
@@ -35,33 +52,227 @@ class Engine:
 
     model_dir: Path
     arguments: EngineArguments
-    """As vLLM's `AsyncEngineArgs` names them, without the model."""
+    """By the names of vLLM's `AsyncEngineArgs`, without the model."""
 
-    def environment(self) -> dict[str, str]:
-        # No server writes a line for each request.
-        return {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
+
+class ServerError(Exception):
+    """A server did not start or died; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Seconds of user and system time since the processes started."""
+
+    front_end: float
+    """All processes but the engine's."""
+    engine: float
+
+    def __sub__(self, earlier: CpuTime) -> CpuTime:
+        return CpuTime(self.front_end - earlier.front_end, self.engine - earlier.engine)
+
+
+class Server:
+    """A process and its children. Leaving the context ends them all."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path, *, pipes: bool = False) -> None:
+        """`pipes`: standard input and output are for requests and answers; else output goes to the log as well."""
+        self.name = name
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                argv,
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipes else output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self._process.stdin
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self._process.stdout
+        return self._process.stdout
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float) -> None:
+        """Wait until the server is ready.
+
+        Raises:
+            ServerError: the process ended, or took longer than `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not ready():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise self.error(f"not ready after {timeout:g} s")
+            time.sleep(0.2)
+
+    def check_alive(self) -> None:
+        if (status := self._process.poll()) is not None:
+            raise self.error(f"ended with status {status}")
+
+    def error(self, what: str) -> ServerError:
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return ServerError("\n".join([f"{self.name}: {what}; the end of its log:", *lines]))
+
+    def cpu_time(self) -> CpuTime:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return _tree_cpu_time(psutil.Process(self._process.pid), engine=False)
+        raise self.error("ended")
+
+    def pause(self) -> None:
+        """Stop all of it: vLLM's workers poll for a second after their last step."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal_all(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Terminate the process, then kill what is left of its group."""
+        self._signal_group(signal.SIGTERM)
+        self.resume()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        self._signal_group(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _signal_all(self, number: int) -> None:
+        """Signal the group and the children that have left it, such as Slipway's engine."""
+        self._signal_group(number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
+    """Add up a process and its children. Raises `psutil.NoSuchProcess` if the process itself is gone."""
+    title = " ".join(process.cmdline())
+    engine = engine or any(name in title for name in ENGINE_PROCESSES)
+    times = process.cpu_times()
+    used = times.user + times.system
+    front_end, of_engine = (0.0, used) if engine else (used, 0.0)
+    for child in process.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = _tree_cpu_time(child, engine=engine)
+            front_end += below.front_end
+            of_engine += below.engine
+    return CpuTime(front_end, of_engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What every request of a load asks for."""
+class Wording:
+    """A load in the words of one wire contract, and how its complete answers are recognized."""
 
-    prompt: str
-    tokens: int
-    stream: bool
+    path: str
+    body: dict[str, object]
+    marker: str = ""
+    """In each record of a stream once."""
+    end_marker: str
+    """In the last bytes of a complete answer."""
+    exact_records: bool = False
+    """A stream has exactly one record for each token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pressure:
-    """How many clients for how long."""
+def lmi(load: EngineLoad) -> Wording:
+    """LMI's rolling batch."""
+    parameters: dict[str, object] = {"max_new_tokens": load.tokens, "ignore_eos_token": True}
+    if load.stream and not load.logprobs:
+        parameters["token_logprobs"] = False
+    return Wording(
+        path="/invocations",
+        body={"inputs": load.prompt, "parameters": parameters, **({"stream": True} if load.stream else {})},
+        marker='"token": {' if load.stream else "",
+        end_marker='"generated_text"',
+        exact_records=load.stream,
+    )
 
-    concurrency: int
-    seconds: float
-    timeout: float
+
+def openai(load: EngineLoad) -> Wording:
+    """OpenAI's completions, with vLLM's own parameters."""
+    body: dict[str, object] = {"model": MODEL, "prompt": load.prompt, "max_tokens": load.tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": load.stream}
+    if load.logprobs:
+        body["logprobs"] = 0  # of the chosen tokens without alternatives, as LMI's streams show them
+    return Wording(
+        path="/v1/completions",
+        body=body,
+        marker="data: {" if load.stream else "",
+        # With the end of sequence ignored, only the limit on tokens ends an answer, so it has exactly that many.
+        end_marker='"finish_reason":"length"',
+    )
+
+
+def triton(load: EngineLoad) -> Wording:
+    """Triton's generate extension, as vLLM's backend for it takes it."""
+    body: dict[str, object] = {"text_input": load.prompt, "max_tokens": load.tokens, "ignore_eos": True}
+    body |= {"temperature": 0, "stream": load.stream, "return_finish_reason": True}
+    if load.logprobs:
+        body |= {"logprobs": 0, "return_logprobs": True}
+    return Wording(
+        path=f"/v2/models/{MODEL}/generate{'_stream' if load.stream else ''}",
+        body=body,
+        marker="data: {" if load.stream else "",
+        end_marker='"finish_reason":"length"',
+        exact_records=load.stream,
+    )
+
+
+def happy_vllm(load: EngineLoad) -> Wording:
+    """happy_vllm's generate, whose streams repeat the whole text with each token."""
+    return Wording(
+        path=f"/v1/generate{'_stream' if load.stream else ''}",
+        body={"prompt": load.prompt, "max_tokens": load.tokens, "ignore_eos": True, "temperature": 0},
+        marker='"responses"' if load.stream else "",
+        end_marker='["length"]',
+        exact_records=load.stream,
+    )
+
+
+def tgi(load: EngineLoad) -> Wording:
+    """TGI's generate. It cannot ignore the end of sequence, so a model that ends early makes errors here."""
+    return Wording(
+        path=f"/generate{'_stream' if load.stream else ''}",
+        body={"inputs": load.prompt, "parameters": {"max_new_tokens": load.tokens, "details": True}},
+        marker='"token":{' if load.stream else "",
+        end_marker='"finish_reason":"length"' if load.stream else '"details":{',
+        exact_records=load.stream,
+    )
+
+
+CONTRACTS: dict[str, Callable[[EngineLoad], Wording]] = {
+    "lmi": lmi,
+    "openai": openai,
+    "triton": triton,
+    "happy_vllm": happy_vllm,
+    "tgi": tgi,
+}
+STREAM_LOGPROBS = {"lmi": (False, True), "openai": (False, True), "triton": (False, True), "tgi": (True,)}
+"""Whether a contract's streams have log probabilities: where they are optional, both are measured."""
 
 
 class Peer(ABC):
-    """One thing compared, and the ways in which it can be asked."""
+    """One of what is compared, and the variants in which it is asked."""
 
     name: ClassVar[str]
     server: Server
@@ -75,71 +286,68 @@ class Peer(ABC):
         """Return when it serves."""
 
     @abstractmethod
-    def variants(self, shape: Shape) -> list[str]:
-        """Names of the ways to ask for this shape; all start with the peer's name."""
+    def load(self, variant: str, load: EngineLoad) -> Figures:
+        """Make the load and return what its client measured."""
 
-    @abstractmethod
-    def load(self, variant: str, shape: Shape, pressure: Pressure) -> Figures:
-        """Make the load, and return what its client saw."""
-
-    def cpu_time(self) -> CpuTime:
-        return self.server.cpu_time()
+    def variants(self, stream: bool) -> list[str]:
+        """Names of the ways to ask; all start with the peer's name."""
+        return [self.name, self.name + LOGPROBS] if stream else [self.name]
 
 
 class HttpPeer(Peer):
-    """A server that the load client talks to."""
+    """A server that the load client asks."""
 
     ready_path: ClassVar[str]
 
+    @abstractmethod
+    def argv(self, engine: Engine, work_dir: Path) -> list[str]:
+        """The server's command line, with the port `self.port` on the loopback address."""
+
+    def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
+        return openai
+
     def start(self, engine: Engine, work_dir: Path) -> Server:
-        self.port = free_port()
-        argv = self.argv(engine, work_dir)
-        self.server = Server(self.name, argv, work_dir / f"{self.name}.log", engine.environment())
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        self.server = Server(self.name, self.argv(engine, work_dir), work_dir / f"{self.name}.log")
         return self.server
-
-    @abstractmethod
-    def argv(self, engine: Engine, work_dir: Path) -> list[str]: ...
-
-    @abstractmethod
-    def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec: ...
-
-    def spec(self, wording: Wording, shape: Shape, pressure: Pressure) -> LoadSpec:
-        return LoadSpec(
-            url=self.url(wording.path),
-            body=json.dumps(wording.body),
-            marker=wording.marker,
-            end_marker=wording.end_marker,
-            tokens=shape.tokens,
-            exact_records=wording.exact_records,
-            concurrency=pressure.concurrency,
-            seconds=pressure.seconds,
-            timeout=pressure.timeout,
-        )
 
     def wait_ready(self) -> None:
         self.server.wait_until(self._is_ready, START_TIMEOUT_S)
 
-    def load(self, variant: str, shape: Shape, pressure: Pressure) -> Figures:
-        argv = command(self.load_spec(variant, shape, pressure))
+    def load(self, variant: str, load: EngineLoad) -> Figures:
+        load = msgspec.structs.replace(load, logprobs=variant.endswith(LOGPROBS))
+        wording = self.wording(variant)(load)
+        spec = LoadSpec(
+            url=self._url(wording.path),
+            body=json.dumps(wording.body),
+            marker=wording.marker,
+            end_marker=wording.end_marker,
+            tokens=load.tokens,
+            exact_records=wording.exact_records,
+            concurrency=load.concurrency,
+            seconds=load.seconds,
+            timeout=load.timeout,
+        )
         finished = subprocess.run(
-            argv, stdout=subprocess.PIPE, check=True, timeout=pressure.timeout + GRACE_S, process_group=0
+            command(spec), stdout=subprocess.PIPE, check=True, timeout=load.timeout + GRACE_S, process_group=0
         )
         self.server.check_alive()
         return msgspec.json.decode(finished.stdout, type=Figures)
 
-    def url(self, path: str) -> str:
+    def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url(self.ready_path), timeout=5) as answer:
+            with urllib.request.urlopen(self._url(self.ready_path), timeout=5) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):
             return False
 
 
 class Slipway(HttpPeer):
-    """Slipway over one contract or several: streams with log probabilities, as LMI's are by default, and without."""
+    """Slipway, asked in one contract or several."""
 
     name = "slipway"
     ready_path = "/ping"
@@ -151,79 +359,52 @@ class Slipway(HttpPeer):
         model_dir = work_dir / "model"
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
-        program = [sys.executable, "-m", "container", "serve"]
-        return [*program, "--model-dir", str(model_dir), *self.address()]
+        address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
+        return [sys.executable, "-m", "container", "serve", "--model-dir", str(model_dir), *address]
 
-    def address(self) -> list[str]:
-        return ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
+    def variants(self, stream: bool) -> list[str]:
+        return [
+            self.name + ("" if contract == "lmi" else f":{contract}") + (LOGPROBS if logprobs else "")
+            for contract in self._contracts
+            for logprobs in (STREAM_LOGPROBS.get(contract, (False,)) if stream else (False,))
+        ]
 
-    def variants(self, shape: Shape) -> list[str]:
-        found = []
-        for contract in self._contracts:
-            name = self.name if contract == "lmi" else f"{self.name}:{contract}"
-            if not (shape.stream and contract in ALWAYS_LOGPROBS):
-                found.append(name)
-            if shape.stream and contract in WITH_LOGPROBS | ALWAYS_LOGPROBS:
-                found.append(f"{name}+logprobs")
-        return found
-
-    def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec:
-        contract = variant.removesuffix("+logprobs").partition(":")[2] or "lmi"
-        wording = CONTRACTS[contract](shape.prompt, shape.tokens, shape.stream, variant.endswith("+logprobs"))
-        return self.spec(wording, shape, pressure)
+    def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
+        return CONTRACTS[variant.removesuffix(LOGPROBS).partition(":")[2] or "lmi"]
 
 
 class Vllm(HttpPeer):
-    """vLLM's API server, asked for completions: plain, and with what LMI's streams carry."""
+    """vLLM's API server, asked for completions."""
 
     name = "vllm"
     ready_path = "/health"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         # The module and not `vllm serve`, which refuses to run where vLLM was installed under another name.
-        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--disable-uvicorn-access-log"]
         model = ["--model", str(engine.model_dir), "--served-model-name", MODEL]
-        return [*program, *address, *model, "--disable-uvicorn-access-log", *command_line(engine.arguments)]
-
-    def variants(self, shape: Shape) -> list[str]:
-        return ["vllm", "vllm+logprobs"] if shape.stream else ["vllm"]
-
-    def load_spec(self, variant: str, shape: Shape, pressure: Pressure) -> LoadSpec:
-        wording = openai(shape.prompt, shape.tokens, shape.stream, variant.endswith("+logprobs"))
-        return self.spec(wording, shape, pressure)
+        return [*program, "--host", "127.0.0.1", "--port", str(self.port), *model, *command_line(engine.arguments)]
 
 
 class Bare(Peer):
-    """`AsyncLLM` without HTTP: what the engine and vLLM's Python client of it allow."""
+    """`AsyncLLM` without HTTP; see `benchmarks.bare`."""
 
     name = "bare"
 
     def start(self, engine: Engine, work_dir: Path) -> Server:
         arguments = json.dumps({**engine.arguments, "model": str(engine.model_dir)})
         argv = [sys.executable, "-m", "benchmarks.bare", arguments]
-        self.server = Server(self.name, argv, work_dir / "bare.log", engine.environment(), pipes=True)
+        self.server = Server(self.name, argv, work_dir / "bare.log", pipes=True)
         return self.server
 
     def wait_ready(self) -> None:
         self._read_line(START_TIMEOUT_S)
 
-    def variants(self, shape: Shape) -> list[str]:
-        return ["bare", "bare+logprobs"] if shape.stream else ["bare"]
-
-    def load(self, variant: str, shape: Shape, pressure: Pressure) -> Figures:
-        load = BareLoad(
-            prompt=shape.prompt,
-            tokens=shape.tokens,
-            stream=shape.stream,
-            logprobs=variant.endswith("+logprobs"),
-            concurrency=pressure.concurrency,
-            seconds=pressure.seconds,
-            timeout=pressure.timeout,
-        )
+    def load(self, variant: str, load: EngineLoad) -> Figures:
+        load = msgspec.structs.replace(load, logprobs=variant.endswith(LOGPROBS))
         self.server.stdin.write(msgspec.json.encode(load) + b"\n")
         self.server.stdin.flush()
-        return msgspec.json.decode(self._read_line(pressure.timeout + GRACE_S), type=Figures)
+        return msgspec.json.decode(self._read_line(load.timeout + GRACE_S), type=Figures)
 
     def _read_line(self, timeout: float) -> bytes:
         readable, _, _ = select.select([self.server.stdout], [], [], timeout)
@@ -238,7 +419,7 @@ PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Vllm, Bare
 
 
 def command_line(arguments: EngineArguments) -> list[str]:
-    """Engine arguments as vLLM's command line has them."""
+    """Engine arguments as options of vLLM's command line."""
     words: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -250,7 +431,7 @@ def command_line(arguments: EngineArguments) -> list[str]:
 
 
 def serving_properties(engine: Engine) -> str:
-    """The same engine as Slipway's settings file has it; the batch size goes by LMI's name."""
+    """The engine in Slipway's settings file; the batch size has LMI's name."""
     options = {"model_id": str(engine.model_dir), "rolling_batch": "vllm"}
     for name, value in engine.arguments.items():
         options["max_rolling_batch_size" if name == "max_num_seqs" else name] = str(value).lower()

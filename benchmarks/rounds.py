@@ -1,21 +1,23 @@
-"""Runs the peers against each other: same model, same load, one at a time, in alternating rounds."""
+"""Measures the peers against each other: same model, same load, one at a time, in alternating rounds."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from benchmarks.figures import Figures
-from benchmarks.peers import PEERS, Engine, Peer, Pressure, Shape, Slipway
+from benchmarks.bare import EngineLoad
+from benchmarks.load import Figures
+from benchmarks.peers import PEERS, Engine, Peer, Slipway
 
 LEAD_IN_TOKENS = 8
 IDLE_SHARE_ALLOWED = 0.05
+"""Share of a run's duration that the other peers may use of the CPU."""
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -23,17 +25,16 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model, and what is asked of it."""
+    """A model and the loads that it is measured under."""
 
     name: str
     engine: Engine
-    shapes: tuple[Shape, ...]
+    loads: tuple[EngineLoad, ...]
+    """Each with every number of clients in `concurrency`."""
     concurrency: tuple[int, ...]
     rounds: int
-    seconds: float
-    timeout: float
     contracts: tuple[str, ...] = ("lmi",)
-    """In which of its contracts Slipway is asked."""
+    """In which Slipway is asked."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +49,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     front_end_cpu_s: float
     engine_cpu_s: float
     idle_cpu_s: float
-    """What the other peers, which had nothing to do, used meanwhile."""
+    """CPU time of the other peers during the run."""
+
+    @property
+    def title(self) -> str:
+        """What was measured, for messages."""
+        kind = "streaming" if self.stream else "one token"
+        return f"{self.workload}, {kind}, {self.concurrency} clients, {self.variant}, round {self.round + 1}"
 
     @property
     def rate(self) -> float:
@@ -59,9 +66,32 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     def cpu_us_per_token(self) -> float:
         return 1e6 * self.front_end_cpu_s / self.figures.tokens if self.figures.tokens else float("nan")
 
+    @property
+    def first_p50_ms(self) -> float:
+        return self.figures.first_p50_ms
+
+    @property
+    def first_p90_ms(self) -> float:
+        return self.figures.first_p90_ms
+
+    @property
+    def front_end_share(self) -> float:
+        """The front end's CPU time relative to the run's duration."""
+        return self.front_end_cpu_s / self.figures.wall_s
+
+    @property
+    def client_share(self) -> float:
+        """The load client's CPU time relative to the run's duration."""
+        return self.figures.client_cpu_s / self.figures.wall_s
+
+    @property
+    def others_disturbed(self) -> bool:
+        """Whether the other peers used more of the CPU than is allowed."""
+        return self.idle_cpu_s > IDLE_SHARE_ALLOWED * self.figures.wall_s
+
 
 def run(workload: Workload, peer_names: Sequence[str], log_dir: Path | None, report: Report) -> list[Sample]:
-    """Start the peers, measure them, and stop them whatever happens."""
+    """Start the peers, measure them, and stop them in any case."""
     with ExitStack() as stack:
         work_dir = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipway-benchmarks-")))
         peers = [Slipway(workload.contracts) if name == Slipway.name else PEERS[name]() for name in peer_names]
@@ -74,45 +104,30 @@ def run(workload: Workload, peer_names: Sequence[str], log_dir: Path | None, rep
             peer.wait_ready()
             peer.server.pause()
         samples: list[Sample] = []
-        for shape in workload.shapes:
-            samples += _measure_shape(workload, peers, shape, report)
+        for load in workload.loads:
+            entrants = [(peer, variant) for peer in peers for variant in peer.variants(load.stream)]
+            for concurrency in workload.concurrency:
+                load = msgspec.structs.replace(load, concurrency=concurrency)
+                for number in range(workload.rounds):
+                    for peer, variant in in_turn(entrants, number):
+                        samples.append(_measure(workload.name, peers, peer, variant, load, number))
+                        report(_progress(samples[-1]))
         return samples
 
 
-def _measure_shape(workload: Workload, peers: Sequence[Peer], shape: Shape, report: Report) -> list[Sample]:
-    entrants = [(peer, variant) for peer in peers for variant in peer.variants(shape)]
-    samples: list[Sample] = []
-    for concurrency in workload.concurrency:
-        pressure = Pressure(concurrency=concurrency, seconds=workload.seconds, timeout=workload.timeout)
-        for number in range(workload.rounds):
-            for peer, variant in in_turn(entrants, number):
-                sample = _measure(workload, peers, peer, variant, shape, pressure, number)
-                samples.append(sample)
-                report(_progress(sample))
-    return samples
-
-
-def _measure(
-    workload: Workload,
-    peers: Sequence[Peer],
-    peer: Peer,
-    variant: str,
-    shape: Shape,
-    pressure: Pressure,
-    number: int,
-) -> Sample:
-    # Once each, unmeasured: the first requests of a kind, or after a pause, take longer.
-    lead_in = replace(shape, tokens=min(shape.tokens, LEAD_IN_TOKENS))
+def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:
+    # One unmeasured request for each client: the first ones of a kind, or after a pause, take longer.
+    lead_in = msgspec.structs.replace(load, tokens=min(load.tokens, LEAD_IN_TOKENS), seconds=0.0)
     with _awake(peer):
-        peer.load(variant, lead_in, replace(pressure, seconds=0.0))
-        before = {each.name: each.cpu_time() for each in peers}
-        figures = peer.load(variant, shape, pressure)
-        used = {each.name: each.cpu_time() - before[each.name] for each in peers}
+        peer.load(variant, lead_in)
+        before = {each.name: each.server.cpu_time() for each in peers}
+        figures = peer.load(variant, load)
+        used = {each.name: each.server.cpu_time() - before[each.name] for each in peers}
     own = used.pop(peer.name)
     return Sample(
-        workload=workload.name,
-        stream=shape.stream,
-        concurrency=pressure.concurrency,
+        workload=workload,
+        stream=load.stream,
+        concurrency=load.concurrency,
         round=number,
         variant=variant,
         figures=figures,
@@ -124,7 +139,7 @@ def _measure(
 
 @contextmanager
 def _awake(peer: Peer) -> Iterator[None]:
-    peer.server.go_on()
+    peer.server.resume()
     try:
         yield
     finally:
@@ -132,7 +147,7 @@ def _awake(peer: Peer) -> Iterator[None]:
 
 
 def in_turn(entrants: Sequence[T], number: int) -> list[T]:
-    """A different one first in each round, and every other round backwards, so that none always follows the same."""
+    """The order of a round: another one first each time, and every other round backwards."""
     start = number % len(entrants)
     turned = [*entrants[start:], *entrants[:start]]
     return turned[::-1] if number % 2 else turned
@@ -140,13 +155,9 @@ def in_turn(entrants: Sequence[T], number: int) -> list[T]:
 
 def _progress(sample: Sample) -> str:
     figures = sample.figures
-    kind = "streaming" if sample.stream else "one token"
-    line = (
-        f"{sample.workload}, {kind}, {sample.concurrency} clients, round {sample.round + 1}: {sample.variant} "
-        f"{sample.rate:.0f}/s, {sample.cpu_us_per_token:.0f} µs/token, {figures.wall_s:.1f} s"
-    )
+    line = f"{sample.title}: {sample.rate:.0f}/s, {sample.cpu_us_per_token:.0f} µs/token, {figures.wall_s:.1f} s"
     if figures.errors:
         line += f", {figures.errors} ERRORS {figures.error_kinds}"
-    if sample.idle_cpu_s > IDLE_SHARE_ALLOWED * figures.wall_s:
+    if sample.others_disturbed:
         line += f", but the idle servers used {sample.idle_cpu_s:.2f} s of CPU time"
     return line

@@ -1,8 +1,7 @@
-"""A tiny Llama with random weights, so small that the front end is what costs.
+"""A tiny Llama with random weights, so small that the front end is the limit.
 
-Its vocabulary is small as well: over a usual one, the final layer and the log probabilities would take most of a step
-on a CPU. The tokenizer is a real byte-level BPE, trained on the spot on the documentation that comes with Python, so
-texts and their detokenization are real; only their meaning is not.
+The vocabulary is small, too: with a usual one, the final layer and the log probabilities would take most of a step on a
+CPU. The tokenizer is a byte-level BPE trained on Python's documentation, so tokens and detokenization are real.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import typer
 
 from container.sources.sample_model import default_cache_dir, make_once
 
-_FORMAT = 3  # raise it when what is written changes, so that older caches are not taken for it
+_FORMAT = 3  # of what is written; a change makes older caches unused
 _SEED = 20
 _VOCABULARY = 1024
 _END = "<|end|>"
 
 
 def prepare_tiny_model(cache_dir: Path | None = None) -> Path:
-    """Return the tiny model's directory, making it first if needed."""
+    """The tiny model's directory; it is made if it does not exist."""
     target = (cache_dir or default_cache_dir()) / f"tiny-llama-v{_FORMAT}"
     return make_once(target, _write)
 

@@ -21,7 +21,7 @@ from container.management import adapter_routes, management_endpoints, wrong_met
 from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
 from container.models.registration import Registrar
 from container.models.registry import Models
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family
 from handlers.contracts.lmi.errors import JSON, front_end_reply

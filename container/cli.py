@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 import typer
 
 from container import logs
-from container.settings.load import SettingsError, Startup, load_startup
+from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
+from container.settings.settings import SettingsError, Startup
 
 if TYPE_CHECKING:
     from container.app import Mount

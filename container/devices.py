@@ -1,4 +1,4 @@
-"""The GPUs of this machine, told without loading a driver, and how a handler's workers share them."""
+"""The GPUs of this machine and their memory, found without loading a driver, and how workers share them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _DEVICE_FILES = Path("/dev")
 _DEVICE_FILE = re.compile(r"nvidia\d+").fullmatch
 _WSL2 = "dxg"
-"""The one device of all GPUs under WSL2."""
+"""The device file of all GPUs under WSL2."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
@@ -26,15 +26,15 @@ _LISTED_SLICE = re.compile(r"\s+MIG .*Device\s+(\d+): \(UUID: ([^)]+)\)")
 
 
 class GpusUnknown(Exception):
-    """The GPUs and their memory cannot be told; the message says why."""
+    """The GPUs or their memory cannot be found out; the message says why."""
 
 
 class SliceNotChosen(Exception):
-    """Several GPUs are visible, one of them divided into MIG slices, so that CUDA decides which of them are used."""
+    """Several GPUs are visible and one of them is divided into MIG slices: CUDA would decide which one is used."""
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
-    """How many GPUs a process of this one sees."""
+    """The number of GPUs that this process sees."""
     files = os.listdir(_DEVICE_FILES)
     present = sum(1 for name in files if _DEVICE_FILE(name))
     if not present and _WSL2 in files:
@@ -51,11 +51,11 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
 def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int], ...]:
     """Free and total bytes of each GPU that this process sees, in the order in which CUDA counts them.
 
-    A MIG slice counts as a GPU. The driver's own tool is asked: to ask the driver in this process would leave a context
-    on each GPU.
+    A MIG slice counts as a GPU. They come from nvidia-smi, since asking the driver in this process would leave a
+    context on each GPU.
 
     Raises:
-        GpusUnknown: the tool is not there, fails, or does not tell the memory of a GPU.
+        GpusUnknown: nvidia-smi is missing, fails, or does not tell the memory of a GPU.
         SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
     visible = environ.get(_VISIBLE)
@@ -64,7 +64,7 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int]
 
 
 def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple[int, int], ...]:
-    """Read what `gpu_memory` returns from the tool's output.
+    """Read the result of `gpu_memory` from the output of nvidia-smi.
 
     Args:
         report: the output of `nvidia-smi -q -x`
@@ -81,7 +81,7 @@ def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple
         if name.startswith("MIG-"):
             return (_memory(_slice(gpus, slices, name), name),)
         if (gpu := _gpu(gpus, name)) is None:
-            break  # as CUDA does: what comes after an unknown name is not visible
+            break  # as in CUDA, those after an unknown name are not visible
         chosen.append(gpu)
     divided = [gpu for gpu in chosen if gpu.findtext("mig_mode/current_mig", "").strip() == "Enabled"]
     if divided and len(chosen) > 1:
@@ -98,10 +98,10 @@ def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
-    """The devices of one worker each, `each` of them; none where workers run on the CPU.
+    """Groups of `each` devices, one group for each worker; none where workers run on the CPU.
 
     Raises:
-        ValueError: `load_on_devices` names a GPU that is not there, or there are fewer than a worker needs.
+        ValueError: `load_on` names a GPU that is not there, or there are fewer than a worker needs.
     """
     chosen = allowed_devices(gpus, load_on)
     if chosen and each > len(chosen):
@@ -110,10 +110,10 @@ def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
 
 
 def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
-    """The GPUs that `load_on_devices` allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`. None of them: the CPU.
+    """The GPUs that `load_on` (`load_on_devices`) allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`; none: the CPU.
 
     Raises:
-        ValueError: it names a GPU that is not there.
+        ValueError: `load_on` names a GPU that is not there.
     """
     names = [name.strip().lower() for name in load_on.split(";") if name.strip()] or ["*"]
     if not gpus or all(name in _CPU for name in names):
@@ -167,7 +167,7 @@ def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | No
 
 
 def _slice(gpus: list[ElementTree.Element], listing: str, name: str) -> ElementTree.Element:
-    """The MIG slice with this UUID, which the report has by number alone."""
+    """The MIG slice with this UUID; the report has only its number, which the listing gives."""
     gpu = -1
     for line in listing.splitlines():
         if _LISTED.match(line):

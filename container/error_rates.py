@@ -1,4 +1,4 @@
-"""Limits on how many answers may be errors, after which /ping fails for good. Source: contracts/lmi.md section 1.9."""
+"""Limits on the number of error answers; /ping fails for good once one is exceeded (SERVING_ERROR_RATE_*)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
 CLIENT_GONE = 499
-"""How calls are counted whose client went away before their answer was complete."""
+"""The status of calls whose client left before the answer was complete; they are not errors."""
 _MINUTE = 60.0
 _MOST = 1_000_000
 _RATE = re.compile(r"(?P<limit>[0-9]{1,7})(?:/(?P<duration>.{1,64}))?")
@@ -28,17 +28,17 @@ _SECONDS = {"days": 86400.0, "hours": 3600.0, "minutes": _MINUTE, "seconds": 1.0
 
 @dataclass(frozen=True, slots=True)
 class ErrorRate:
-    """So many errors are allowed in any such time."""
+    """The number of errors that are allowed in any span of so many seconds."""
 
     limit: int
     seconds: float
 
 
 def error_rate(text: str) -> ErrorRate:
-    """`N`, which is for a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
+    """Parse `N`, in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     parts = _RATE.fullmatch(text)
     if parts is None or int(parts["limit"]) > _MOST:
@@ -47,10 +47,10 @@ def error_rate(text: str) -> ErrorRate:
 
 
 def duration(text: str) -> float:
-    """The seconds of an ISO-8601 duration of days, hours, minutes and seconds; more than 0.
+    """The seconds of an ISO-8601 duration of days, hours, minutes and seconds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no duration above 0.
     """
     parts = _DURATION.fullmatch(text)
     seconds = 0.0 if parts is None else sum(float(parts[unit] or 0) * factor for unit, factor in _SECONDS.items())
@@ -62,29 +62,23 @@ def duration(text: str) -> float:
 class ErrorRates:
     """Counts errors by kind, and remembers the first limit that was exceeded.
 
-    `wlm`: refusals for want of room or of a worker. `server`: 424 and 5xx. `model`: those of `server` that are no
-    refusals. `any`: 4xx and 5xx.
+    Kinds: `wlm`, refusals because the queue is full or no worker is ready; `server`, 424 and 5xx; `model`, `server`
+    without such refusals; `any`, 4xx and 5xx.
     """
 
     def __init__(
-        self,
-        limits: Mapping[Kind, str | None],
-        refusals: frozenset[int],
-        clock: Callable[[], float] = time.monotonic,
+        self, limits: Mapping[Kind, str | None], refusals: frozenset[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Take limits as `error_rate` reads them.
-
-        `refusals`: the statuses of refusals for want of room or of a worker.
-        """
+        """`limits` are texts for `error_rate`, `refusals` the statuses that are of the kind `wlm`."""
         self._limits = {kind: error_rate(text) for kind, text in limits.items() if text is not None}
         self._refusals, self._clock = refusals, clock
         self._times: dict[Kind, deque[float]] = {
             kind: deque(maxlen=rate.limit + 1) for kind, rate in self._limits.items()
         }
         self.exceeded = ""
-        """Which limit was exceeded since the start; empty if none was."""
+        """The limit that was exceeded, in words; empty if none was."""
         self.limited = bool(self._limits)
-        """Whether there is anything to count."""
+        """Whether there are any limits."""
 
     def count(self, status: int) -> None:
         """Count an answer."""

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from container.http.endpoint import Endpoint, Scope, Site, Target
 from container.http.reply import NO_CACHE
 from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.lmi.body import FormError, form_fields, is_form
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply

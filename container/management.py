@@ -12,12 +12,12 @@ from container.models.lifecycle import State
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Order, Registrar
 from container.models.registry import AlreadyRegistered, Model
-from container.settings.load import SettingsError
+from container.settings.settings import SettingsError
 from container.sources.location import UrlNotFound
 from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
-from handlers.contracts.lmi.errors import JSON, front_end_reply
+from handlers.contracts.lmi.errors import JSON, front_end_reply, refused
 from handlers.contracts.lmi.management import (
     Described,
     Listed,
@@ -25,7 +25,6 @@ from handlers.contracts.lmi.management import (
     read_page,
     read_registration,
     read_scale,
-    refused,
 )
 from handlers.contracts.openai import family as openai
 from handlers.contracts.openai.family import wrong_method as openai_wrong_method

@@ -26,9 +26,9 @@ from container.http.protocol import HttpProtocol
 from container.models.lifecycle import State
 from container.models.registration import Registrar, as_model
 from container.models.registry import Model, Models
-from container.settings.load import Startup
 from container.settings.properties import Value
 from container.settings.server_options import Address
+from container.settings.settings import Startup
 from handlers.cache_dir import cache_dir, is_writable
 from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError

@@ -20,7 +20,7 @@ WHERE = {"endpoint_name": "my-endpoint", "region_name": "us-east-1"}
 
 
 class Texts(LLMContentHandler):
-    """LMI's schema; `stream` asks for a record for each token."""
+    """LMI's schema. `stream`: ask for a record for each token."""
 
     content_type = "application/json"
     accepts = "application/json"

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as a tree.
+"""The errors of requests.
 
     RequestError                 the request ends; its contract says with which bytes
     ├── UnknownModel             it names a model that is not served here
@@ -21,17 +21,17 @@
     │   └── InternalError        ... or we did, by a fault of our own
     └── EngineDead               the engine is gone, with every request in it
 
-Messages are shown to clients: they name the field, the value and what is allowed, and hold no traceback or path.
+Messages are for clients: they name the field, the value and what is allowed, and have no traceback or path.
 """
 
 from __future__ import annotations
 
 _SHOWN = 200
-"""Characters of a client's name that a message repeats."""
+"""Characters of a name from a client that a message repeats."""
 
 
 class RequestError(Exception):
-    """A request that ends without its answer."""
+    """A request ends without its answer."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -47,11 +47,11 @@ class UnknownModel(RequestError):
 
 
 class NotServed(RequestError):
-    """What the call asks for cannot be had from this model, such as chat from an engine without it."""
+    """The model cannot do what the call asks for, such as chat on an engine without it."""
 
 
 class NotReady(RequestError):
-    """No model that could answer: it is still loading, or the server is stopping."""
+    """The model is still loading, or the server is stopping."""
 
 
 class BodyTooLarge(RequestError):
@@ -59,7 +59,7 @@ class BodyTooLarge(RequestError):
 
 
 class BodyTimeout(RequestError):
-    """The client began to send the request's body, and did not go on in time."""
+    """The rest of the request's body did not come in time."""
 
 
 class InvalidRequest(RequestError):
@@ -83,7 +83,7 @@ class UnknownAdapter(InvalidRequest):
 
 
 class AdapterUnusable(InvalidRequest):
-    """The call names an adapter that is registered, but whose files are gone or broken since."""
+    """The call names a registered adapter whose files have gone or broken since."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"the adapter {name[:_SHOWN]!r} cannot be loaded: {reason}")
@@ -91,7 +91,7 @@ class AdapterUnusable(InvalidRequest):
 
 
 class AdapterError(RequestError):
-    """What was ordered of an adapter cannot be done; nothing has changed."""
+    """An adapter cannot be registered, changed or removed; nothing has changed."""
 
 
 class AdapterConflict(AdapterError):
@@ -99,15 +99,15 @@ class AdapterConflict(AdapterError):
 
 
 class AdapterFailed(AdapterError):
-    """The adapter cannot be loaded, or the model's own handler has refused it."""
+    """The adapter cannot be loaded, or the custom handler has refused it."""
 
 
 class NoRoomForAdapter(AdapterError):
-    """The engine holds as many adapters as it may, and needs them all."""
+    """The engine holds as many adapters as it may, and all are in use."""
 
 
 class ContextExceeded(InvalidRequest):
-    """The model's context does not hold the prompt and the new tokens that the request must have room for."""
+    """The model's context has no room for the prompt and the new tokens that the request needs."""
 
     def __init__(self, prompt_tokens: int, new_tokens: int, context: int) -> None:
         wanted = "one new token" if new_tokens == 1 else f"{new_tokens} new tokens"
@@ -127,11 +127,11 @@ class PromptTooLong(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """No room for this request at present."""
+    """The queue is full."""
 
 
 class GenerationFailed(RequestError):
-    """The engine could not go on with this request; others are not touched."""
+    """The engine failed at this request; others are not affected."""
 
 
 class InternalError(GenerationFailed):
@@ -142,7 +142,7 @@ class InternalError(GenerationFailed):
 
 
 class EngineDead(RequestError):
-    """The engine is gone and with it all requests that it had."""
+    """The engine has died, and all its requests with it."""
 
     def __init__(self, message: str = "the engine has died; the request was not completed") -> None:
         super().__init__(message)

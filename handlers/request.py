@@ -1,4 +1,4 @@
-"""The two types in the middle: what every contract parses to and every engine yields.
+"""The request that every contract makes, and the token deltas that every engine yields.
 
 A contract turns bytes into a `GenerationRequest`; an engine turns that into `TokenDelta`s; the contract turns those
 into bytes. Neither knows the other.
@@ -24,42 +24,39 @@ class FinishReason(Enum):
     ABORT = "abort"
     """The request was cancelled."""
     ERROR = "error"
-    """The engine failed to go on."""
+    """The engine failed."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text of an answer must be; exactly one of `choice` to `grammar` is set.
+    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set.
 
-    Enforced token by token by the engine. One that cannot do so refuses the request with `InvalidParameter`.
+    The engine enforces it token by token, or refuses the request with `InvalidParameter`.
     """
 
     parameter: str
-    """What the client called it, for error messages."""
+    """The client's name for it, for error messages."""
     choice: tuple[str, ...] | None = None
-    """One of these texts, and then the end."""
+    """One of these texts, and nothing else."""
     json_schema: str | None = None
-    """A JSON document that is valid by this schema, which is itself JSON text."""
+    """A JSON document that is valid under this schema, which is given as JSON text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """A text that the whole expression matches."""
+    """A text that matches the whole expression."""
     grammar: str | None = None
-    """A text of this grammar, in the engine's EBNF."""
+    """A text of this grammar, which is written in the engine's EBNF."""
     any_whitespace: bool = True
-    """JSON may have white space wherever JSON allows it; otherwise it is written on one line."""
+    """JSON may have any white space; otherwise it is written on one line."""
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """The union of the contracts' sampling parameters, every default explicit.
-
-    A contract has validated and translated all values; an engine may rely on the ranges given here.
-    """
+    """The union of the contracts' sampling parameters. A contract has validated the values."""
 
     max_tokens: int | None = None
-    """Limit on new tokens, at least 1; None: as many as the context holds."""
+    """Limit on new tokens, at least 1; None: the rest of the context."""
     min_tokens: int = 0
     temperature: float = 0.0
-    """0 is greedy decoding, anything above it sampling."""
+    """0 is greedy decoding; anything above is sampling."""
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     top_p: float = 1.0
@@ -83,12 +80,12 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """No sampling."""
+        """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
 
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """Beam search instead of sampling; all beams are returned, best first."""
+    """Beam search instead of sampling; beams are returned best first."""
 
     width: int
     length_penalty: float = 1.0
@@ -96,32 +93,32 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, what to do with it and what the answer is going to show.
+    """One prompt, how to continue it, and what the answer shows.
 
-    The `want_*` fields and `top_tokens` exist so that the engine is asked only for what the answer shows: log
-    probabilities double the cost of a streamed token.
+    The `want_*` fields and `top_tokens` ask the engine only for what the answer shows: log probabilities double the
+    cost of a streamed token.
     """
 
     request_id: str
     prompt: str | tuple[int, ...]
     """Text, or token ids."""
     add_special_tokens: bool = True
-    """A text gets the special tokens that the model wants around it; a chat template has written them already."""
+    """Put the model's special tokens around a text; a chat template has written them already."""
     sampling: SamplingParameters = SamplingParameters()
     stream: bool = False
-    """Deltas are wanted as they come; otherwise one delta for each sequence, when it has finished."""
+    """Deltas come as they are generated; otherwise one for each sequence, when it has finished."""
     sequences: int = 1
     """How many sequences are returned."""
     candidates: int = 1
     """How many are generated, of which the `sequences` most probable are returned; at least `sequences`."""
     beam_search: BeamSearch | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt."""
+    """Keep only this many tokens at the prompt's end."""
     generated_before: int = 0
     """Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them."""
     room: int = 1
-    """New tokens for which the context must have room beside the prompt, at least 1; the request is refused otherwise.
-    Where `max_tokens` is more than that, it is cut to the room there is."""
+    """New tokens for which the context must have room, at least 1; otherwise the request is refused. A larger
+    `max_tokens` is cut to the room that there is."""
     want_tokens: bool = False
     """Deltas carry `tokens`, not text alone."""
     want_logprobs: bool = False
@@ -137,7 +134,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequences_in_engine(self) -> int:
-        """How many sequences the engine has of it at a time."""
+        """Number of its sequences that the engine runs at a time."""
         return self.beam_search.width if self.beam_search is not None else self.candidates
 
 
@@ -146,14 +143,14 @@ class Token(msgspec.Struct, gc=False):
 
     id: int
     text: str
-    """What this token adds to the text: texts of all tokens, joined, are the text. Empty while a character is still
+    """What this token adds to the text; the texts of all tokens, joined, are the text. Empty while a character is
     incomplete, and for special tokens that are not shown."""
     logprob: float | None = None
     special: bool = False
     top: tuple[Token, ...] = ()
     """The most probable tokens at this place, best first."""
     rank: int | None = None
-    """Place among all tokens by probability, from 1; set where the request wants ranks."""
+    """Rank among all tokens by probability, from 1; set if the request wants ranks."""
 
 
 class TokenDelta(msgspec.Struct, gc=False):
@@ -169,8 +166,32 @@ class TokenDelta(msgspec.Struct, gc=False):
     token_count: int = 0
     """Tokens generated so far in this sequence."""
     cumulative_logprob: float | None = None
-    """Of the sequence so far, set where log probabilities were computed."""
+    """Log probability of the sequence so far; set if log probabilities were computed."""
     prompt_tokens: list[Token] | None = None
     """On the first delta, if the request wants them."""
     last: bool = False
     """No further delta of this request follows."""
+
+
+class GeneratedSequence:
+    """One sequence of an answer, collected from its deltas."""
+
+    __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.tokens: list[Token] = []
+        self.prompt_tokens: list[Token] = []
+        self.finish_reason: FinishReason | None = None
+        self.count = self.prompt_token_count = 0
+        self.logprob = 0.0
+
+    def add(self, delta: TokenDelta) -> None:
+        """Add the next delta."""
+        self.text.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        if delta.prompt_tokens is not None:
+            self.prompt_tokens = delta.prompt_tokens
+        self.finish_reason, self.count = delta.finish_reason, delta.token_count
+        self.prompt_token_count = delta.prompt_token_count
+        self.logprob = delta.cumulative_logprob or 0.0

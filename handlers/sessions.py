@@ -1,7 +1,8 @@
-"""Stateful sessions for the built-in handlers: created, checked and closed, away from the event loop.
+"""LMI's stateful sessions for the built-in handlers: created, checked and closed in threads.
 
-The built-in handlers keep nothing in a session; it is there so that SageMaker sends a client's requests to the same
-instance, where its prefix is in the KV cache. Source: contracts/lmi.md section 10.
+The built-in handlers store nothing in a session. It makes SageMaker send a client's requests to the same instance,
+where its prefix is in the KV cache. Source: djl_python, `session_manager.py`; Amazon SageMaker, "Stateful sessions with
+Amazon SageMaker AI models".
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from datetime import UTC, datetime
+from typing import Literal, TypeVar
+
+import msgspec
 
 from djl_python.session_manager import Session, SessionManager
-from handlers.contracts.lmi.errors import overloaded
-from handlers.contracts.lmi.sessions import CLOSE, SESSION_ID, action_of, closed, created, refused, session_of
+from handlers.contracts.lmi.errors import JSON, failed_dependency, overloaded, payload_refused
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
@@ -25,19 +29,31 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Action = Literal["NEW_SESSION", "CLOSE"]
+
+SESSION_ID = "X-Amzn-SageMaker-Session-Id"
+NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
+CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
+NEW_SESSION = "NEW_SESSION"
+"""What SageMaker's client sends as an id when it has no session yet."""
+CLOSE = "CLOSE"
 MOST_SESSIONS = 2_000
-"""Each is a directory with a small file, 4 KiB of disk or of shared memory, and a new one looks at them all: with so
-many that takes less than 0.1 s of a thread."""
+"""Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which
+takes less than 0.1 s of a thread with this many."""
 _THREADS = 4
 _MOST_WAITING = 256
-"""Calls whose session is looked up at a time; a directory in S3 may take long to answer."""
+"""Calls whose sessions are looked up at a time."""
 _SECONDS = 30.0
 _LAST_SAVE_SECONDS = 5.0
+_ID = re.compile(r"[A-Za-z0-9-]{1,256}")
+_LONGEST_SHOWN = 64
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
+
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Sessions:
-    """The sessions of one model; without a manager, none."""
+    """The sessions of one model. Without a manager there are none, and calls that need one are refused."""
 
     def __init__(self, manager: SessionManager | None, overload_status: int, most: int = MOST_SESSIONS) -> None:
         self._manager, self._overload_status, self._most = manager, overload_status, most
@@ -45,23 +61,23 @@ class Sessions:
         self._open = 0
 
     async def check(self, call: Call) -> None:
-        """See to it that the session that a call names goes on; a call that names none passes.
+        """Check that the session that a call names exists; a call that names none passes.
 
         Raises:
-            ContractError: 424; there is no such session, it has expired, or there are no sessions at all.
+            ContractError: 424; there is no such session, it has expired, or sessions are off.
         """
         if not (session_id := session_of(call)):
             return
         manager = self._on(f"{SESSION_ID} names a session, but ")
         if await self._run(lambda: _found(manager, session_id)) is None:
-            raise refused(f"session has expired: {session_id}")
+            raise failed_dependency(f"session has expired: {session_id}")
 
     async def answer(self, call: Call) -> Reply:
         """The reply to a body with a `requestType`.
 
         Raises:
-            ContractError: 424, as above or because the body is wrong; or the status of overload, where there are too
-                many sessions.
+            ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are
+                too many sessions.
         """
         action = action_of(call.body)
         manager = self._on("`requestType` asks for a session, but ")
@@ -70,12 +86,12 @@ class Sessions:
             assert session.expiration_ts is not None
             return created(session.session_id, session.expiration_ts)
         if not (session_id := session_of(call)):
-            raise refused(f"CLOSE needs the session's id in the header {SESSION_ID}")
+            raise failed_dependency(f"CLOSE needs the session's id in the header {SESSION_ID}")
         await self._run(lambda: _close(manager, session_id))
         return closed(session_id)
 
     async def stop(self) -> None:
-        """End the threads. What is saved to S3 goes on for a few seconds at most; the process may end meanwhile."""
+        """End the threads, and wait a few seconds for sessions to be saved to S3."""
         self._threads.shutdown(wait=False)
         if self._manager is None:
             return
@@ -86,7 +102,7 @@ class Sessions:
 
     def _on(self, what: str) -> SessionManager:
         if self._manager is None:
-            raise refused(what + _OFF)
+            raise failed_dependency(what + _OFF)
         return self._manager
 
     def _create(self, manager: SessionManager) -> Session:
@@ -105,25 +121,25 @@ class Sessions:
         try:
             return await asyncio.wait_for(asyncio.shield(future), _SECONDS)
         except TimeoutError:
-            raise refused(f"the session was not found within {_SECONDS:g} s; try again later") from None
+            raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None
         except OSError:
             logger.exception("a session cannot be read or written")
-            raise refused("the session cannot be read or written; the server's log says why") from None
+            raise failed_dependency("the session cannot be read or written; the server's log says why") from None
 
     def _done(self, future: asyncio.Future[T]) -> None:
         self._open -= 1
         if not future.cancelled():
-            future.exception()  # seen: the client may have gone meanwhile
+            future.exception()  # marks it as retrieved: the client may have gone meanwhile
 
     def _full(self, message: str) -> ContractError:
         return ContractError(overloaded(Overloaded(message), self._overload_status), message)
 
 
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
-    """The sessions that the settings ask for.
+    """The sessions of a model with these settings. They are off if they cannot be kept in the default place.
 
     Raises:
-        EngineStartError: they cannot be kept where the settings say. Without such settings there are none then.
+        EngineStartError: they cannot be kept in the place that the settings name.
     """
     if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
@@ -146,13 +162,72 @@ def _found(manager: SessionManager, session_id: str) -> Session | None:
     try:
         return manager.get_session(session_id)
     except ValueError as error:
-        raise refused(str(error)) from None
+        raise failed_dependency(str(error)) from None
 
 
 def _close(manager: SessionManager, session_id: str) -> None:
-    if _found(manager, session_id) is None:  # whether another session has swept it away or not
-        raise refused(f"session has expired: {session_id}")
+    if _found(manager, session_id) is None:
+        raise failed_dependency(f"session has expired: {session_id}")
     try:
         manager.close_session(session_id)
     except ValueError as error:
-        raise refused(str(error)) from None
+        raise failed_dependency(str(error)) from None
+
+
+def session_of(call: Call) -> str:
+    """The session that the call's header names; empty if it names none or asks for a new one.
+
+    Raises:
+        ContractError: 424; the header is not an id.
+    """
+    given = dict(call.headers).get(SESSION_ID, "").strip()
+    if given in ("", NEW_SESSION):
+        return ""
+    if not _ID.fullmatch(given):
+        raise failed_dependency(f"{SESSION_ID} is {_shown(given)}; expected 1 to 256 letters, digits and hyphens")
+    return given
+
+
+def action_of(body: bytes) -> Action:
+    """The action that a body with a `requestType` asks for.
+
+    Raises:
+        ContractError: 424; it is another, or the body has further fields.
+    """
+    try:
+        fields = _decode_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise payload_refused("a field of the body cannot be read") from None
+    further = sorted(fields.keys() - {"requestType"})
+    if further:
+        raise payload_refused(f"`requestType` goes without other fields, got {_shown(further[0])} beside it")
+    asked = bytes(fields["requestType"])
+    if asked == b'"NEW_SESSION"':
+        return "NEW_SESSION"
+    if asked == b'"CLOSE"':
+        return "CLOSE"
+    raise payload_refused(
+        f"`requestType` must be {NEW_SESSION} or {CLOSE}, got {_shown(asked.decode('utf-8', 'replace'))}"
+    )
+
+
+def created(session_id: str, expires: float) -> Reply:
+    """The reply to NEW_SESSION. `expires`: in seconds since the epoch.
+
+    SageMaker reads the first of the headers; clients that ask LMI directly read the second.
+    """
+    value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return _done(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
+
+
+def closed(session_id: str) -> Reply:
+    """The reply to CLOSE."""
+    return _done(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
+
+
+def _done(session_id: str, what: str, headers: tuple[tuple[str, str], ...]) -> Reply:
+    return Reply(200, JSON, f'{{"result": "Session {session_id} {what}"}}\n'.encode(), headers)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...")

@@ -1,6 +1,6 @@
-"""`/docs`: the API description as pages that need nothing from elsewhere.
+"""`/docs`: the API description as pages, which load nothing from other servers.
 
-Where vLLM is installed, its copy of Swagger UI shows the document and calls the routes; the plain page is always there.
+If vLLM is installed, its copy of Swagger UI shows the document and calls the routes; `/docs/plain` is always served.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SWAGGER_PAGE = """<!doctype html>
 
 
 def swagger_assets() -> dict[str, tuple[Path, str]]:
-    """Swagger UI's files by name, with their content types; empty where vLLM is not installed."""
+    """Swagger UI's files and their content types by name; empty if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     directory = Path(next(iter((found and found.submodule_search_locations) or ()), "/nowhere"), *_SWAGGER)
     assets = {name: (directory / name, kind) for name, kind in _ASSETS.items()}
@@ -33,7 +33,7 @@ def swagger_assets() -> dict[str, tuple[Path, str]]:
 
 
 def swagger_page(title: str) -> str:
-    """Swagger UI for /openapi.json."""
+    """The HTML of Swagger UI for /openapi.json."""
     return jinja2.Environment(autoescape=True).from_string(_SWAGGER_PAGE).render(title=title)
 
 
@@ -61,6 +61,8 @@ h2 code{background:none;padding:0}.verb{text-transform:uppercase;color:#06c}</st
 <h1>{{ info.title }}</h1><p>The machine-readable form is <a href="../openapi.json">openapi.json</a>.</p>
 {% for path, verbs in paths.items() %}{% for verb, operation in verbs.items() %}
 <h2><span class="verb">{{ verb }}</span> <code>{{ path }}</code></h2><p>{{ operation.summary }}</p>
+{% for field in operation.parameters or () if field.in == "query" %}{{ "Query: " if loop.first else ", " }}
+<code>{{ field.name }}</code>{% endfor %}
 {% for type, body in ((operation.requestBody or {}).content or {}).items() %}
 <p>Request: <code>{{ type }}</code> {{ shape(body.schema) }}</p>{{ fields(body.schema) }}{% endfor %}
 <table><tr><th>Status</th><th>Meaning</th><th>Content</th></tr>
@@ -75,6 +77,6 @@ h2 code{background:none;padding:0}.verb{text-transform:uppercase;color:#06c}</st
 
 
 def plain_page(document: Document) -> str:
-    """The document as a page for people."""
+    """The HTML of the document, without scripts."""
     environment = jinja2.Environment(autoescape=True)
     return environment.from_string(_MACROS + _PAGE).render(document.content)

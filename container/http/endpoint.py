@@ -23,7 +23,7 @@ from container.http.reply import Continued, Headers, PushedReply, Send, StreamCo
 from container.metrics import HttpCounts
 from container.models.lifecycle import Lifecycle
 from container.models.registry import Models
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.entry_point import Service
 from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any, Generic, TypeVar
 
 from container.http.protocol import Cork
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)

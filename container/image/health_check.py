@@ -1,7 +1,7 @@
-"""The image's HEALTHCHECK: exit code 0 if /ping says that the model can serve, else 1 and the reason.
+"""The image's HEALTHCHECK: exits with 0 if /ping answers 200, else with 1 and the reason.
 
-It runs every few seconds beside the model, so it imports next to nothing, and it does not read the settings as the
-server does: the port is that of the environment or of the container's command.
+It runs every few seconds beside the model, so it imports little, and takes the port from the environment or the
+container's command instead of reading the settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def port_of(environ: Mapping[str, str], command: Sequence[str]) -> int:
     """The server's port: SAGEMAKER_BIND_TO_PORT, else SERVING_PORT, else that of its command line, else 8080.
 
     Raises:
-        ValueError: it is no number; the server has refused to start for that.
+        ValueError: it is not a number, which also keeps the server from starting.
     """
     for variable in ("SAGEMAKER_BIND_TO_PORT", "SERVING_PORT"):
         if text := environ.get(variable, "").strip():
@@ -34,7 +34,7 @@ def port_of(environ: Mapping[str, str], command: Sequence[str]) -> int:
 
 
 def check(port: int) -> str:
-    """An empty text if /ping answers 200, else what is wrong."""
+    """The empty string if /ping answers 200, else what is wrong."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/ping")
@@ -56,7 +56,7 @@ def _command() -> list[str]:
 
 
 def main() -> int:
-    """Check the server of this container; returns the exit code."""
+    """Check this container's server; returns the exit code."""
     try:
         problem = check(port_of(os.environ, _command()))
     except ValueError as error:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 
-from container.settings.load import Settings
 from container.settings.secure_mode import check_adapter, check_model
+from container.settings.settings import Settings
 from container.sources.remote_model import RemoteModel
 from container.sources.source_error import FetchTimeout, SourceError
 from handlers.contracts.family import ModelView

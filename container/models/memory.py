@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from container.devices import GpusUnknown, gpu_count, gpu_memory
-from container.settings.load import Settings
+from container.settings.settings import Settings
 from handlers.adapters import DIRECTORY as ADAPTERS
 from handlers.engines.choice import is_vllm
 from handlers.engines.cpu_memory import machine_limits

@@ -15,8 +15,9 @@ from container.devices import SliceNotChosen
 from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Model, Models
-from container.settings.load import ServerSettings, Settings, StartupModel, further_settings
+from container.settings.load import further_settings
 from container.settings.properties import Value
+from container.settings.settings import ServerSettings, Settings, StartupModel
 from container.sources.location import model_place, name_of_url
 from container.sources.remote_model import SETTINGS_SECONDS
 from handlers.daemon_thread import in_daemon_thread

@@ -1,7 +1,6 @@
-"""Environment variables of other containers, and what they are here: LMI's own, TGI's, and AWS's vLLM image's.
+"""The environment variables that count, and what those of other containers stand for.
 
-A variable stands for one of LMI's, unless that one is set (contracts/lmi.md 2.4; sagemaker_hosting.md 10; TGI's
-launcher). Of two that stand for the same, the one that comes first here counts.
+A variable of TGI, of AWS's vLLM image, or an older one of LMI stands for one of LMI's, unless that one is set.
 """
 
 from __future__ import annotations
@@ -10,14 +9,48 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from container.settings.parsers import TRUE
-from container.settings.properties import Value, read_environment
+from container.settings.properties import NOT_TEXT, SAGEMAKER_MODEL_KEYS, Value
 
 VLLM_PREFIX = "SM_VLLM_"
+PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
+"""Of variables that may have any name behind."""
+VARIABLES = frozenset(
+    {
+        *(name for name, _ in SAGEMAKER_MODEL_KEYS),
+        *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT", "DJL_OFFLINE"),
+        *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS", "HF_HUB_OFFLINE"),
+        *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
+        *("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_BIND_TO_PORT"),
+        *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
+        *("SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),
+    }
+)
+"""LMI's variables without a prefix."""
 _LMI, _TGI, _AWS, _HUB = "LMI", "TGI", "AWS's vLLM image", "Hugging Face"
 
 
-def _same(text: str) -> str:
-    return text
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A variable, and the one that it stands for."""
+
+    variable: str
+    target: str
+    of: str
+    """The container whose variable it is."""
+    convert: Callable[[str], str] = str
+
+    @property
+    def key(self) -> str:
+        """The setting that it sets, as reports name it."""
+        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
+
+
+_KEYS = {
+    "HF_MODEL_ID": "option.model_id",
+    "HF_REVISION": "option.revision",
+    "HF_TOKEN": "HF_TOKEN",
+    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
+}
 
 
 def _inverted(text: str) -> str:
@@ -30,16 +63,6 @@ def _chat_format(text: str) -> str:
 
 def _quantization(text: str) -> str:
     return "bitsandbytes" if text.strip().lower() in ("bitsandbytes-nf4", "bitsandbytes-fp4") else text
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """One variable, and the one that it stands for."""
-
-    variable: str
-    target: str
-    of: str
-    convert: Callable[[str], str] = _same
 
 
 ALIASES = (
@@ -70,8 +93,9 @@ ALIASES = (
     Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),
     Alias("HF_API_TOKEN", "HF_TOKEN", _TGI),
 )
+"""Of two that stand for the same variable, the one that comes first counts."""
 
-# AWS's vLLM image has a variable for each argument of vLLM; the few that are no options of an engine:
+# AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
 
 WITHOUT_EFFECT = frozenset(
@@ -82,7 +106,7 @@ WITHOUT_EFFECT = frozenset(
         *("MAX_TOP_N_TOKENS", "ENABLE_PREFILL_LOGPROBS", "DISABLE_GRAMMAR_SUPPORT", "PREFILL_CHUNKING"),
     }
 )
-"""TGI's that have nothing to set here."""
+"""TGI's variables that have nothing to set here."""
 
 ADVICE: Mapping[str, str] = {
     "API_KEY": "requests are served without a key; let a proxy ask for it",
@@ -91,55 +115,46 @@ ADVICE: Mapping[str, str] = {
     "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
     "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
 }
-"""TGI's for which there is something else: what to do."""
+"""TGI's variables for which there is something else: what to do."""
 
-NAMES = frozenset({*(alias.variable for alias in ALIASES), *(alias.target for alias in ALIASES)})
+KNOWN_VARIABLES = VARIABLES | WITHOUT_EFFECT | ADVICE.keys() | {alias.variable for alias in ALIASES}
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedAlias:
-    """A variable that was set and stands for another."""
+    """An alias that is in effect, and its value, whose source is the alias's variable."""
 
-    variable: str
-    target: str
-    of: str
+    alias: Alias
     value: Value
-    """As it counts, with the variable as its source."""
-
-    @property
-    def key(self) -> str:
-        """The setting that it sets, as reports name it."""
-        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
-
-
-_KEYS = {
-    "HF_MODEL_ID": "option.model_id",
-    "HF_REVISION": "option.revision",
-    "HF_TOKEN": "HF_TOKEN",
-    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
-}
 
 
 def read_variables(
     environ: Mapping[str, str], problems: list[str], warnings: list[str]
 ) -> tuple[dict[str, Value], tuple[AppliedAlias, ...]]:
-    """The variables that can matter, with what aliases stand for, and the aliases that count."""
-    variables = read_environment(environ, problems, NAMES | WITHOUT_EFFECT | ADVICE.keys(), VLLM_PREFIX)
-    return variables, _apply(variables, warnings)
+    """The variables that count, with those that aliases stand for, and the aliases that are in effect.
 
-
-def _apply(variables: dict[str, Value], warnings: list[str]) -> tuple[AppliedAlias, ...]:
-    """A warning for each alias that says something else than what counts."""
+    An empty variable counts as unset, but an empty SM_VLLM_* is true. There is a warning for each alias that says
+    something else than the variable that it stands for.
+    """
+    variables: dict[str, Value] = {}
+    for name, text in environ.items():
+        flag = name.startswith(VLLM_PREFIX)
+        if not (text or flag) or not (name in KNOWN_VARIABLES or name.startswith(PREFIXES)):
+            continue
+        if NOT_TEXT.search(text) or not name.isprintable():
+            problems.append(f"environment: {ascii(name)[1:-1]} is not UTF-8 text")
+            continue
+        variables[name] = Value(text or "true", f"environment: {name}")
     applied = []
-    for alias in (*ALIASES, *_of_vllm(variables)):
+    for alias in (*ALIASES, *_vllm_aliases(variables)):
         given = variables.get(alias.variable)
         if given is None:
             continue
         value = Value(alias.convert(given.text), given.source)
         counts = variables.setdefault(alias.target, value)
         if counts is value:
-            applied.append(AppliedAlias(alias.variable, alias.target, alias.of, value))
-        elif counts.text.strip().lower() != value.text.strip().lower():
+            applied.append(AppliedAlias(alias, value))
+        elif counts.word != value.word:
             warnings.append(
                 f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
@@ -152,15 +167,21 @@ def _apply(variables: dict[str, Value], warnings: list[str]) -> tuple[AppliedAli
     warnings += [
         f"{name} (environment, of TGI) has no effect: {advice}" for name, advice in ADVICE.items() if name in variables
     ]
-    return tuple(applied)
+    return variables, tuple(applied)
 
 
-def overruled(alias: AppliedAlias, sources: Mapping[str, str]) -> str | None:
-    """A warning where a setting has come from elsewhere than the alias; `sources` has the source of each setting."""
-    source = sources.get(alias.key)
-    if source is None or source == alias.value.source:
+def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
+    names = [name.removeprefix(VLLM_PREFIX) for name in sorted(variables) if name.startswith(VLLM_PREFIX)]
+    return [Alias(VLLM_PREFIX + name, _VLLM_TARGETS.get(name, f"OPTION_{name}"), _AWS) for name in names if name]
+
+
+def overruled(applied: AppliedAlias, sources: Mapping[str, str]) -> str | None:
+    """A warning where a setting came from elsewhere than the alias; `sources` has the source of each setting."""
+    key, value = applied.alias.key, applied.value
+    source = sources.get(key)
+    if source is None or source == value.source:
         return None
-    return f"{alias.variable} ({alias.value.source}) is ignored: {alias.key} is set by {source}"
+    return f"{applied.alias.variable} ({value.source}) is ignored: {key} is set by {source}"
 
 
 def with_aliases(names: Iterable[str]) -> frozenset[str]:
@@ -168,8 +189,3 @@ def with_aliases(names: Iterable[str]) -> frozenset[str]:
     targets = frozenset(names)
     others = {alias.variable for alias in ALIASES if alias.target in targets}
     return targets | others | {VLLM_PREFIX + name for name, target in _VLLM_TARGETS.items() if target in targets}
-
-
-def _of_vllm(variables: Mapping[str, Value]) -> list[Alias]:
-    names = [name.removeprefix(VLLM_PREFIX) for name in sorted(variables) if name.startswith(VLLM_PREFIX)]
-    return [Alias(VLLM_PREFIX + name, _VLLM_TARGETS.get(name, f"OPTION_{name}"), _AWS) for name in names if name]

@@ -1,20 +1,20 @@
-"""The model's settings that Slipway knows: names, what is allowed, what is served.
+"""The settings of a model: names, defaults, what is allowed.
 
-Names, aliases and defaults are LMI's (contracts/lmi.md 2.7 to 2.14). An `option.<name>` that is not here goes to the
-engine unchanged.
+Names, aliases and defaults are LMI's. An `option.<name>` that is not here goes to the engine unchanged.
+The tables of docs/configuration.md are made of the ones here and in `server_options`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from container.settings.parsers import (
-    ANYTHING,
+    ASSIGNMENTS,
     BOOLEAN,
     DTYPE,
     FORMATTER,
+    FUNCTION_NAME,
     MILLISECONDS,
     NAMES,
     SECONDS,
@@ -25,508 +25,370 @@ from container.settings.parsers import (
     choice,
     integer,
     integer_or,
-    matching,
 )
 
+PREFIX = "option."
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Option:
-    """One key of serving.properties, with its prefix if it has one."""
+    """A setting of the model, or of the server."""
 
     key: str
+    """Its name in serving.properties, with `option.` where it has that."""
     parser: Parser
+    default: str | None
+    """The text that would give the default; None: no value."""
     meaning: str
-    default: str = ""
-    """The text that would give the default; empty: no value."""
+    _: KW_ONLY
     aliases: tuple[str, ...] = ()
     """Other keys for the same; two of them with different values are an error, unless `first_counts`."""
     first_counts: bool = False
     """Of the key and its aliases the first that is given counts, with a warning."""
     variables: tuple[str, ...] = ()
-    """Environment variables that count when neither key nor alias is given."""
-    field: str | None = None
-    """The field of `ModelSettings` or `ServerSettings` that takes the value."""
+    """Environment variables that count where neither the key nor an alias is given."""
+    field_name: str | None = None
+    """The field of `ModelSettings`, `HandlerSettings` or `ServerSettings`, if it is not the key without `option.`."""
     argument: str | None = None
-    """The engine argument that takes the value as text."""
+    """The engine argument that takes the value as text, instead of a field."""
+    shows_default: bool = True
+    """Whether reports show it where it is not given."""
     serves: frozenset[Scalar] | None = None
-    """The values that Slipway serves; None: all that the parser allows. Others are refused at start."""
+    """The values that are served, of those that the parser allows; None: all. Others stop the start."""
     advice: str = ""
     """What to do instead of a value that is not served."""
-    remark: str = ""
-    """A warning that goes with any value but those in `quiet`."""
-    quiet: frozenset[str] = frozenset()
-    """Texts, in lower case, that need no remark."""
 
     @property
-    def ignored(self) -> bool:
-        """Whether the value goes nowhere."""
-        return self.field is None and self.argument is None
+    def field(self) -> str:
+        """The field that takes the value."""
+        return self.field_name or self.key.removeprefix(PREFIX)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key and its aliases."""
+        return (self.key, *self.aliases)
 
     @property
     def allowed(self) -> str:
-        """What may be given, in words."""
+        """The values that may be given, in words."""
         if self.serves is None:
             return self.parser.allowed
-        return ", ".join(sorted(_word(value) for value in self.serves)) or "nothing"
+        words = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.serves)
+        return ", ".join(sorted(words)) or "nothing"
 
 
-def _word(value: Scalar) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def refused(
+    key: str, parser: Parser, serves: tuple[Scalar, ...], meaning: str, advice: str, variables: tuple[str, ...] = ()
+) -> Option:
+    """An option of LMI of which only the values in `serves` are served."""
+    served = frozenset(serves)
+    return Option(key, parser, None, meaning, variables=variables, shows_default=False, serves=served, advice=advice)
 
 
-_FOR_TRANSFORMERS = "it belongs to `option.rolling_batch=disable`"
-_FOR_TENSORRT = "it belongs to TensorRT-LLM"
-_FOR_LMI_DIST = "it belongs to lmi-dist"
-_ONE_PROCESS = "one engine serves all requests of the model"
-
-
-def _leftover(key: str, remark: str, quiet: frozenset[str] = frozenset()) -> Option:
-    return Option(key=key, parser=ANYTHING, meaning="Ignored", remark=f"ignored: {remark}", quiet=quiet)
-
-
-_OFF = frozenset({"false"})
-
-TRANSFORMERS = tuple(
-    _leftover(f"option.{name}", _FOR_TRANSFORMERS)
-    for name in (
-        *("device_map", "load_in_8bit", "load_in_4bit", "low_cpu_mem_usage", "disable_flash_attn"),
-        *("attn_implementation", "is_peft_model", "normalize"),
-    )
-)
-"""Arguments of the dynamic batch's engine, and leftovers on vLLM."""
-
-_TENSORRT = (
-    _leftover("option.kv_cache_free_gpu_mem_fraction", f"{_FOR_TENSORRT}; see `option.gpu_memory_utilization`"),
-    _leftover("option.max_output_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
-    _leftover("option.max_input_len", f"{_FOR_TENSORRT}; see `option.max_model_len`"),
-    _leftover("option.max_num_tokens", f"{_FOR_TENSORRT}; see `option.max_rolling_batch_prefill_tokens`"),
-    *(
-        _leftover(f"option.{name}", _FOR_TENSORRT)
-        for name in (
-            *("tokens_per_block", "batch_scheduler_policy", "enable_kv_cache_reuse", "backend", "enable_trt_overlap"),
-            *("use_custom_all_reduce", "max_num_sequences", "multi_block_mode", "use_fused_mlp", "logits_dtype"),
-            *("use_fp8_context_fmha", "trtllm_checkpoint_path", "load_by_shard", "baichuan_model_version"),
-            *("chatglm_model_version", "gpt_model_version", "rotary_base", "rotary_dim", "rotary_scaling_type"),
-            *("rotary_scaling_factor", "smoothquant_alpha", "smoothquant_per_token", "smoothquant_per_channel"),
-            *("multi_query_mode", "awq_format", "awq_calib_size", "q_format", "calib_size", "calib_batch_size"),
-        )
-    ),
-)
-
-LEFTOVERS = (
-    *TRANSFORMERS,
-    *_TENSORRT,
-    _leftover("option.mpi_mode", _ONE_PROCESS, _OFF),
-    _leftover("option.parallel_loading", _ONE_PROCESS, _OFF),
-    _leftover("option.default_accept", "it belongs to scikit-learn and XGBoost models"),
-    *(
-        _leftover(f"{device}.{key}", _ONE_PROCESS, frozenset({"1"}))
-        for device in ("gpu", "cpu")
-        for key in ("minWorkers", "maxWorkers")
-    ),
-    *(
-        _leftover(f"option.{name}", f"{_FOR_LMI_DIST}; see `option.speculative_config`")
-        for name in (
-            *("speculative_draft_model", "speculative_length", "draft_model_tp_size", "draft_model_compiled_path"),
-            *("record_acceptance_rate", "use_passive_workers"),
-        )
-    ),
-    *(_leftover(f"option.{name}", _ONE_PROCESS) for name in ("waiting_steps", "cluster_size", "device_id")),
-    _leftover("option.enable_reasoning", "`option.reasoning_parser` alone switches it on"),
-    *(_leftover(key, "metrics are at /metrics") for key in ("log_request_metric", "metrics_aggregation")),
-)
-
-
-_ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-
-
-def assignments(text: str) -> dict[str, str]:
-    """The variables of `K=V,K=V`; a comma without a name after it belongs to the value before.
-
-    Raises:
-        ValueError: it does not begin with a name and `=`.
-    """
-    variables: dict[str, str] = {}
-    name = ""
-    for part in text.split(","):
-        if found := _ASSIGNMENT.fullmatch(part):
-            name, variables[found[1]] = found[1], found[2]
-        elif name:
-            variables[name] += f",{part}"
-        else:
-            raise ValueError(text)
-    return variables
-
-
-def _environment(text: str) -> str:
-    assignments(text)
-    return text
-
-
-ENTRY_POINT = Option(
-    key="option.entryPoint",
-    parser=TEXT,
-    variables=("DJL_ENTRY_POINT",),
-    meaning="The handler: a `.py` file of the model directory, a module, or one of LMI's names; without it, `model.py`",
-)
-FUNCTION = Option(
-    key="option.handler",
-    parser=matching(re.compile(r"[^\W\d]\w*"), "the name of a function"),
-    default="handle",
-    field="function",
-    meaning="The handler's function",
-)
-
-HANDLER_OPTIONS = (
-    FUNCTION,
-    Option(
-        key="option.async_mode",
-        parser=BOOLEAN,
-        default="false",
-        field="async_mode",
-        meaning="The function is `async`, and calls of it run together; without a handler of the model's own: "
-        "`/invocations` has the schema of LMI's asynchronous handler",
-    ),
-    Option(
-        key="minWorkers",
-        parser=integer(0, 1024),
-        default="1",
-        field="min_workers",
-        aliases=("min_workers",),
-        meaning="Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` go before it on such a machine",
-    ),
-    Option(
-        key="maxWorkers",
-        parser=integer(0, 1024),
-        default="1",
-        field="max_workers",
-        aliases=("max_workers",),
-        meaning="Worker processes under load, at least `minWorkers`; `gpu.` and `cpu.` as above",
-    ),
-    Option(
-        key="max_idle_time",
-        parser=SECONDS,
-        default="60",
-        field="max_idle_time",
-        meaning="Seconds after which an idle worker beyond `minWorkers` ends",
-    ),
-    Option(
-        key="retry_threshold",
-        parser=integer(0),
-        default="0",
-        field="retry_threshold",
-        meaning="Crashes and hangs of workers after which the model still counts as healthy",
-    ),
-    Option(
-        key="option.pythonExecutable",
-        parser=TEXT,
-        field="python_executable",
-        aliases=("option.python_executable",),
-        variables=("PYTHON_EXECUTABLE",),
-        meaning="Interpreter of the workers",
-    ),
-    Option(
-        key="option.env",
-        parser=Parser(_environment, "NAME=value, further ones after a comma"),
-        field="environment",
-        meaning="Environment variables of the workers",
-    ),
-    Option(
-        key="option.enable_venv",
-        parser=BOOLEAN,
-        default="false",
-        field="enable_venv",
-        meaning="An environment of the model's own for packages, even without a `requirements.txt`",
-    ),
-)
-
-
-PREFIX = "option."
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
-
-
-def _refused(key: str, parser: Parser, serves: tuple[Scalar, ...], meaning: str, advice: str) -> Option:
-    return Option(key=key, parser=parser, serves=frozenset(serves), meaning=meaning, advice=advice)
-
-
+_TASKS = ("auto", "text-embedding", "feature-extraction", "classify", "embed")
+_WORKERS = integer(0, 1024)
+MODEL_ID = Option(
+    "option.model_id",
+    TEXT,
+    None,
+    "Hub id, `s3://bucket/prefix/`, or a directory; a relative one is below the model directory",
+    variables=("HF_MODEL_ID",),
+)
+ROLLING_BATCH = Option(
+    "option.rolling_batch",
+    choice({name: name for name in _ENGINES} | {"tnx": "vllm"}),
+    "auto",
+    "The engine: `vllm`; `auto` is vLLM, or dynamic batch where vLLM is not installed; `lmi-dist`, `trtllm` and "
+    "`scheduler` are vLLM with those backends' parameters, `scheduler` also with transformers' code of the model; "
+    "`disable` is dynamic batch",
+)
+BATCH_SIZE = Option(
+    "batch_size",
+    integer(1, 100_000),
+    "1",
+    "Prompts in a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: calls that it "
+    "gets together",
+    aliases=("max_dynamic_batch_size", "option.batch_size"),
+    first_counts=True,
+)
+MAX_ROLLING_BATCH_SIZE = Option(
+    "option.max_rolling_batch_size",
+    integer(1, 1_000_000),
+    None,
+    "Sequences that run together; without it, vLLM's own default for the device",
+    aliases=("option.max_num_seqs",),
+)
 SERVED = (
+    MODEL_ID,
+    Option("option.revision", TEXT, None, "Branch, tag or commit on the hub"),
+    Option("option.trust_remote_code", BOOLEAN, "false", "Run Python code that comes with the model"),
+    ROLLING_BATCH,
+    BATCH_SIZE,
     Option(
-        key="option.model_id",
-        parser=TEXT,
-        field="model_id",
-        variables=("HF_MODEL_ID",),
-        meaning="Hub id, `s3://bucket/prefix/`, or a directory; a relative one is looked for below the model directory",
-    ),
-    Option(key="option.revision", parser=TEXT, field="revision", meaning="Branch, tag or commit on the hub"),
-    Option(
-        key="option.trust_remote_code",
-        parser=BOOLEAN,
-        default="false",
-        field="trust_remote_code",
-        meaning="Run Python code that comes with the model",
+        "max_batch_delay",
+        MILLISECONDS,
+        "100",
+        "Milliseconds that the first request of a dynamic batch waits for others",
     ),
     Option(
-        key="option.rolling_batch",
-        parser=choice({name: name for name in _ENGINES} | {"tnx": "vllm"}),
-        default="auto",
-        field="rolling_batch",
-        remark="it runs on vLLM",
-        quiet=frozenset(_ENGINES),
-        meaning="The engine: `vllm`; `auto` is vLLM, or dynamic batch where vLLM is not installed; `lmi-dist`, "
-        "`trtllm` and `scheduler` are vLLM with those backends' parameters, `scheduler` also with transformers' code "
-        "of the model; `disable` is dynamic batch",
+        "option.enable_streaming",
+        choice(("false", "true", "huggingface")),
+        "false",
+        "Stream the answers of the dynamic batch",
+    ),
+    MAX_ROLLING_BATCH_SIZE,
+    Option("option.stop_sequence", STRINGS, None, "Stop strings for every request of the dynamic batch"),
+    Option(
+        "option.output_formatter",
+        FORMATTER,
+        None,
+        "Format of answers: `json`, `jsonlines`, `sse`, or a function of the model's `model.py`; without it, the "
+        "request decides",
+    ),
+    Option("option.tgi_compat", BOOLEAN, "false", "Answer `inputs` with the field names of Text Generation Inference"),
+    Option(
+        "option.chat_format",
+        choice(("lmi", "openai")),
+        "lmi",
+        "How `/invocations` answers `messages`: `lmi` as LMI's rolling batch does, `openai` as vLLM does",
     ),
     Option(
-        key="batch_size",
-        parser=integer(1, 100_000),
-        default="1",
-        field="batch_size",
-        aliases=("max_dynamic_batch_size", "option.batch_size"),
-        first_counts=True,
-        meaning="Prompts of a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: "
-        "calls that it gets together",
+        "option.served_model_name",
+        NAMES,
+        None,
+        "What OpenAI's clients call the model, several names with commas; without it, the model's name",
     ),
     Option(
-        key="max_batch_delay",
-        parser=MILLISECONDS,
-        default="100",
-        field="max_batch_delay",
-        meaning="Milliseconds that the first of a dynamic batch waits for others",
+        "option.do_sample_inferred",
+        BOOLEAN,
+        "true",
+        "Sampling parameters switch sampling on unless `do_sample` is given",
     ),
     Option(
-        key="option.enable_streaming",
-        parser=choice(("false", "true", "huggingface")),
-        default="false",
-        field="enable_streaming",
-        meaning="Stream the answers of the dynamic batch",
+        "option.token_logprobs",
+        BOOLEAN,
+        "true",
+        "Compute `log_prob` for each token; false: it is null, and generation is faster",
     ),
+    Option("option.strict_parameters", BOOLEAN, "false", "Refuse unknown generation parameters"),
     Option(
-        key="option.max_rolling_batch_size",
-        parser=integer(1, 1_000_000),
-        field="max_rolling_batch_size",
-        aliases=("option.max_num_seqs",),
-        meaning="Sequences that run together; without it, vLLM's own default for the device",
+        "option.max_prompt_tokens",
+        integer(1),
+        None,
+        "Tokens of the longest prompt that is accepted; without it, only the model's context limits it",
     ),
+    Option("option.max_stop_sequences", integer(0, 1024), "4", "Stop sequences of a request on TGI's routes"),
+    Option("option.max_best_of", integer(1, 64), "2", "The largest `best_of` on TGI's routes"),
     Option(
-        key="option.stop_sequence",
-        parser=STRINGS,
-        field="stop_sequence",
-        meaning="Stop strings of every request of the dynamic batch",
-    ),
-    Option(
-        key="option.output_formatter",
-        parser=FORMATTER,
-        field="output_formatter",
-        meaning="Format of answers: `json`, `jsonlines`, `sse`, or a function of the model's `model.py`; without it, "
-        "the request decides",
-    ),
-    Option(
-        key="option.tgi_compat",
-        parser=BOOLEAN,
-        default="false",
-        field="tgi_compat",
-        meaning="Answer `inputs` with the field names of Text Generation Inference",
-    ),
-    Option(
-        key="option.chat_format",
-        parser=choice(("lmi", "openai")),
-        default="lmi",
-        field="chat_format",
-        meaning="How `/invocations` answers `messages`: `lmi` as LMI's rolling batch does, `openai` as vLLM does",
-    ),
-    Option(
-        key="option.served_model_name",
-        parser=NAMES,
-        field="served_model_name",
-        meaning="What OpenAI's clients call the model, several names with commas; without it, the model's name",
-    ),
-    Option(
-        key="option.do_sample_inferred",
-        parser=BOOLEAN,
-        default="true",
-        field="do_sample_inferred",
-        meaning="Sampling parameters switch sampling on unless `do_sample` is given",
-    ),
-    Option(
-        key="option.token_logprobs",
-        parser=BOOLEAN,
-        default="true",
-        field="token_logprobs",
-        meaning="Compute `log_prob` for each token; false: it is null, and generation is faster",
-    ),
-    Option(
-        key="option.strict_parameters",
-        parser=BOOLEAN,
-        default="false",
-        field="strict_parameters",
-        meaning="Refuse unknown generation parameters",
-    ),
-    Option(
-        key="option.max_prompt_tokens",
-        parser=integer(1),
-        field="max_prompt_tokens",
-        meaning="Tokens of the longest prompt that is taken; without it, the model's context alone limits it",
-    ),
-    Option(
-        key="option.max_stop_sequences",
-        parser=integer(0, 1024),
-        default="4",
-        field="max_stop_sequences",
-        meaning="Stop sequences of a request on TGI's routes",
-    ),
-    Option(
-        key="option.max_best_of",
-        parser=integer(1, 64),
-        default="2",
-        field="max_best_of",
-        meaning="The largest `best_of` on TGI's routes",
-    ),
-    Option(
-        key="option.enable_lora",
-        parser=BOOLEAN,
-        default="false",
-        field="enable_lora",
-        meaning="Serve LoRA adapters, on vLLM or by a custom handler; `option.max_loras` (4 without it), "
+        "option.enable_lora",
+        BOOLEAN,
+        "false",
+        "Serve LoRA adapters, on vLLM or by a custom handler; `option.max_loras` (4 by default), "
         "`option.max_lora_rank`, `option.max_cpu_loras`, ... are vLLM's",
     ),
     Option(
-        key="option.dtype",
-        parser=DTYPE,
-        default="auto",
-        field="dtype",
-        meaning="Type of weights and activations; int8 is not a type here: use `option.quantize`",
+        "option.dtype", DTYPE, "auto", "Type of weights and activations; int8 is not a type here: use `option.quantize`"
     ),
     Option(
-        key="option.tensor_parallel_degree",
-        parser=integer_or("max", 1),
-        field="tensor_parallel_degree",
+        "option.tensor_parallel_degree",
+        integer_or("max", 1),
+        None,
+        "GPUs that share each layer; `max`: as many as the model allows; without it, the fewest that hold the model",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
-        meaning="GPUs that share each layer; `max`: as many as the model allows; without it vLLM takes the fewest that "
-        "hold the model",
     ),
     Option(
-        key="load_on_devices",
-        parser=TEXT,
-        field="devices",
-        meaning="GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. Of those it takes "
-        "the ones with the most free memory",
+        "load_on_devices",
+        TEXT,
+        None,
+        "GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. It takes those with "
+        "the most free memory",
+        field_name="devices",
     ),
     Option(
-        key="option.pipeline_parallel_degree",
-        parser=integer(1),
-        default="1",
-        field="pipeline_parallel_degree",
+        "option.pipeline_parallel_degree",
+        integer(1),
+        "1",
+        "Pipeline stages: groups of GPUs that hold a part of the layers each",
         aliases=("option.pipeline_parallel_size",),
         variables=("PIPELINE_PARALLEL_DEGREE",),
-        meaning="Groups of devices that share the layers among them",
     ),
     Option(
-        key="option.predict_timeout",
-        parser=SECONDS,
-        default="240",
-        field="predict_timeout",
+        "option.predict_timeout",
+        SECONDS,
+        "240",
+        "Seconds without a new token after which a request fails",
         variables=("PREDICT_TIMEOUT",),
-        meaning="Seconds without a new token after which a request fails",
     ),
     Option(
-        key="option.model_loading_timeout",
-        parser=SECONDS,
-        default="1800",
-        field="model_loading_timeout",
+        "option.model_loading_timeout",
+        SECONDS,
+        "1800",
+        "Seconds that loading may take",
         variables=("MODEL_LOADING_TIMEOUT",),
-        meaning="Seconds that loading may take",
+    ),
+    Option("option.enable_stateful_sessions", BOOLEAN, "true", "Serve stateful sessions on `/invocations`"),
+    Option("option.sessions_expiration", integer(1, 10**9), "1200", "Seconds that a session lives"),
+    Option("option.sessions_path", TEXT, None, "Directory for sessions; without it, `/dev/shm/djl_sessions`"),
+    Option(
+        "option.sessions_s3url",
+        TEXT,
+        None,
+        "Where in S3 sessions are kept, so that another container can continue them",
     ),
     Option(
-        key="option.enable_stateful_sessions",
-        parser=BOOLEAN,
-        default="true",
-        field="enable_stateful_sessions",
-        meaning="Serve stateful sessions on `/invocations`",
-    ),
-    Option(
-        key="option.sessions_expiration",
-        parser=integer(1, 10**9),
-        default="1200",
-        field="sessions_expiration",
-        meaning="Seconds that a session lives",
-    ),
-    Option(
-        key="option.sessions_path",
-        parser=TEXT,
-        field="sessions_path",
-        meaning="Directory for sessions; without it, `/dev/shm/djl_sessions`",
-    ),
-    Option(
-        key="option.sessions_s3url",
-        parser=TEXT,
-        field="sessions_s3url",
-        meaning="Where in S3 sessions are kept, so that another container can go on with them",
-    ),
-    Option(
-        key="option.quantize",
-        parser=TEXT,
-        argument="quantization",
-        aliases=("option.quantization",),
-        meaning="How weights are quantized, in the engine's words: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
+        "option.quantize",
+        TEXT,
+        None,
+        "Quantization of the weights, by the engine's name for it: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
         "with `option.rolling_batch=disable`",
+        aliases=("option.quantization",),
+        argument="quantization",
     ),
     Option(
-        key="option.max_rolling_batch_prefill_tokens",
-        parser=integer(1),
-        argument="max_num_batched_tokens",
+        "option.max_rolling_batch_prefill_tokens",
+        integer(1),
+        None,
+        "The most tokens in one step of the engine",
         aliases=("option.max_num_batched_tokens",),
-        meaning="Tokens in one step of the engine",
+        argument="max_num_batched_tokens",
     ),
     Option(
-        key="option.cpu_offload_gb_per_gpu",
-        parser=TEXT,
-        argument="cpu_offload_gb",
+        "option.cpu_offload_gb_per_gpu",
+        TEXT,
+        None,
+        "GiB of weights, for each GPU, that stay in main memory",
         aliases=("option.cpu_offload_gb",),
-        meaning="GiB of weights, for each GPU, that stay in main memory",
+        argument="cpu_offload_gb",
     ),
 )
+"""The settings of a model that an engine serves."""
 
-HANDLER = (ENTRY_POINT, *HANDLER_OPTIONS)
-
-NOT_SERVED = (
-    _refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
-    _refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
-    _refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
-    _refused("option.s3url", TEXT, (), "`option.model_id` of LMI's first versions", "`option.model_id` takes s3://"),
-    _refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
+ENTRY_POINT = Option(
+    "option.entryPoint",
+    TEXT,
+    None,
+    "The handler: a `.py` file of the model directory, a module, or one of LMI's names; without it, `model.py`",
+    variables=("DJL_ENTRY_POINT",),
+    shows_default=False,
+)
+FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", "The handler's function", field_name="function")
+ASYNC_MODE = Option(
+    "option.async_mode",
+    BOOLEAN,
+    "false",
+    "The function is `async`, and its calls run together; without a custom handler: `/invocations` has the schema of "
+    "LMI's asynchronous handler",
+)
+HANDLER_OPTIONS = (
+    ASYNC_MODE,
     Option(
-        key="option.task",
-        parser=choice(
-            {name: name for name in ("auto", "text-embedding", "feature-extraction", "classify", "embed")}
-            | {"text-generation": "generate", "generate": "generate"}
-        ),
-        serves=frozenset({"auto", "generate"}),
-        variables=("HF_TASK",),
-        meaning="What the model does; `text-generation` is `generate`",
-        advice="only text generation is served",
+        "minWorkers",
+        _WORKERS,
+        "1",
+        "Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` take precedence on such a machine",
+        aliases=("min_workers",),
+        field_name="min_workers",
     ),
-    _refused("option.lmcache_auto_config", BOOLEAN, (False,), "LMCache", "use `option.kv_transfer_config`"),
-    _refused("option.lmcache_config_file", TEXT, (), "LMCache", "use `option.kv_transfer_config`"),
+    Option(
+        "maxWorkers",
+        _WORKERS,
+        "1",
+        "Worker processes under load, at least `minWorkers`; `gpu.` and `cpu.` as above",
+        aliases=("max_workers",),
+        field_name="max_workers",
+    ),
+    Option("max_idle_time", SECONDS, "60", "Seconds after which an idle worker beyond `minWorkers` ends"),
+    Option(
+        "retry_threshold", integer(0), "0", "Crashes and hangs of workers after which the model still counts as healthy"
+    ),
+    Option(
+        "option.pythonExecutable",
+        TEXT,
+        None,
+        "Interpreter of the workers",
+        aliases=("option.python_executable",),
+        variables=("PYTHON_EXECUTABLE",),
+        field_name="python_executable",
+    ),
+    Option("option.env", ASSIGNMENTS, None, "Environment variables of the workers", field_name="environment"),
+    Option(
+        "option.enable_venv",
+        BOOLEAN,
+        "false",
+        "A virtual environment for the model's packages, even without a `requirements.txt`",
+    ),
 )
-
-ENGINE_ASYNC_MODE = Option(
-    key="option.async_mode",
-    parser=BOOLEAN,
-    default="false",
-    field="async_mode",
-    meaning="`/invocations` answers in the schema of LMI's asynchronous handler",
-)
-"""Without a custom handler."""
+"""The settings of a customer's handler, beside what names it."""
 
 MEMORY = tuple(
-    Option(key=f"{device}{key}", parser=integer(0), default=default, meaning=meaning)
+    Option(f"{device}{key}", integer(0), default, meaning, shows_default=False)
     for device in ("", "gpu.", "cpu.")
     for key, default, meaning in (
-        ("required_memory_mb", "", "MiB that the model needs, where it is loaded into a running server"),
-        ("reserved_memory_mb", "" if device else "500", "MiB that have to stay free then"),
+        ("required_memory_mb", None, "MiB that the model needs, where it is loaded into a running server"),
+        ("reserved_memory_mb", None if device else "500", "MiB that have to stay free when it is loaded"),
     )
 )
-"""`container.models.memory` compares them with what is free."""
-MODEL_OPTIONS = (*SERVED, *HANDLER, *MEMORY, *NOT_SERVED, *LEFTOVERS)
-BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in (option.key, *option.aliases)}
+NOT_SERVED = (
+    refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
+    refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
+    refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
+    refused("option.s3url", TEXT, (), "`option.model_id` of LMI's first versions", "`option.model_id` takes s3://"),
+    refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
+    refused(
+        "option.task",
+        choice({name: name for name in _TASKS} | {"text-generation": "generate", "generate": "generate"}),
+        ("auto", "generate"),
+        "What the model does; `text-generation` is `generate`",
+        "only text generation is served",
+        variables=("HF_TASK",),
+    ),
+    refused("option.lmcache_auto_config", BOOLEAN, (False,), "LMCache", "use `option.kv_transfer_config`"),
+    refused("option.lmcache_config_file", TEXT, (), "LMCache", "use `option.kv_transfer_config`"),
+)
+MODEL_OPTIONS = (*SERVED, ENTRY_POINT, FUNCTION, *HANDLER_OPTIONS, *MEMORY, *NOT_SERVED)
+BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in option.keys}
+
+_TRANSFORMERS = (
+    "device_map load_in_8bit load_in_4bit low_cpu_mem_usage disable_flash_attn attn_implementation is_peft_model "
+    "normalize"
+)
+DYNAMIC_BATCH_ARGUMENTS = tuple(f"option.{name}" for name in _TRANSFORMERS.split())
+"""Arguments of the engine of `option.rolling_batch=disable`; vLLM ignores them."""
+_TENSORRT_LLM = (
+    "tokens_per_block batch_scheduler_policy enable_kv_cache_reuse backend enable_trt_overlap use_custom_all_reduce "
+    "max_num_sequences multi_block_mode use_fused_mlp logits_dtype use_fp8_context_fmha trtllm_checkpoint_path "
+    "load_by_shard baichuan_model_version chatglm_model_version gpt_model_version rotary_base rotary_dim "
+    "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
+    "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
+)
+_LMI_DIST = (
+    "speculative_draft_model speculative_length draft_model_tp_size draft_model_compiled_path record_acceptance_rate "
+    "use_passive_workers"
+)
+_ONE_ENGINE = "one engine serves all requests of the model"
+IGNORED: Mapping[str, str] = {
+    **dict.fromkeys(DYNAMIC_BATCH_ARGUMENTS, "it belongs to `option.rolling_batch=disable`"),
+    "option.kv_cache_free_gpu_mem_fraction": "it belongs to TensorRT-LLM; see `option.gpu_memory_utilization`",
+    "option.max_output_len": "it belongs to TensorRT-LLM; see `option.max_model_len`",
+    "option.max_input_len": "it belongs to TensorRT-LLM; see `option.max_model_len`",
+    "option.max_num_tokens": "it belongs to TensorRT-LLM; see `option.max_rolling_batch_prefill_tokens`",
+    **{f"option.{name}": "it belongs to TensorRT-LLM" for name in _TENSORRT_LLM.split()},
+    "option.mpi_mode": _ONE_ENGINE,
+    "option.parallel_loading": _ONE_ENGINE,
+    "option.default_accept": "it belongs to scikit-learn and XGBoost models",
+    **{f"{device}.{key}": _ONE_ENGINE for device in ("gpu", "cpu") for key in ("minWorkers", "maxWorkers")},
+    **{f"option.{name}": "it belongs to lmi-dist; see `option.speculative_config`" for name in _LMI_DIST.split()},
+    **{f"option.{name}": _ONE_ENGINE for name in ("waiting_steps", "cluster_size", "device_id")},
+    "option.enable_reasoning": "`option.reasoning_parser` alone switches it on",
+    "log_request_metric": "metrics are at /metrics",
+    "metrics_aggregation": "metrics are at /metrics",
+}
+"""LMI's settings that have nothing to set where an engine serves the model, and why."""
+IGNORED_SILENTLY = {
+    "option.mpi_mode": "false",
+    "option.parallel_loading": "false",
+    **{f"{device}.{key}": "1" for device in ("gpu", "cpu") for key in ("minWorkers", "maxWorkers")},
+}
+"""Values of them that ask for what happens anyway."""

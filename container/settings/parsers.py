@@ -1,4 +1,4 @@
-"""From a setting's text to its value: each parser knows, in words, what it allows."""
+"""Parsers for the texts of settings; each describes the values that it allows."""
 
 from __future__ import annotations
 
@@ -12,44 +12,32 @@ from container.error_rates import error_rate
 
 Scalar = str | int | float | bool
 
+TRUE = frozenset({"true", "1", "yes", "on"})
+FALSE = frozenset({"false", "0", "no", "off"})
+FORMATTERS = ("json", "jsonlines", "sse")
+"""The built-in output formatters."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _ZERO = re.compile(r"0+(\.0*)?")
-_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-TRUE = frozenset({"true", "1", "yes", "on"})
-FALSE = frozenset({"false", "0", "no", "off"})
+_FUNCTION_NAME = re.compile(r"\w+")
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """Converts text, already stripped of blanks; `convert` raises ValueError for what is not allowed."""
+    """Converts text to a value. `allowed` describes the values for error messages and the documentation."""
 
     convert: Callable[[str], Scalar]
+    """Takes text without blanks at its ends. Raises ValueError for a value that is not allowed."""
     allowed: str
 
     def __call__(self, text: str) -> Scalar:
-        """Convert `text`, whose blanks at either end do not count.
+        """Convert `text`; blanks at its ends do not count.
 
         Raises:
-            ValueError: the value is not allowed; `allowed` says what is.
+            ValueError: the value is not allowed.
         """
         return self.convert(text.strip())
-
-
-def _boolean(text: str) -> bool:
-    folded = text.lower()
-    if folded in TRUE:
-        return True
-    if folded in FALSE:
-        return False
-    raise ValueError(text)
-
-
-def _non_empty(text: str) -> str:
-    if not text:
-        raise ValueError(text)
-    return text
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser:
@@ -67,72 +55,33 @@ def integer(minimum: int, maximum: int | None = None) -> Parser:
     return Parser(convert, f"an integer {limits}")
 
 
-def _positive(text: str) -> float:
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(text)
-    value = float(text)
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(text)
-    return value
-
-
-def _positive_or_0(text: str) -> float:
-    return 0.0 if _ZERO.fullmatch(text) else _positive(text)
-
-
-def _error_rate(text: str) -> str:
-    error_rate(text)
-    return text
+def integer_or(word: str, minimum: int) -> Parser:
+    """An integer, or one word in any case."""
+    number = integer(minimum)
+    return Parser(lambda text: word if text.lower() == word else number.convert(text), f"{number.allowed}, or {word}")
 
 
 def choice(values: Mapping[str, Scalar] | tuple[str, ...]) -> Parser:
-    """One of some words, in any case; a mapping gives synonyms."""
+    """One of some words, in any case; a mapping gives the value of each word."""
     words: Mapping[str, Scalar] = values if isinstance(values, Mapping) else {word: word for word in values}
     folded = {word.lower(): value for word, value in words.items()}
 
     def convert(text: str) -> Scalar:
-        try:
-            return folded[text.lower()]
-        except KeyError:
-            raise ValueError(text) from None
+        if text.lower() not in folded:
+            raise ValueError(text)
+        return folded[text.lower()]
 
     return Parser(convert, ", ".join(words))
 
 
-def matching(pattern: re.Pattern[str], allowed: str) -> Parser:
-    """Text that matches a pattern as a whole."""
-
-    def convert(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError(text)
-        return text
-
-    return Parser(convert, allowed)
-
-
-def integer_or(word: str, minimum: int) -> Parser:
-    """An integer, or one word in any case."""
-    number = integer(minimum)
-
-    def convert(text: str) -> Scalar:
-        return word if text.lower() == word else number.convert(text)
-
-    return Parser(convert, f"{number.allowed}, or {word}")
-
-
-def _milliseconds(text: str) -> float:
-    return int(integer(0).convert(text)) / 1000
-
-
-def _strings(text: str) -> str:
-    values = json.loads(text)
-    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise ValueError(text)
-    return text
+def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Parser:
+    """Text that matches a regular expression as a whole."""
+    compiled = re.compile(pattern, flags)
+    return _checked(lambda text: compiled.fullmatch(text) is not None, allowed)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of a list: a JSON array, or with commas or blanks between; quotes around one, and empty ones, fall away."""
+    """The names in a JSON array, or in a list with commas or blanks between; quotes and empty names are dropped."""
     if text.lstrip().startswith("["):
         values = json.loads(text)
     else:
@@ -140,38 +89,85 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(value for value in values if value)
 
 
-def _names(text: str) -> str:
-    if not _non_empty(text) or not all(isinstance(name, str) for name in names(text)):
+def assignments(text: str) -> dict[str, str]:
+    """The variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
+
+    Raises:
+        ValueError: the text does not begin with a name and `=`.
+    """
+    variables: dict[str, str] = {}
+    name = ""
+    for part in text.split(","):
+        if found := _ASSIGNMENT.fullmatch(part):
+            name, variables[found[1]] = found[1], found[2]
+        elif name:
+            variables[name] += f",{part}"
+        else:
+            raise ValueError(text)
+    return variables
+
+
+def _checked(check: Callable[[str], object], allowed: str) -> Parser:
+    """Text that is kept as it is; `check` returns False or raises ValueError for text that is not allowed."""
+
+    def convert(text: str) -> str:
+        if check(text) is False:
+            raise ValueError(text)
+        return text
+
+    return Parser(convert, allowed)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in TRUE | FALSE:
         raise ValueError(text)
-    return text
+    return text.lower() in TRUE
 
 
-_FUNCTION_NAME = re.compile(r"\w+")
-_BUILT_IN_FORMATTERS = ("json", "jsonlines", "sse")
+def _positive(text: str) -> float:
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(text)
+    return value
 
 
 def _formatter(text: str) -> str:
-    if text.lower() in _BUILT_IN_FORMATTERS:
+    if text.lower() in FORMATTERS:
         return text.lower()
     if not _FUNCTION_NAME.fullmatch(text):
         raise ValueError(text)
     return text
 
 
+def _are_strings(text: str) -> bool:
+    values = json.loads(text)
+    return isinstance(values, list) and all(isinstance(value, str) and value for value in values)
+
+
+def _are_names(text: str) -> bool:
+    return bool(text) and all(isinstance(name, str) for name in names(text))
+
+
 ANYTHING = Parser(lambda text: text, "anything")
-STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
-NAMES = Parser(_names, "names with commas between, or a JSON array of them")
-TEXT = Parser(_non_empty, "text that is not empty")
+TEXT = matching(".+", "text that is not empty", re.DOTALL)
 BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
+STRINGS = _checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
+NAMES = _checked(_are_names, "names with commas between, or a JSON array of them")
+ASSIGNMENTS = _checked(assignments, "NAME=value, further ones after a comma")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")
-MILLISECONDS = Parser(_milliseconds, "milliseconds, an integer of at least 0")
+FUNCTION_NAME = matching(r"[^\W\d]\w*", "the name of a function")
+MILLISECONDS = Parser(lambda text: int(integer(0).convert(text)) / 1000, "milliseconds, an integer of at least 0")
 SECONDS = Parser(_positive, "seconds, a number above 0")
-SECONDS_OR_NEVER = Parser(_positive_or_0, "seconds, a number of at least 0")
-ERROR_RATE = Parser(_error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
+SECONDS_OR_NEVER = Parser(
+    lambda text: 0.0 if _ZERO.fullmatch(text) else _positive(text), "seconds, a number of at least 0"
+)
+ERROR_RATE = _checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
+HOST = matching(r"[A-Za-z0-9_.:%-]+", "a host name or an address")
 HTTP_ERROR = integer(400, 599)
-HEADER_NAME = matching(_HEADER_NAME, "the name of an HTTP header")
-HEADER_VALUE = matching(re.compile(r"[\x20-\x7e]+"), "the value of an HTTP header, in ASCII")
-MODEL_NAME = matching(_MODEL_NAME, "letters, digits and _ . -")
+HEADER_NAME = matching(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", "the name of an HTTP header")
+HEADER_VALUE = matching(r"[\x20-\x7e]+", "the value of an HTTP header, in ASCII")
+MODEL_NAME = matching(r"[A-Za-z0-9_.-]+", "letters, digits and _ . -")
+LOG_LEVEL = choice({level: level for level in ("debug", "info", "warning", "error", "critical")} | {"warn": "warning"})
 DTYPE = choice(
     {
         "auto": "auto",

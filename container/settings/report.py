@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from container.devices import gpu_count
-from container.settings.aliases import AppliedAlias
-from container.settings.load import SettingEntry, Settings, Startup
 from container.settings.parsers import Scalar
 from container.settings.properties import masked
+from container.settings.settings import ServerReport, SettingEntry, Settings, Startup
 from handlers.engines.choice import is_vllm
 from handlers.engines.cpu_memory import CacheSize, planned_size
 from handlers.engines.protocol import EngineOutOfMemory
 
 _HEAD = ("setting", "value", "source")
-
-
-class Report(Protocol):
-    """Settings with the record of where each came from."""
-
-    @property
-    def entries(self) -> tuple[SettingEntry, ...]:
-        """A line each."""
-
-    @property
-    def aliases(self) -> tuple[AppliedAlias, ...]:
-        """Environment variables that stood for others."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """A line each."""
 
 
 def startup_text(startup: Startup) -> str:
@@ -51,17 +34,17 @@ def startup_json(startup: Startup) -> str:
     return json.dumps({"server": _report(startup.report), "models": models}, indent=2, ensure_ascii=False)
 
 
-def render_text(settings: Report) -> str:
-    """An aligned table of name, value and source, then the aliases and the warnings; credentials are masked."""
+def render_text(settings: Settings | ServerReport) -> str:
+    """A table of name, value and source, then the aliases and the warnings; credentials are masked."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
-    lines = [_aligned(row, widths) for row in rows]
-    lines.extend(f"alias: {alias.variable} ({alias.of}) is {alias.key}" for alias in settings.aliases)
-    lines.extend(f"warning: {_one_line(warning)}" for warning in settings.warnings)
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"{name:{name_width}}  {value:{value_width}}  {source}" for name, value, source in rows]
+    lines += [f"alias: {one.alias.variable} ({one.alias.of}) is {one.alias.key}" for one in settings.aliases]
+    lines += [f"warning: {_one_line(warning)}" for warning in settings.warnings]
     return "\n".join(lines)
 
 
-def render_json(settings: Report) -> str:
+def render_json(settings: Settings | ServerReport) -> str:
     """Settings (name, value, source, a note), aliases (variable, of, setting), warnings; secrets are masked."""
     return json.dumps(_report(settings), indent=2, ensure_ascii=False)
 
@@ -90,10 +73,12 @@ def _kv_cache(settings: Settings) -> CacheSize | EngineOutOfMemory | None:
         return error
 
 
-def _report(settings: Report) -> dict[str, Any]:
+def _report(settings: Settings | ServerReport) -> dict[str, Any]:
     return {
         "settings": [_object(entry) for entry in settings.entries],
-        "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],
+        "aliases": [
+            {"variable": one.alias.variable, "of": one.alias.of, "setting": one.alias.key} for one in settings.aliases
+        ],
         "warnings": list(settings.warnings),
     }
 
@@ -118,11 +103,6 @@ def _text(value: Scalar | None) -> str:
 def _one_line(text: str) -> str:
     """Unprintable characters as escapes, so that no value breaks the table or steers a terminal."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-
-
-def _aligned(row: tuple[str, str, str], widths: list[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-    return "  ".join([*cells, row[-1]]).rstrip()
 
 
 def _object(entry: SettingEntry) -> dict[str, Any]:

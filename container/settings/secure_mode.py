@@ -1,6 +1,6 @@
-"""SageMaker's secure mode: what a model that is not trusted may bring. Source: contracts/lmi.md section 11.1.
+"""SageMaker's secure mode: what a model that is not trusted may bring.
 
-Each check is a function of what was read and of directories, and gives one line for each thing that it refuses.
+Each check yields one line for each thing that it refuses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from container.settings.parsers import TRUE
-from container.settings.properties import Value, quoted
+from container.settings.properties import Value, is_true, quoted
 
 _PLAIN = (
     "engine job_queue_size max_idle_time batch_size max_batch_delay max_dynamic_batch_size minWorkers maxWorkers "
@@ -45,8 +44,7 @@ _TENSORRT_LLM = (
 ALLOWED_KEYS = frozenset(_PLAIN.split()) | frozenset(
     f"option.{name}" for group in (_GENERAL, _VLLM, _NEURON, _TENSORRT_LLM) for name in group.split()
 )
-"""Exact, upper and lower case told apart; everything else is refused."""
-
+"""The keys that are allowed, with their case; all others are refused."""
 
 MODE, CONTROLS, CHANNELS = "SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"
 SCRIPTS = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
@@ -56,10 +54,7 @@ PICKLES = "DISALLOW_PICKLE_FILES"
 CHAT_TEMPLATE = "DISALLOW_CHAT_TEMPLATE"
 KNOWN_CONTROLS = frozenset({SCRIPTS, REQUIREMENTS, REMOTE_CODE, PICKLES, CHAT_TEMPLATE})
 
-_PYTHON = frozenset({"/opt/djl/vllm_venv/bin/python", "/usr/bin/python3"})
-_INTERPRETERS = (("option.pythonExecutable", "PYTHON_EXECUTABLE"), ("option.python_executable", ""))
-_ENTRY_POINTS = (("option.entryPoint", "DJL_ENTRY_POINT"),)
-_TRUST = (("option.trust_remote_code", ""),)
+_PYTHON = ("/opt/djl/vllm_venv/bin/python", "/usr/bin/python3")
 _OURS = "djl_python."
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -69,36 +64,39 @@ _TEMPLATE_FILES = frozenset({"chat_template.jinja", "chat_template.json"})
 
 @dataclass(frozen=True, slots=True)
 class SecureMode:
-    """The controls that are on."""
+    """The controls that are on, and the directories that are not trusted; without any, those of the model."""
 
     controls: frozenset[str]
     channels: tuple[Path, ...] = ()
-    """Directories that are not trusted; none: those of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenModel:
-    """What somebody brought."""
+    """A model to be checked."""
 
     keys: Mapping[str, Value]
-    """Settings as they were written, by key: from serving.properties, the environment and the management API."""
+    """Its settings as they were written: in serving.properties, the environment and the management API."""
     variables: Mapping[str, Value]
     directories: tuple[Path, ...]
     """The model directory, and that of the weights if it is another."""
     fetched: tuple[Path, ...] = ()
-    """Directories of models that were fetched from S3, which no channel can hold."""
+    """Directories of models that were fetched from S3; they are never trusted."""
+
+    def value(self, key: str, variable: str = "") -> Value | None:
+        """What a key says, else a variable."""
+        return self.keys.get(key) or self.variables.get(variable)
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
-    """The mode that the environment asks for; None where it is off. What is wrong is added to `problems`."""
+    """The mode that the environment asks for; None where it is off. Wrong values are added to `problems`."""
     mode = variables.get(MODE)
-    if mode is None or mode.text.strip().lower() != "true":
+    if mode is None or mode.word != "true":
         return None
     controls = frozenset(_listed(variables, CONTROLS))
     if not controls:
         problems.append(f"{MODE} is true, but {CONTROLS} is not set; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     for name in sorted(controls - KNOWN_CONTROLS):
-        # One that is not known cannot be kept, and to go on would pretend that it is.
+        # Going on would pretend that the control is in effect.
         problems.append(f"{CONTROLS} has {quoted('', name)}; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     channels = tuple(Path(text) for text in _listed(variables, CHANNELS))
     for channel in channels:
@@ -108,8 +106,13 @@ def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> Sec
 
 
 def check_model(mode: SecureMode, model: GivenModel) -> list[str]:
-    """What of a model the mode refuses, a line each."""
-    found = [*_unknown_keys(model), *_interpreter(model)]
+    """What the mode refuses of a model, a line each."""
+    found = [
+        f"{key} ({value.source}) is not allowed in the secure mode"
+        for key, value in model.keys.items()
+        if key not in ALLOWED_KEYS
+    ]
+    found += _interpreter(model)
     if SCRIPTS in mode.controls:
         found += _scripts(model)
     if REQUIREMENTS in mode.controls:
@@ -125,7 +128,7 @@ def check_model(mode: SecureMode, model: GivenModel) -> list[str]:
 
 
 def check_adapter(mode: SecureMode, directory: Path) -> list[str]:
-    """What of an adapter's directory the mode refuses, a line each."""
+    """What the mode refuses of an adapter's directory, a line each."""
     found: list[str] = []
     if SCRIPTS in mode.controls:
         found += _model_code((directory,))
@@ -136,28 +139,23 @@ def check_adapter(mode: SecureMode, directory: Path) -> list[str]:
     return found
 
 
-def _unknown_keys(model: GivenModel) -> Iterator[str]:
-    for key, value in model.keys.items():
-        if key not in ALLOWED_KEYS:
-            yield f"{key} ({value.source}) is not allowed in the secure mode"
-
-
 def _interpreter(model: GivenModel) -> Iterator[str]:
-    for value in _values(model, _INTERPRETERS):
-        if value.text.strip() not in _PYTHON:
-            allowed = ", ".join(sorted(_PYTHON))
+    values = model.value("option.pythonExecutable", "PYTHON_EXECUTABLE"), model.value("option.python_executable")
+    for value in values:
+        if value is not None and value.text.strip() not in _PYTHON:
+            allowed = ", ".join(_PYTHON)
             yield f"the interpreter is {quoted('', value.text)} ({value.source}); allowed in the secure mode: {allowed}"
 
 
 def _scripts(model: GivenModel) -> Iterator[str]:
-    for value in _values(model, _ENTRY_POINTS):
-        if not value.text.strip().startswith(_OURS):
-            yield f"{SCRIPTS}: the entry point is {quoted('', value.text)} ({value.source}); allowed: {_OURS}<module>"
+    value = model.value("option.entryPoint", "DJL_ENTRY_POINT")
+    if value is not None and not value.text.strip().startswith(_OURS):
+        yield f"{SCRIPTS}: the entry point is {quoted('', value.text)} ({value.source}); allowed: {_OURS}<module>"
     yield from _model_code(model.directories)
 
 
 def _model_code(directories: Iterable[Path]) -> Iterator[str]:
-    """Beside an entry point of ours as well: formatters of a `model.py` are code all the same."""
+    """Whatever the entry point is: formatters in a `model.py` are code, too."""
     for directory in directories:
         for name in dict.fromkeys(("model.py", f"{directory.name}.py")):
             if os.path.lexists(directory / name):
@@ -171,14 +169,14 @@ def _requirements(directories: Iterable[Path]) -> Iterator[str]:
 
 
 def _remote_code(model: GivenModel) -> Iterator[str]:
-    for value in _values(model, _TRUST):
-        if value.text.strip().lower() in TRUE:
-            yield f"{REMOTE_CODE}: option.trust_remote_code is {quoted('', value.text)} ({value.source})"
+    value = model.value("option.trust_remote_code")
+    if value is not None and is_true(value):
+        yield f"{REMOTE_CODE}: {value.describe('option.trust_remote_code')}"
 
 
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
     for channel, path in _files(channels):
-        # A link may have any name; what it leads to is what is read.
+        # A link may have another name than the file that is read.
         if any(name.lower().endswith(_PICKLE_SUFFIXES) for name in (path.name, os.path.realpath(path))):
             yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_SUFFIXES)} are not allowed)"
 
@@ -200,7 +198,7 @@ def _template_in(path: Path) -> str:
 
 
 def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """Each channel with each file below it, those behind links included, once."""
+    """Each file below the channels, with its channel; links are followed, and each directory is read once."""
     seen: set[str] = set()
     for channel in channels:
         for folder, subfolders, names in os.walk(channel, followlinks=True):
@@ -210,13 +208,6 @@ def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
                 continue
             seen.add(real)
             yield from ((channel, Path(folder, name)) for name in names)
-
-
-def _values(model: GivenModel, names: Iterable[tuple[str, str]]) -> Iterator[Value]:
-    for key, variable in names:
-        value = model.keys.get(key) or model.variables.get(variable)
-        if value is not None:
-            yield value
 
 
 def _listed(variables: Mapping[str, Value], name: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from container.http.endpoint import bounded_body
 from container.http.protocol import BREAK_OFF
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations, output_store
 from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable
 from deploy.local.endpoints import LocalSettings

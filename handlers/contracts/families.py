@@ -1,7 +1,7 @@
-"""The families of clients that are served: each is declared in the file of its wire contract, and registered here.
+"""The families of clients that are served; a new one is registered here.
 
-No two of them may want one path and method, unless a route says `where`. LMI's routes are not in the list:
-`/invocations` and `/predictions` are answered by what the model's settings say.
+No two of them may have the same path and method, unless a route says `where`. LMI is not in the list: what answers its
+routes, `/invocations` and `/predictions`, depends on the model's settings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a family of clients is: its routes, declared in the file of its wire contract, and its own error bodies.
+"""A family of clients: its routes and its error bodies, declared in the package of its wire contract.
 
-The registration of all families is `handlers.contracts.families`; `container` makes an HTTP endpoint of each route.
+All families are registered in `handlers.contracts.families`; `container` makes an HTTP endpoint of each route.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import msgspec
 
 from handlers.adapters import Adapter
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
+from handlers.contracts.schemas import Schema
 from handlers.errors import NotReady, NotServed, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import Token
 
+OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
+"""What the routes of all families say where a custom handler runs the model."""
+State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
+"""Stalled: the engine has requests and makes no progress; it may recover."""
+
 
 def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
-    """The object, byte for byte. `kind`: such as "BadRequestError"."""
+    """vLLM's error object. `kind`: such as "BadRequestError"."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
 
 
-OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-"""What routes of all families say of a model that no engine of ours runs."""
-State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
-"""Stalled: the engine lives, has requests and makes nothing of them; it may go on."""
-
-
 class SchedulerStatus(Protocol):
-    """The engine's account of itself; see `handlers.engines.protocol.EngineStatus`."""
+    """The figures of an engine's scheduler."""
 
     @property
     def running_requests(self) -> int:
@@ -47,10 +47,7 @@ class SchedulerStatus(Protocol):
 
 
 class Texts(Protocol):
-    """A model's tokenizer as contracts use it; may be called on the event loop and in threads at a time.
-
-    Whatever the tokenizer raises passes through. See `handlers.engines.texts.ModelTexts`.
-    """
+    """A model's tokenizer as contracts use it; safe to call from several threads. Its errors pass through."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -72,7 +69,7 @@ class Texts(Protocol):
         """Token ids. `special`: with the special tokens that the model wants around a text."""
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Token ids, and between which characters of the text each is; None if the tokenizer does not know."""
+        """Token ids, and the first and last character of each in the text; None if the tokenizer cannot tell."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all ids, special tokens included."""
@@ -90,7 +87,7 @@ class Texts(Protocol):
 
 
 class LoadedModel(Protocol):
-    """A model as a contract may know it: its text side and its figures. Every engine is one."""
+    """A model as a contract sees it: its tokenizer and its figures. Every engine is one."""
 
     meter: Meter
     max_model_len: int
@@ -113,7 +110,7 @@ class LoadedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What a route that generates nothing may know of the model at this moment."""
+    """The model at this moment, as a route that generates nothing sees it."""
 
     settings: ModelSettings
     state: State
@@ -140,7 +137,7 @@ class ModelView:
 
         Raises:
             NotReady: it is not loaded.
-            NotServed: it has a handler of its own, and no tokenizer that we know.
+            NotServed: it has a custom handler, whose tokenizer is not known.
         """
         if self.loaded is not None:
             return self.loaded
@@ -151,7 +148,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractSetting:
-    """What a contract is made with."""
+    """The arguments of a contract."""
 
     settings: ModelSettings
     model: LoadedModel
@@ -159,13 +156,16 @@ class ContractSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route is for, as /openapi.json and /docs show it."""
+    """What a route does, as /openapi.json and /docs show it."""
 
     summary: str
-    request: Mapping[str, Any] | None = None
-    """The JSON schema of the body; None where there is none."""
-    answers: Mapping[str, tuple[str, str, Mapping[str, Any] | None]] = field(default_factory=dict)
-    """Status to what it means, media type and JSON schema."""
+    request: Schema | None = None
+    """The body's schema; None: there is no body."""
+    request_type: str = "application/json"
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    """Parameters of the query; the body may give them instead."""
+    answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
+    """By status: what it means, and the body's schema by media type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class Generates:
     contract: Callable[[ContractSetting], Contract]
     methods: tuple[str, ...] = ("POST",)
     long_body: int = LONG_BODY
-    """Bytes above which a body is understood in a thread."""
+    """Bytes above which a body is parsed in a thread."""
     refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
     """The reply to a path whose parameters alone are wrong, whatever the model's state; None if they are not."""
     about: Operation | None = None
@@ -189,14 +189,31 @@ class Tells:
 
     path: str
     tell: Callable[[Call, ModelView], Reply]
-    """May raise ContractError, which has its reply, and RequestError, which the family answers. Long bodies are
-    answered in one of few threads."""
+    """Makes the reply. May raise ContractError, which has its reply, and RequestError, which the family answers. Called
+    in a thread where the body is long."""
     tell_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
-    """What tells it of several models, or of none; None: the route is about one."""
+    """Makes the reply where there are several models or none; None: the route is about one."""
     methods: tuple[str, ...] = ("GET",)
     where: str | None = None
-    """The route is meant only where the body's object has this field; another family's takes the rest."""
+    """The route takes only bodies with this field; another family's route takes the rest."""
     about: Operation | None = None
+
+    @classmethod
+    def of_all(
+        cls,
+        path: str,
+        tell_all: Callable[[Call, Sequence[ModelView]], Reply],
+        methods: tuple[str, ...] = ("GET",),
+        about: Operation | None = None,
+    ) -> Tells:
+        """A route about all models that there are, be it one or several."""
+        return cls(
+            path=path,
+            tell=lambda call, view: tell_all(call, (view,)),
+            tell_all=tell_all,
+            methods=methods,
+            about=about,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +223,9 @@ class Forwards:
     path: str
     methods: tuple[str, ...] = ("POST",)
     prefix: str = ""
-    """What of `path` vLLM's own path does not have."""
+    """The part of `path` that vLLM's own path does not have."""
     own_handler: bool = False
-    """A model's own handler gets such calls as it gets those of `/invocations`."""
+    """A custom handler gets such calls as it gets those of `/invocations`."""
 
 
 Route = Generates | Tells | Forwards
@@ -227,6 +244,6 @@ class Family:
     body_names_model: bool = False
     """The bodies of its calls may name the model, in `model`."""
     prefix: str | None = None
-    """Unknown paths below it are this family's as well ..."""
+    """Unknown paths below it belong to the family, too."""
     not_found: Callable[[Call], Reply] | None = None
-    """... and answered with this."""
+    """The reply to those."""

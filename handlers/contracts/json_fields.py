@@ -1,32 +1,50 @@
-"""Reading typed values out of a JSON object of parameters."""
+"""JSON from clients: decoding it, with a reason if that fails, and reading typed parameters out of an object."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from handlers.errors import InvalidParameter
 
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+"""What engines can carry; no parameter means anything beyond."""
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
+"""Engines look for each of them after each token."""
+
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
-
-
-def json_kind(value: Any) -> str:
-    """ "a string", "an array", ...; "null" for None."""
-    return _KINDS.get(type(value), "null")
-
-
+_DIGITS = re.compile("[0-9]{1,19}").fullmatch
 _TRUNCATED = "Input data was truncated"
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
-"""The first half of a character beyond 16 bits, without its second half; a text that ends here may be cut off."""
+"""The first half of a character beyond 16 bits without its second half, unless the text ends here."""
+_decode = msgspec.json.Decoder().decode
+
+
+class JsonError(ValueError):
+    """A text is not JSON; the message says why."""
+
+
+def decode_json(text: bytes | str) -> Any:
+    """The document that a JSON text holds.
+
+    Raises:
+        JsonError: it holds none, or is nested too deeply.
+    """
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, and numbers too long to read, as well
+        raise JsonError(json_fault(text, error)) from None
 
 
 def json_fault(text: bytes | str, error: Exception) -> str:
-    """The reason that `error` gives for refusing `text`, corrected where msgspec's own misleads.
+    """The reason that msgspec's `error` gives for refusing `text`, corrected where it misleads.
 
     Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
     """
@@ -39,19 +57,15 @@ def json_fault(text: bytes | str, error: Exception) -> str:
     return f"JSON is malformed: {found[1].decode()} is half of a utf-16 surrogate pair (byte {found.start(1)})"
 
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-"""What engines can carry; no parameter means anything beyond."""
-
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
-"""Engines look for each of them after each token."""
-
-_DIGITS = re.compile("[0-9]{1,19}").fullmatch
+def json_kind(value: Any) -> str:
+    """What a JSON value is, for a message: "a string", "an array", ...; "null" for None."""
+    return _KINDS.get(type(value), "null")
 
 
 class ParameterReader:
-    """Takes parameters by name, type and range; null counts as absent.
+    """Parameters by name, type and range; null counts as absent.
 
-    All readers raise `InvalidParameter` with a message that names what is allowed and what came.
+    All methods that return a value raise `InvalidParameter`, which says what is allowed and what came.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -81,7 +95,7 @@ class ParameterReader:
     def optional_integer(
         self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
     ) -> int | None:
-        """The same, or None if absent. `digits`: a string of digits will do as well."""
+        """A whole number within bounds, or None if absent. `digits`: a string of digits is taken as well."""
         value = self._take(name, None)
         if value is None:
             return None
@@ -172,6 +186,9 @@ class ParameterReader:
     def _take(self, name: str, default: Any) -> Any:
         self._read.add(name)
         return self._values.get(name, default)
+
+
+Reader = Callable[[Mapping[str, Any]], ParameterReader]
 
 
 def _check_range(name: str, value: float, minimum: float | None, maximum: float | None, above: float | None) -> None:

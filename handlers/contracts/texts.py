@@ -1,7 +1,7 @@
-"""What one call may have tokenized or decoded on routes that generate nothing.
+"""Chat templates, and limits on what one call may have tokenized on routes that generate nothing.
 
-Where text is generated, the model's context bounds the prompt. Here nothing else would: a tokenizer takes up to 200
-bytes of memory and 2 µs for each byte of a text.
+Where text is generated, the model's context bounds the prompt. Here a limit of our own is needed: a tokenizer takes up
+to 200 bytes of memory and 2 µs for each byte of a text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ from handlers.contracts.family import Texts
 from handlers.contracts.protocol import Call
 from handlers.errors import InvalidParameter, InvalidRequest
 
+MOST_BYTES = 1 << 20
+"""Of a text, in UTF-8: about 300,000 tokens of English."""
+PLACED_BYTES = MOST_BYTES // 2
+"""The same where the answer gives each token's place: that takes more memory and twice the time."""
+MOST_IDS = 1 << 19
+MOST_BODY = 4 * MOST_BYTES
+"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
+
 
 class NoChatTemplate(Exception):
-    """The model has none."""
+    """The model has no chat template."""
 
 
 class TemplateRefusal(Exception):
@@ -29,7 +37,7 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt. `messages` have a string as `content`.
+    """The prompt that the model's template makes of messages, which have a string as `content`.
 
     Raises:
         NoChatTemplate: the model has none.
@@ -39,31 +47,18 @@ def render(
         raise NoChatTemplate
     try:
         return texts.chat(messages, tools, add_generation_prompt)
-    except Exception as error:  # a template is the model's own code, and says in any way that it cannot take them
+    except Exception as error:  # a template is the model's own code, and may raise anything
         raise TemplateRefusal(str(error) or type(error).__name__) from error
 
 
-MOST_BYTES = 1 << 20
-"""Of a text, in UTF-8: about 300,000 tokens of English."""
-PLACED_BYTES = MOST_BYTES // 2
-"""The same where each token is told with its place: that takes more memory and twice the time."""
-MOST_IDS = 1 << 19
-MOST_BODY = 4 * MOST_BYTES
-"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
-
-
 def check_body(call: Call) -> None:
-    """Refuse a body that cannot hold an allowed text, before it is read.
-
-    Raises:
-        InvalidRequest: it is too long.
-    """
+    """Raise InvalidRequest if a body is too long to hold an allowed text; called before it is read."""
     if len(call.body) > MOST_BODY:
         raise InvalidRequest(f"the body has {len(call.body)} bytes; this route takes at most {MOST_BODY}")
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """The text, which `name` holds or is made into.
+    """The text, which is the parameter `name` or made of it.
 
     Raises:
         InvalidParameter: it is too long.
@@ -75,10 +70,6 @@ def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
 
 
 def check_count(name: str, ids: Any) -> None:
-    """Refuse a list of too many ids; whether it is one at all is looked at later.
-
-    Raises:
-        InvalidParameter: it is too long.
-    """
+    """Raise InvalidParameter if a list has too many ids; anything but a list passes."""
     if isinstance(ids, list) and len(ids) > MOST_IDS:
         raise InvalidParameter(name, f"may have at most {MOST_IDS} token ids, got {len(ids)}")

@@ -1,112 +1,30 @@
 """vLLM's sampling parameters by the names that vLLM's own clients use: types, ranges, defaults.
 
-Happy_vllm and Triton's vLLM backend hand whatever a client sends to vLLM's `SamplingParams`; so these are its names,
+happy_vllm and Triton's vLLM backend hand whatever a client sends to vLLM's `SamplingParams`; so these are its names,
 with those of earlier releases (`best_of`, `use_beam_search`, `guided_decoding`) that their clients still send.
-Source: vLLM's `sampling_params.py`; contracts/happy_vllm.md section 2; contracts/triton_generate.md section 3.
+Source: vLLM, `sampling_params.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import ParameterReader
+from handlers.contracts.json_fields import JsonError, ParameterReader, Reader, decode_json
 from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, Constraint, SamplingParameters
-
-CONSTRAINT_NAMES = frozenset({"structured_outputs", "guided_decoding"})
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
-"""The engine makes one grammar of them before it begins."""
-
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-"""Of earlier releases; they choose among back ends, which is the server's business."""
-
-
-def read_constraint(read: ParameterReader) -> Constraint | None:
-    """The request's constraint, if it has one.
-
-    Raises:
-        InvalidParameter: naming the field within the object.
-    """
-    given = [name for name in sorted(CONSTRAINT_NAMES) if read.has(name)]
-    if len(given) > 1:
-        raise InvalidParameter("guided_decoding", "is the earlier name of `structured_outputs`: send one of them")
-    objects = {name: read.optional_object(name) for name in given}
-    return next((_constraint(name, values or {}) for name, values in objects.items()), None)
-
-
-def _constraint(parameter: str, values: dict[str, Any]) -> Constraint:
-    within = f"{parameter}."
-    read = ParameterReader({within + name: value for name, value in values.items()})
-    kinds = [kind for kind in _KINDS if read.has(within + kind)]
-    if len(kinds) != 1:
-        raise InvalidParameter(
-            parameter, f"must have exactly one of {', '.join(_KINDS)}; got {' and '.join(kinds) or 'none'}"
-        )
-    any_whitespace = not read.boolean(within + "disable_any_whitespace", False)
-    if read.boolean(within + "disable_additional_properties", False):
-        raise InvalidParameter(
-            within + "disable_additional_properties",
-            'cannot be switched on here: put "additionalProperties": false into the schema',
-        )
-    kind = kinds[0]
-    constraint = Constraint(
-        parameter=within + kind,
-        json_schema=_schema(within + kind, values[kind]) if kind == "json" else None,
-        regex=_text(read, within + kind) if kind == "regex" else None,
-        choice=_choice(read, within + kind) if kind == "choice" else None,
-        grammar=_text(read, within + kind) if kind == "grammar" else None,
-        json_object=kind == "json_object" and _must_be_true(read, within + kind),
-        any_whitespace=any_whitespace,
-    )
-    for name in sorted(read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}):
-        raise InvalidParameter(name[:80], "is not a field that this server can follow")
-    return constraint
-
-
-def _schema(parameter: str, value: Any) -> str:
-    """A schema as an object, or as its text."""
-    schema = value
-    if isinstance(value, str):
-        try:
-            schema = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            schema = None
-    if not isinstance(schema, dict):
-        raise InvalidParameter(parameter, "must be a JSON schema: an object, or the text of one")
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _choice(read: ParameterReader, name: str) -> tuple[str, ...]:
-    choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
-    if not choice:
-        raise InvalidParameter(name, "must have at least one string")
-    return tuple(dict.fromkeys(choice))
-
-
-def _text(read: ParameterReader, name: str) -> str:
-    text = read.optional_string(name) or ""
-    if not text.strip():
-        raise InvalidParameter(name, "must not be empty")
-    return text
-
-
-def _must_be_true(read: ParameterReader, name: str) -> bool:
-    if not read.boolean(name, True):
-        raise InvalidParameter(name, "must be true if it is given")
-    return True
-
+from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384
 """vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES)."""
 GREEDY_BELOW = 1e-5
 """vLLM's epsilon: a temperature below it is greedy decoding."""
+MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
+"""The engine makes one grammar of them before it begins."""
 
 _INTEGERS = frozenset(
     {"n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "truncate_prompt_tokens", "logprobs"}
@@ -117,8 +35,13 @@ _NUMBERS = frozenset(
 BOOLEANS = frozenset(
     {"use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "detokenize"}
 ) | {"skip_special_tokens", "spaces_between_special_tokens"}
-_DOCUMENTS = CONSTRAINT_NAMES | {"stop_token_ids", "allowed_token_ids", "logit_bias"}
-"""What a client that can send nothing but text, numbers and booleans sends as JSON in a string."""
+_CONSTRAINTS = ("guided_decoding", "structured_outputs")
+_DOCUMENTS = frozenset({*_CONSTRAINTS, "stop_token_ids", "allowed_token_ids", "logit_bias"})
+"""A client that can send nothing but text, numbers and booleans sends these as JSON in a string."""
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
+"""Fields of earlier releases; they choose among back ends, which is the server's business."""
 
 _NOT_FOR_CLIENTS = {
     "logits_processors": "is not allowed: a request cannot bring code into the engine",
@@ -151,23 +74,45 @@ class VllmParameters:
     beam_search: BeamSearch | None
     truncate_prompt_tokens: int | None
     logprobs: int | None
-    """So many alternatives for each token, 0 its own log probability alone; None: no log probabilities."""
+    """Alternatives for each token, 0 for its own log probability alone; None: no log probabilities."""
     prompt_logprobs: int | None
     """The same for the prompt's tokens."""
     detokenize: bool
     """False: the answer's text is empty."""
 
+    def request(self, request_id: str, prompt: str, *, stream: bool, **fields: Any) -> GenerationRequest:
+        """The request to the engine. `fields`: further ones, such as `want_tokens`."""
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=self.sampling,
+            stream=stream,
+            sequences=self.sequences,
+            candidates=self.candidates,
+            beam_search=self.beam_search,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **fields,
+        )
 
-def read_vllm_parameters(values: Mapping[str, Any], *, text_values: bool = False) -> VllmParameters:
-    """Validate and translate vLLM's keywords; null is absent.
+    def constrained(self, constraint: Constraint) -> VllmParameters:
+        """The same parameters with a constraint."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, constraint=constraint))
 
-    `text_values`: numbers, booleans and documents may come as strings ("16", "0.5", "true"), as Triton's clients send
-    them.
+
+def read_vllm_parameters(
+    values: Mapping[str, Any],
+    *,
+    text_values: bool = False,
+    reader: Reader = ParameterReader,
+) -> VllmParameters:
+    """Validate and translate vLLM's keywords; null is absent. The API description asks with a `reader` of its own.
+
+    `text_values`: numbers, booleans and documents may be strings ("16", "0.5", "true"), as Triton's clients send them.
 
     Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed; also for a name that vLLM has not.
+        InvalidParameter: naming the parameter, its value and what is allowed; also for an unknown name.
     """
-    read = ParameterReader(_from_text(values) if text_values else values)
+    read = reader(_from_text(values) if text_values else values)
     sampling = _sampling(read)
     sequences, candidates = _sequences(read)
     beam_search = _beam_search(read, candidates)
@@ -193,7 +138,7 @@ def read_vllm_parameters(values: Mapping[str, Any], *, text_values: bool = False
 
 
 def _from_text(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What has no reading stays a string, which the reader then refuses by name."""
+    """The values that strings stand for. A string that stands for none is kept, and the reader refuses it by name."""
     return {name: _value(name, value) if isinstance(value, str) else value for name, value in values.items()}
 
 
@@ -203,15 +148,12 @@ def _value(name: str, text: str) -> Any:
     if name in _INTEGERS or name in _NUMBERS:
         return number_of_text(text)
     if name in _DOCUMENTS:
-        try:
-            return msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
-            return text
+        return _decoded(text)
     return text
 
 
 def number_of_text(text: str) -> int | float | str:
-    """The number that a text is; the text itself if it is none."""
+    """The number that a text stands for, or the text itself."""
     stripped = text.strip()
     if _TEXT_INTEGER(stripped):
         return int(stripped)
@@ -234,7 +176,7 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
         repetition_penalty=read.number("repetition_penalty", 1.0, above=0.0),
         presence_penalty=read.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
         frequency_penalty=read.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
-        seed=_seed(read),
+        seed=None if (seed := read.optional_integer("seed")) == -1 else seed,  # -1 is none, as in vLLM
         stop=read.strings("stop"),
         stop_token_ids=tuple(dict.fromkeys(read.integers("stop_token_ids", minimum=0))),
         include_stop_str_in_output=read.boolean("include_stop_str_in_output", False),
@@ -244,7 +186,7 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
         bad_words=tuple(dict.fromkeys(read.strings("bad_words"))),
         logit_bias=read.logit_bias("logit_bias"),
         allowed_token_ids=allowed_token_ids or None,
-        constraint=read_constraint(read),
+        constraint=_constraint(read),
     )
 
 
@@ -255,14 +197,8 @@ def _min_tokens(read: ParameterReader, max_tokens: int) -> int:
     return min_tokens
 
 
-def _seed(read: ParameterReader) -> int | None:
-    """-1 is none, as in vLLM."""
-    seed = read.optional_integer("seed")
-    return None if seed == -1 else seed
-
-
 def _sequences(read: ParameterReader) -> tuple[int, int]:
-    """How many are shown, and how many are generated for it."""
+    """How many sequences are shown, and how many are generated."""
     n = read.integer("n", 1, minimum=1, maximum=MAX_SEQUENCES)
     best_of = read.integer("best_of", n, minimum=1, maximum=MAX_SEQUENCES)
     if best_of < n:
@@ -271,7 +207,7 @@ def _sequences(read: ParameterReader) -> tuple[int, int]:
 
 
 def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
-    """Beams replace sampling, so what shapes sampling has no effect on them, as in vLLM."""
+    """Beam search, which replaces sampling: parameters of sampling have no effect then, as in vLLM."""
     asked = read.boolean("use_beam_search", False)
     length_penalty = read.number("length_penalty", 1.0)
     early_stopping = read.boolean("early_stopping", False)
@@ -286,8 +222,82 @@ def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
     return None
 
 
+def _constraint(read: ParameterReader) -> Constraint | None:
+    given = [name for name in _CONSTRAINTS if read.has(name)]
+    if len(given) > 1:
+        raise InvalidParameter("guided_decoding", "is the earlier name of `structured_outputs`: send one of them")
+    objects = {name: read.optional_object(name) for name in given}
+    return next((_constraint_of(name, values or {}) for name, values in objects.items()), None)
+
+
+def _constraint_of(parameter: str, values: dict[str, Any]) -> Constraint:
+    within = f"{parameter}."
+    read = ParameterReader({within + name: value for name, value in values.items()})
+    kinds = [kind for kind in _KINDS if read.has(within + kind)]
+    if len(kinds) != 1:
+        raise InvalidParameter(
+            parameter, f"must have exactly one of {', '.join(_KINDS)}; got {' and '.join(kinds) or 'none'}"
+        )
+    any_whitespace = not read.boolean(within + "disable_any_whitespace", False)
+    if read.boolean(within + "disable_additional_properties", False):
+        raise InvalidParameter(
+            within + "disable_additional_properties",
+            'cannot be switched on here: put "additionalProperties": false into the schema',
+        )
+    kind = kinds[0]
+    constraint = Constraint(
+        parameter=within + kind,
+        json_schema=_schema(within + kind, values[kind]) if kind == "json" else None,
+        regex=_text(read, within + kind) if kind == "regex" else None,
+        choice=_choice(read, within + kind) if kind == "choice" else None,
+        grammar=_text(read, within + kind) if kind == "grammar" else None,
+        json_object=kind == "json_object" and _must_be_true(read, within + kind),
+        any_whitespace=any_whitespace,
+    )
+    for name in sorted(read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}):
+        raise InvalidParameter(name[:80], "is not a field that this server can follow")
+    return constraint
+
+
+def _schema(parameter: str, value: Any) -> str:
+    """The text of a schema, which is given as an object or as its text."""
+    if not isinstance(_decoded(value), dict):
+        raise InvalidParameter(parameter, "must be a JSON schema: an object, or the text of one")
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _choice(read: ParameterReader, name: str) -> tuple[str, ...]:
+    choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
+    if not choice:
+        raise InvalidParameter(name, "must have at least one string")
+    return tuple(dict.fromkeys(choice))
+
+
+def _text(read: ParameterReader, name: str) -> str:
+    text = read.optional_string(name) or ""
+    if not text.strip():
+        raise InvalidParameter(name, "must not be empty")
+    return text
+
+
+def _must_be_true(read: ParameterReader, name: str) -> bool:
+    if not read.boolean(name, True):
+        raise InvalidParameter(name, "must be true if it is given")
+    return True
+
+
 def _refuse_others(read: ParameterReader) -> None:
     for name in sorted(read.unread()):
         raise InvalidParameter(
             name[:_LONGEST_NAME], _NOT_FOR_CLIENTS.get(name, "is not a sampling parameter that vLLM has")
         )
+
+
+def _decoded(value: Any) -> Any:
+    """The document that a text holds; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode_json(value)
+    except JsonError:
+        return value

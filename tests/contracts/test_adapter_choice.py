@@ -78,6 +78,6 @@ def test_tritons_lora_name_must_be_a_text() -> None:
 def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:
     adapter = Adapter(name="a", src="/x", path=Path("/x"), id=1)
     view = replace(triton_exchange.view(served_model_names=("base", "other")), adapters=(adapter,))
-    cards = msgspec.json.decode(models(Call(body=b"", request_id="r"), view).body)["data"]
+    cards = msgspec.json.decode(models(Call(body=b"", request_id="r"), (view,)).body)["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
     assert shown == [("base", "base", None), ("other", "other", None), ("a", "/x", "base")]

@@ -1,4 +1,4 @@
-"""Golden bytes of happy_vllm's generating routes: contracts/happy_vllm.md sections 2.3, 3 and 4."""
+"""Golden bytes of happy_vllm's generating routes. Source: happy_vllm, "Generating endpoints"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happy_vllm's keywords ask of the engine: contracts/happy_vllm.md section 2."""
+"""happy_vllm's keywords and the requests that they become. Source: happy_vllm, "Generating endpoints"."""
 
 from __future__ import annotations
 

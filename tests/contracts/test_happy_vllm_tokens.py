@@ -1,4 +1,4 @@
-"""happy_vllm's routes on texts and tokens, and its technical ones: contracts/happy_vllm.md sections 6 to 9."""
+"""happy_vllm's routes on texts and tokens, and its technical ones."""
 
 from __future__ import annotations
 

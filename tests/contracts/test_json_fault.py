@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.json_fields import json_fault
-from handlers.contracts.lmi.body import BodyError, decode
+from handlers.contracts.lmi.body import decode
+from handlers.errors import InvalidRequest
 
 LONE = '{"inputs": "\\ud800"}'
 REASON = "JSON is malformed: \\ud800 is half of a utf-16 surrogate pair (byte 12)"
@@ -33,7 +34,7 @@ def test_a_text_that_was_cut_off_is_called_so(text: bytes) -> None:
 
 
 def test_contracts_say_it() -> None:
-    with pytest.raises(BodyError, match="half of a utf-16 surrogate pair"):
+    with pytest.raises(InvalidRequest, match="half of a utf-16 surrogate pair"):
         decode(LONE.encode(), "application/json")
 
 

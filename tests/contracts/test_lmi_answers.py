@@ -1,4 +1,4 @@
-"""Golden bytes of LMI's rolling-batch answers: contracts/lmi.md section 4.3 to 4.5, LMI schema v0.31."""
+"""Golden bytes of LMI's rolling-batch answers. Source: LMI schema v0.31."""
 
 from __future__ import annotations
 

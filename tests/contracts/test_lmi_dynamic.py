@@ -1,4 +1,4 @@
-"""LMI's dynamic batch on the wire: LMI schema v0.31, Dynamic Batch/Static Batch Schema; contracts/lmi.md section 5."""
+"""LMI's dynamic batch on the wire. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From HTTP requests to inputs. Source: contracts/lmi.md section 1.3."""
+"""From HTTP requests to the inputs of handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMI's management API, byte for byte. Source: contracts/lmi.md sections 1.6 and 1.10; sagemaker_hosting.md 8."""
+"""LMI's management API, byte for byte. Source: "DJL Serving Management API"."""
 
 from __future__ import annotations
 

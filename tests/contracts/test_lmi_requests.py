@@ -1,4 +1,4 @@
-"""What LMI bodies and parameters mean to an engine: LMI schema v0.31, contracts/lmi.md section 3."""
+"""LMI's bodies and parameters, and the requests that they become. Source: LMI schema v0.31."""
 
 from __future__ import annotations
 

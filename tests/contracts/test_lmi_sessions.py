@@ -1,4 +1,4 @@
-"""LMI's stateful sessions, byte for byte. Source: contracts/lmi.md section 10, sagemaker_hosting.md section 7."""
+"""LMI's stateful sessions, byte for byte."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi import sessions
-from handlers.contracts.lmi.sessions import SESSION_ID, action_of, session_of
+from handlers import sessions
 from handlers.contracts.protocol import ContractError, Reply
+from handlers.sessions import SESSION_ID, action_of, session_of
 from tests.contracts.exchange import call
 
 UUID = "3f1c8f0e-0b0e-4f6f-9d43-0d6d3e1f2a5b"

@@ -136,7 +136,7 @@ def view(**settings: object) -> ModelView:
 
 
 def test_a_model_that_is_still_loading_is_listed_under_all_its_names() -> None:
-    reply = models(CALL, view(served_model_names=("a", "b")))
+    reply = models(CALL, (view(served_model_names=("a", "b")),))
     document = msgspec.json.decode(reply.body)
     assert document["object"] == "list"
     assert [card["id"] for card in document["data"]] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Golden bytes of TGI's answers: contracts/tgi.md sections 3 and 4."""
+"""Golden bytes of TGI's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Reply
-from handlers.contracts.tgi.answer import single
+from handlers.contracts.tgi.answer import float32
 from handlers.contracts.tgi.errors import Incomplete, refuse
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
@@ -235,12 +235,12 @@ def test_vertex_gets_a_text_for_each_instance_in_their_order() -> None:
     ],
 )
 def test_numbers_are_written_with_as_few_digits_as_single_precision_needs(value: float | None, text: str) -> None:
-    assert single(value) == text
+    assert float32(value) == text
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_number_of_single_precision_is_read_back_as_it_was(value: float) -> None:
-    assert struct.pack("<f", json.loads(single(value))) == struct.pack("<f", value)
+    assert struct.pack("<f", json.loads(float32(value))) == struct.pack("<f", value)
 
 
 def test_special_tokens_that_are_stop_texts_are_stop_tokens() -> None:

@@ -1,4 +1,4 @@
-"""TGI's routes that generate nothing: contracts/tgi.md sections 1, 7 and 8."""
+"""TGI's routes that generate nothing."""
 
 from __future__ import annotations
 

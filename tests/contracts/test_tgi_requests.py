@@ -1,4 +1,4 @@
-"""What TGI bodies and parameters mean to an engine, and how wrong ones are refused: contracts/tgi.md sections 2, 5."""
+"""TGI's bodies and parameters: the requests that they become, and how wrong ones are refused."""
 
 from __future__ import annotations
 

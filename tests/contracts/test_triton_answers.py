@@ -1,4 +1,4 @@
-"""Golden bytes of Triton's generate responses: contracts/triton_generate.md sections 3 to 7 and 13."""
+"""Golden bytes of Triton's generate responses. Source: Triton 2.68, "Generate Extension"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health, metadata, statistics and repository: contracts/triton_generate.md sections 1, 8 and 10."""
+"""Triton's routes for health, metadata, statistics and the repository."""
 
 from __future__ import annotations
 

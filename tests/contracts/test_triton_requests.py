@@ -1,4 +1,4 @@
-"""What generate bodies mean, and how they are refused: contracts/triton_generate.md sections 2 to 4, 7 and 8."""
+"""Bodies of generate requests: what they mean, and how wrong ones are refused."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """happy_vllm's answers: one compact document, or a line of JSON for each step that repeats the whole text so far.
 
-Source: happy_vllm_generate, Output; contracts/happy_vllm.md sections 2.3 and 3. The bytes are those of the original:
-the document as Starlette writes JSON, the lines as Python's `json.dumps` does by default.
+Source: happy_vllm, "Generating endpoints", section "Output". The bytes are those of the original: the document as
+Starlette writes JSON, the lines as Python's `json.dumps` does by default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import NamedTuple
 
 from handlers.contracts.happy_vllm.errors import JSON, refuse
 from handlers.contracts.happy_vllm.request import Generation
@@ -27,56 +28,45 @@ _UNFINISHED = _FINISH_REASONS[None]
 _ABORTED = _FINISH_REASONS[FinishReason.ABORT]
 
 
-class _Writing:
+class _Style(NamedTuple):
     """One way to write JSON."""
 
-    __slots__ = ("colon", "comma", "quote")
+    comma: str
+    colon: str
+    quote: Callable[[str], str]
 
-    def __init__(self, comma: str, colon: str, quote: Callable[[str], str]) -> None:
-        self.comma, self.colon, self.quote = comma, colon, quote
 
-
-_COMPACT = _Writing(",", ":", encode_basestring)
-_SPACED = _Writing(", ", ": ", encode_basestring_ascii)
+_COMPACT = _Style(",", ":", encode_basestring)
+_SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
 class _State:
-    """All sequences of one answer as far as they have come, and how they are written.
+    """All sequences of one answer, as far as they have been generated.
 
-    The text of a sequence is kept as its JSON, without the quotes, so that a step encodes what it has added only.
+    The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
     """
 
-    __slots__ = (
-        *("_between_usages", "_completion", "_counts", "_end", "_finish", "_head", "_prompt_tokens", "_reasons"),
-        *("_responses", "_separator", "_show_text", "_tail", "_total", "_usage", "_writing"),
-    )
+    __slots__ = ("_counts", "_end", "_prompt_tokens", "_reasons", "_responses", "_show_text", "_style")
 
-    def __init__(self, generation: Generation, writing: _Writing) -> None:
-        comma, colon, quote = writing.comma, writing.colon, writing.quote
+    def __init__(self, generation: Generation, style: _Style) -> None:
         count = generation.parameters.sequences
-        self._writing = writing
+        self._style = style
         self._show_text = generation.parameters.detokenize
         self._responses = [""] * count
         self._reasons = [_UNFINISHED] * count
         self._counts = [0] * count
         self._prompt_tokens = 0
-        self._head = f'{{"responses"{colon}["'
-        self._separator = f'"{comma}"'
-        self._finish = f'"]{comma}"finish_reasons"{colon}['
-        self._usage = f']{comma}"usages"{colon}[{{"prompt_tokens"{colon}'
-        self._completion = f'{comma}"completion_tokens"{colon}'
-        self._total = f'{comma}"total_tokens"{colon}'
-        self._between_usages = f'}}{comma}{{"prompt_tokens"{colon}'
-        self._tail = "}]"
-        self._end = f'{comma}"prompt"{colon}{quote(generation.prompt)}' if generation.prompt_in_response else ""
+        self._end = ""
+        if generation.prompt_in_response:
+            self._end = f'{style.comma}"prompt"{style.colon}{style.quote(generation.prompt)}'
 
     def add(self, delta: TokenDelta) -> bool:
-        """Take a delta; whether it changed anything. Beams that are not shown change nothing."""
+        """Add a delta; whether that changed anything. Beams that are not shown change nothing."""
         sequence = delta.sequence
         if sequence >= len(self._responses):
             return False
         if delta.text and self._show_text:
-            self._responses[sequence] += self._writing.quote(delta.text)[1:-1]
+            self._responses[sequence] += self._style.quote(delta.text)[1:-1]
         self._counts[sequence] = delta.token_count
         self._prompt_tokens = delta.prompt_token_count
         if delta.finish_reason is not None:
@@ -84,18 +74,24 @@ class _State:
         return True
 
     def abort(self) -> None:
-        """Whatever has not finished will not."""
+        """Mark the sequences that have not finished as aborted."""
         self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
 
     def document(self, addition: str = "") -> str:
-        """All of it; `addition`: further members at its end."""
-        comma, prompt_tokens = self._writing.comma, self._prompt_tokens
-        usages = self._between_usages.join(
-            f"{prompt_tokens}{self._completion}{count}{self._total}{prompt_tokens + count}" for count in self._counts
+        """The whole object; `addition`: further members at its end."""
+        comma, colon, _ = self._style
+        prompt_tokens = self._prompt_tokens
+        responses = f'"{comma}"'.join(self._responses)
+        usages = comma.join(
+            [
+                f'{{"prompt_tokens"{colon}{prompt_tokens}{comma}"completion_tokens"{colon}{count}{comma}'
+                f'"total_tokens"{colon}{prompt_tokens + count}}}'
+                for count in self._counts
+            ]
         )
         return (
-            f"{self._head}{self._separator.join(self._responses)}{self._finish}{comma.join(self._reasons)}"
-            f"{self._usage}{usages}{self._tail}{self._end}{addition}}}"
+            f'{{"responses"{colon}["{responses}"]{comma}"finish_reasons"{colon}[{comma.join(self._reasons)}]{comma}'
+            f'"usages"{colon}[{usages}]{self._end}{addition}}}'
         )
 
 
@@ -116,14 +112,13 @@ class WholeAnswer:
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
 
 class StreamAnswer:
     """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
 
-    A `CumulativeAnswer`: how many lines there are is for who sends them to decide.
+    A `CumulativeAnswer`: a client that lags is sent fewer lines.
     """
 
     content_type = ""
@@ -136,7 +131,7 @@ class StreamAnswer:
         return self.latest() if self._state.add(delta) else b""
 
     def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """See `CumulativeAnswer.add`. The hot path: called for each token of each stream."""
+        """Take a delta without writing it. The hot path: called for each token of each stream."""
         return self._state.add(delta)
 
     def latest(self) -> bytes:
@@ -146,7 +141,7 @@ class StreamAnswer:
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """A last line: what there is of the texts, aborted, and why. The original breaks the connection off."""
+        """A last line with the texts so far, aborted, and the reason; the original breaks the connection off."""
         self._state.abort()
         reason = f', "error": {encode_basestring_ascii(error.message)}'
         return (self._state.document(reason) + "\n").encode()

@@ -1,9 +1,8 @@
 """happy_vllm's error bodies.
 
-The original is a FastAPI application: 422 with `{"detail": [...]}` where a field has the wrong type, and 500 for all
-else that a client may get wrong. Here whatever is the client's is 4xx, found before any text is generated, in the same
-form; a 500 is the server's, in the form that happy_vllm has under EXPLICIT_ERRORS.
-Source: contracts/happy_vllm.md section 4.
+The original is a FastAPI application: 422 with `{"detail": [...]}` where a field has the wrong type, and 500 for any
+other mistake of the client. Here all mistakes of the client are 4xx in the same form, found before any text is
+generated; a 500 is the server's fault, in the form that happy_vllm has under EXPLICIT_ERRORS.
 """
 
 from __future__ import annotations
@@ -50,81 +49,76 @@ _VLLM_TYPES = {
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
 
-def status_of(error: RequestError) -> int:
-    """The HTTP status for a call that has failed before its first byte."""
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), FAILED)
-
-
 def refuse(error: RequestError) -> Reply:
     """The reply to a call that has failed before its first byte."""
-    status = status_of(error)
+    status = _status_of(error)
     if status == FAILED:
         return _reply(status, {"error": type(error).__name__, "messages": [error.message]})
     if isinstance(error, InvalidParameter):
-        return field_error(error.parameter, error.message)
+        return _reply(status, {"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]})
     return _reply(status, {"detail": error.message})
 
 
-def field_error(parameter: str, message: str, kind: str = "value_error") -> Reply:
-    """FastAPI's body for a field with a wrong value; `parameter` is a path with dots, as in `guided_decoding.json`."""
-    return _unprocessable(kind, message, *parameter.split(".", 1))
+def missing(parameter: str) -> ContractError:
+    """The refusal of a body without a required field."""
+    return _unprocessable(_entry("missing", "Field required", parameter), f"`{parameter}` is missing")
 
 
-def missing(parameter: str) -> Reply:
-    """A field that must be there."""
-    return _unprocessable("missing", "Field required", parameter)
+def conflict(one: str, other: str) -> ContractError:
+    """The refusal of fields that exclude each other."""
+    message = f"`{one}` cannot be combined with `{other}`"
+    return ContractError(_reply(UNPROCESSABLE, {"detail": message}), message)
 
 
-def conflict(message: str) -> Reply:
-    """Fields that are right by themselves, but not together."""
-    return _reply(UNPROCESSABLE, {"detail": message})
+def no_body() -> ContractError:
+    """The refusal of a call without a body."""
+    return _unprocessable(_entry("missing", "Field required"), "the body is empty")
 
 
-def no_body() -> Reply:
-    """A body was expected."""
-    return _unprocessable("missing", "Field required")
+def not_an_object(kind: str) -> ContractError:
+    """The refusal of a body that is JSON of another `kind`."""
+    entry = _entry("dict_type", "Input should be a valid dictionary")
+    return _unprocessable(entry, f"the body is {kind}, not an object")
 
 
-def not_an_object() -> Reply:
-    """The body is JSON, but no object."""
-    return _unprocessable("dict_type", "Input should be a valid dictionary")
-
-
-def not_json(reason: str) -> Reply:
-    """The body is no JSON; `reason` is what the parser says, with the place at its end."""
+def not_json(reason: str) -> ContractError:
+    """The refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
     place = _BYTE.search(reason)
     entry = _entry("json_invalid", "JSON decode error", int(place[1]) if place else 0)
-    return _reply(UNPROCESSABLE, {"detail": [entry | {"ctx": {"error": _BYTE.sub("", reason)}}]})
+    return _unprocessable(entry | {"ctx": {"error": _BYTE.sub("", reason)}}, "the body is not JSON")
 
 
 def vllm_error(error: RequestError | ContractError) -> Reply:
     """The same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
+    parameter = None
     if isinstance(error, ContractError):
-        status, message, parameter = 400, error.reason, None
+        status, message = 400, error.reason
     else:
-        status, message = status_of(error), error.message
-        parameter = error.parameter if isinstance(error, InvalidParameter) else None
+        status, message = _status_of(error), error.message
         status = 400 if status == UNPROCESSABLE else status
-    kind = "model" if isinstance(error, UnknownModel) else parameter
-    return Reply(status, JSON, error_body(message, _VLLM_TYPES.get(status, "InternalServerError"), status, kind))
+        if isinstance(error, InvalidParameter):
+            parameter = error.parameter
+        elif isinstance(error, UnknownModel):
+            parameter = "model"
+    kind = _VLLM_TYPES.get(status, "InternalServerError")
+    return Reply(status, JSON, error_body(message, kind, status, parameter))
 
 
 def wrong_method(call: Call) -> Reply:
-    """The path is ours, but not with this method."""
+    """The reply to a method that the route does not have."""
     return _reply(405, {"detail": "Method Not Allowed"})
 
 
-def refused(reply: Reply, reason: str) -> ContractError:
-    """The call is answered with `reply` and without inference."""
-    return ContractError(reply, reason)
+def _status_of(error: RequestError) -> int:
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), FAILED)
 
 
-def _unprocessable(kind: str, message: str, *location: str) -> Reply:
-    return _reply(UNPROCESSABLE, {"detail": [_entry(kind, message, *location)]})
+def _unprocessable(entry: dict[str, Any], reason: str) -> ContractError:
+    return ContractError(_reply(UNPROCESSABLE, {"detail": [entry]}), reason)
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
-    """Pydantic's, but for `input`: an error does not send back what it was sent."""
+    """An error as Pydantic has it, without `input`: the client's own text is not sent back."""
     return {"type": kind, "loc": ["body", *location], "msg": message}
 
 

@@ -1,29 +1,31 @@
-"""happy_vllm's clients: the deprecated generating routes of releases up to 1.1.15, and the routes beside OpenAI's.
+"""happy_vllm's clients: the generating routes of releases up to 1.1.15, and the routes beside OpenAI's.
 
 `/v1/completions`, `/v1/chat/completions` and `/v1/models` are vLLM's own and belong to the OpenAI family.
-Source: happy_vllm_generate; contracts/happy_vllm.md section 1.
+Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Tells
-from handlers.contracts.happy_vllm import openapi as about
+from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Operation, Tells
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
-from handlers.contracts.happy_vllm.errors import JSON, refuse, refused, wrong_method
+from handlers.contracts.happy_vllm.errors import JSON, refuse, wrong_method
 from handlers.contracts.happy_vllm.request import document, read_generation, required_string
-from handlers.contracts.protocol import Call, Exchange, Reply
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
+from handlers.contracts.vllm_parameters import read_vllm_parameters
 from handlers.errors import InvalidParameter, RequestError
 
 
 class HappyVllmContract:
-    """One of the two routes; they differ in the answer alone."""
+    """`/v1/generate` or `/v1/generate_stream`; they differ in the answer alone."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -33,7 +35,7 @@ class HappyVllmContract:
         try:
             generation = read_generation(values)
         except InvalidParameter as error:
-            raise refused(refuse(error), error.message) from None
+            raise ContractError(refuse(error), error.message) from None
         requests = (generation.request(call.request_id, self._stream),)
         if not self._stream:
             return Exchange(requests, WholeAnswer(generation))
@@ -44,26 +46,13 @@ class HappyVllmContract:
         return refuse(error)
 
 
-APPLICATION = "happy_vllm"
-
-
-def liveness(call: Call, view: ModelView) -> Reply:
+def liveness(call: Call, views: Sequence[ModelView]) -> Reply:
     """`GET /liveness`: whether the process answers."""
     return _reply({"alive": "ok"})
 
 
-def readiness(call: Call, view: ModelView) -> Reply:
-    """`GET /readiness`: always 200; the body says whether the model answers."""
-    return all_readiness(call, (view,))
-
-
-def all_liveness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of a server with several models."""
-    return _reply({"alive": "ok"})
-
-
-def all_readiness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of a server with several models: whether all answer."""
+def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """`GET /readiness`: always 200; the body says whether all models answer."""
     return _reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
 
 
@@ -72,7 +61,7 @@ def info(call: Call, view: ModelView) -> Reply:
     model = view.text()
     return _reply(
         {
-            "application": APPLICATION,
+            "application": "happy_vllm",
             "version": version("slipway"),
             "vllm_version": view.engine_version if view.engine == "vllm" else f"{view.engine} {view.engine_version}",
             "model_name": view.settings.name,
@@ -112,38 +101,117 @@ def _reply(answer: dict[str, Any] | None) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(answer))
 
 
-def _generate(setting: ContractSetting) -> HappyVllmContract:
-    return HappyVllmContract(stream=False)
+def _contract(setting: ContractSetting, *, stream: bool) -> HappyVllmContract:
+    return HappyVllmContract(stream=stream)
 
 
-def _generate_stream(setting: ContractSetting) -> HappyVllmContract:
-    return HappyVllmContract(stream=True)
+_TRUE: Schema = {"type": "boolean", "default": True}
+_FALSE: Schema = {"type": "boolean", "default": False}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_STRINGS, _IDS = an_array(STRING), an_array(_COUNT)
+
+_REQUEST = an_object(
+    {
+        "prompt": STRING,
+        "prompt_in_response": _FALSE,
+        "response_pool": _STRINGS,
+        "json_format": OBJECT,
+        "json_format_is_json_schema": _FALSE,
+        **parameters(lambda reader: read_vllm_parameters({}, reader=reader)),
+        "structured_outputs": OBJECT,
+    },
+    "prompt",
+    name="HappyVllmRequest",
+)
+_ANSWER = an_answer(
+    "HappyVllmAnswer",
+    "The texts, why each ended (None: it has not), the token counts of each, and the prompt with prompt_in_response.",
+    *("responses", "finish_reasons", "usages", "prompt"),
+)
+_INVALID = an_answer("HappyVllmError", "A text, or an array of entries with type, loc and msg.", "detail")
+_REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
 
-_POST = ("POST",)
+def _generating(summary: str, media_type: str) -> Operation:
+    """A route that generates, for the API description."""
+    answers = {"200": ("The texts", {media_type: _ANSWER}), "422": ("The request is wrong", {JSON: _INVALID})}
+    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers=answers)
+
+
+def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
+    """A route that generates nothing. `answer`: names of its fields. `fields`: those of the body, if it has one."""
+    methods = ("POST",) if fields else ("GET",)
+    return Tells(path=path, tell=tell, methods=methods, about=_telling(summary, answer, **fields))
+
+
+def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
+    shown = {"type": "object", "properties": {name: {} for name in answer.split()}} if answer else ANYTHING
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": ("The answer", {JSON: shown})}
+    if fields:
+        answers["422"] = ("The request is wrong; 400 with vLLM's error below /v2", {JSON: _INVALID})
+    request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
+    return Operation(summary=f"{summary} (happy_vllm)", request=request, answers=answers)
+
+
+_STREAMS = "Generate text, a line for each step with all of the text so far"
+_TOKENIZED, _DECODED = "tokens_ids tokens_nb tokens_str", "decoded_string tokens_str"
+_METRICS = "requests_running requests_swapped requests_pending gpu_cache_usage cpu_cache_usage"
+_INFO = "application version vllm_version model_name truncation_side max_length extra_information"
+_SHOWN: dict[str, Schema] = {"with_tokens_str": _FALSE, "vanilla": _TRUE}
 
 HAPPY_VLLM = Family(
     name="happy_vllm",
     routes=(
-        Generates(path="/v1/generate", contract=_generate, about=about.GENERATE),
-        Generates(path="/v1/generate_stream", contract=_generate_stream, about=about.GENERATE_STREAM),
-        Tells(path="/v1/tokenizer", tell=tokens.tokenizer, methods=_POST, about=about.TOKENIZER),
-        Tells(path="/v1/decode", tell=tokens.decode, methods=_POST, about=about.DECODE),
-        Tells(path="/v2/tokenizer", tell=tokens.tokenizer_v2, methods=_POST, about=about.TOKENIZER_V2),
-        Tells(path="/v2/decode", tell=tokens.decode_v2, methods=_POST, about=about.DECODE_V2),
-        Tells(path="/v1/split_text", tell=tokens.split, methods=_POST, about=about.SPLIT_TEXT),
-        Tells(path="/v1/metadata_text", tell=tokens.metadata, methods=_POST, about=about.METADATA_TEXT),
-        Tells(
-            path="/v1/abort_request",
-            tell=abort_request,
-            methods=_POST,
-            about=about.ABORT_REQUEST,
+        Generates(
+            path="/v1/generate", contract=partial(_contract, stream=False), about=_generating("Generate text", JSON)
         ),
-        Tells(path="/liveness", tell=liveness, tell_all=all_liveness, about=about.LIVENESS),
-        Tells(path="/readiness", tell=readiness, tell_all=all_readiness, about=about.READINESS),
-        Tells(path="/v1/info", tell=info, about=about.INFO),
-        Tells(path="/v1/launch_arguments", tell=launch_arguments, about=about.LAUNCH_ARGUMENTS),
-        Tells(path="/live_metrics", tell=live_metrics, about=about.LIVE_METRICS),
+        Generates(
+            path="/v1/generate_stream",
+            contract=partial(_contract, stream=True),
+            about=_generating(_STREAMS, "application/jsonlines"),  # what it is; the answer has no content type
+        ),
+        _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
+        _tells("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
+        _tells(
+            "/v2/tokenizer",
+            tokens.tokenizer_v2,
+            "Token ids of a prompt or a chat, as vLLM answers",
+            "count max_model_len tokens",
+            model=STRING,
+            prompt=STRING,
+            messages=an_array(OBJECT),
+            add_special_tokens={"type": "boolean"},
+            add_generation_prompt=_TRUE,
+        ),
+        _tells(
+            "/v2/decode", tokens.decode_v2, "Text of token ids, as vLLM answers", "prompt", model=STRING, tokens=_IDS
+        ),
+        _tells(
+            "/v1/split_text",
+            tokens.split,
+            "Split a text into chunks that end at separators",
+            "split_text",
+            text=STRING,
+            num_tokens_in_chunk={**_COUNT, "default": tokens.DEFAULT_CHUNK},
+            separators={**_STRINGS, "default": tokens.DEFAULT_SEPARATORS},
+        ),
+        _tells(
+            "/v1/metadata_text",
+            tokens.metadata,
+            "Count a text's tokens, and show what truncation drops",
+            "tokens_nb truncated_text",
+            text=STRING,
+            truncation_side=STRING,
+            max_length=_COUNT,
+        ),
+        _tells("/v1/abort_request", abort_request, "End a running request", "", request_id=STRING),
+        Tells.of_all("/liveness", liveness, about=_telling("Whether the server answers", "alive")),
+        Tells.of_all(
+            "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
+        ),
+        _tells("/v1/info", info, "The application and its model", _INFO),
+        _tells("/v1/launch_arguments", launch_arguments, "The launch arguments; always empty", ""),
+        _tells("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
     ),
     refuse=refuse,
     wrong_method=wrong_method,

@@ -1,6 +1,6 @@
-"""happy_vllm's routes on texts and tokens; they generate nothing, and work with every engine.
+"""happy_vllm's routes on texts and tokens. They generate nothing, and work with every engine.
 
-Source: contracts/happy_vllm.md sections 6 and 7.
+Source: happy_vllm, "Tokenizer endpoints" and "Data manipulation endpoints".
 """
 
 from __future__ import annotations
@@ -13,116 +13,141 @@ import msgspec
 
 from handlers.contracts.family import LoadedModel, ModelView, Texts
 from handlers.contracts.happy_vllm.errors import JSON, vllm_error
-from handlers.contracts.happy_vllm.request import document, lax, required_ids, required_string
+from handlers.contracts.happy_vllm.request import coerced, document, required_ids, required_string
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.contracts.texts import NoChatTemplate, TemplateRefusal, check_body, check_count, check_text, render
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
+DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
+DEFAULT_CHUNK = 200
+_SIDES = ("left", "right")
+
 _WORD = "thisisareallybigwordisntit"
-"""happy_vllm's. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
+"""happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
 _HEAD = 256
 """Characters of a text on which a word is tried first; what follows them hardly ever matters."""
 _TRIES = 3
-"""Words that are tried on a whole text; the first fits, unless the text was made so that it does not."""
+"""Words that are tried on a whole text; the first fits all but texts that were made to defeat it."""
 _BLOCK = 32
-"""Tokens decoded in one go: a decoder may take quadratic time over bytes that are no text."""
+"""Tokens decoded together: a decoder may take quadratic time over bytes that are not text."""
 _CONTEXT = 16
 _LONGEST_CHARACTER = 8
 """Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between."""
 
 
-def ids_inside(model: LoadedModel, text: str) -> list[int]:
-    """Token ids of the text as it would be tokenized inside a longer one, without special tokens."""
-    word, ids = _behind(model, _WORD, text[:_HEAD], len(_WORD))
-    return ids if len(text) <= _HEAD else _behind(model, word, text, _TRIES)[1]
+def tokenizer(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/tokenizer`."""
+    values, model = _values(call), view.text()
+    read = ParameterReader(values)
+    text = check_text("text", required_string(values, "text"))
+    vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
+    ids = model.texts.encode(text) if vanilla else ids_inside(model, text)
+    answer: dict[str, Any] = {"tokens_ids": ids, "tokens_nb": len(ids)}
+    if with_texts:
+        answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts_inside(model, ids)
+    return _reply(answer)
 
 
-def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """The longest beginning of the word whose tokens stay as they are when the text follows, and the text's ids.
-
-    After so many `tries` the text by itself.
-    """
-    while word and tries:
-        before, together = _encode(model, word), _encode(model, word + text)
-        if together[: len(before)] == before:
-            return word, together[len(before) :]
-        word, tries = word[:-1], tries - 1
-    return "", _encode(model, text)
-
-
-def _encode(model: LoadedModel, text: str) -> list[int]:
-    return model.texts.encode(text, special=False) if text else []
-
-
-def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, as inside a longer text; joined, they are the text of all.
-
-    A character that takes several tokens comes whole with the last of them.
-    """
-    before = _encode(model, _WORD)[-1:]
-    texts: list[str] = []
-    while len(texts) < len(token_ids):
-        start = len(texts)
-        context = [*before, *token_ids[max(start - _CONTEXT, 0) : start]]
-        block = token_ids[start : start + _BLOCK]
-        part = [token.text for token in model.detokenize(block, False, context)]
-        at_end = start + len(block) == len(token_ids)
-        pending = _pending(part)
-        if pending and not at_end:
-            del part[-pending:]
-        elif pending:  # a character that never gets complete
-            part[-1] = model.texts.decode(block[-pending:])
-        texts += part
-    return texts
-
-
-def _pending(texts: Sequence[str]) -> int:
-    """How many tokens at the end may be the beginning of a character that is not complete."""
-    last = islice(reversed(texts), min(_LONGEST_CHARACTER, len(texts) - 1))
-    return next((count for count, text in enumerate(last) if text), min(_LONGEST_CHARACTER, len(texts) - 1))
-
-
-def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
-    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
-
-    Separators are compared as tokens: "?" is not " ?". The chunks, joined, are the text.
-    """
-    ids = ids_inside(model, text)
+def decode(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/decode`."""
+    values, model = _values(call), view.text()
+    read = ParameterReader(values)
+    ids = _ids(values, "token_ids", model)
+    vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
+    if vanilla:
+        answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids)}
+        return _reply(answer | {"tokens_str": model.texts.pieces(ids)} if with_texts else answer)
     texts = texts_inside(model, ids)
-    ends = _Ends(ids_inside(model, separator) for separator in separators)
-    chunks, begin = [], 0
-    for end in range(1, len(ids) + 1):
-        if end - begin >= minimum and ends.at(ids, end):
-            chunks.append("".join(texts[begin:end]))
-            begin = end
-    chunks.append("".join(texts[begin:]))
-    return [chunk for chunk in chunks if chunk]
+    answer = {"decoded_string": "".join(texts)}
+    return _reply(answer | {"tokens_str": texts} if with_texts else answer)
 
 
-class _Ends:
-    """Where in a list of token ids one of several sequences of ids ends."""
-
-    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._by_last: dict[int, list[list[int]]] = {}
-        for sequence in sequences:
-            if sequence:
-                self._by_last.setdefault(sequence[-1], []).append(list(sequence))
-
-    def at(self, ids: list[int], end: int) -> bool:
-        candidates = self._by_last.get(ids[end - 1], ())
-        return any(ids[max(end - len(sequence), 0) : end] == sequence for sequence in candidates)
+def split(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/split_text`."""
+    values, model = _values(call), view.text()
+    read = ParameterReader(values)
+    text = check_text("text", required_string(values, "text"))
+    minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
+    separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
+    return _reply({"split_text": split_text(model, text, minimum, separators)})
 
 
-def dropped_by_truncation(model: LoadedModel, text: str, max_length: int, side: str) -> str:
-    """What truncation to `max_length` tokens drops from the text: its beginning (`left`) or its end (`right`)."""
-    ids = _encode(model, text)
-    excess = max(len(ids) - max_length, 0)
-    dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]
-    return model.texts.decode(dropped) if dropped else ""
+def metadata(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/metadata_text`."""
+    values, model = _values(call), view.text()
+    read = ParameterReader(values)
+    text = check_text("text", required_string(values, "text"))
+    side = read.optional_string("truncation_side") or model.texts.truncation_side
+    if side not in _SIDES:
+        raise InvalidParameter("truncation_side", 'must be "left" or "right"')
+    max_length = read.integer("max_length", model.max_model_len, minimum=0)
+    dropped = dropped_by_truncation(model, text, max_length, side)
+    return _reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
 
 
-def chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:
+def tokenizer_v2(call: Call, view: ModelView) -> Reply:
+    """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
+    try:
+        return _tokenize(call, view)
+    except (RequestError, ContractError) as error:
+        return vllm_error(error)
+
+
+def _tokenize(call: Call, view: ModelView) -> Reply:
+    values, model = _values(call), view.text()
+    _check_model(values, view)
+    read = ParameterReader(values)
+    if read.has("messages"):
+        if read.has("chat_template"):
+            raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
+        add_generation_prompt = read.boolean("add_generation_prompt", True)
+        text = check_text("messages", _chat_prompt(model.texts, values["messages"], add_generation_prompt))
+    else:
+        text = check_text("prompt", required_string(values, "prompt"))
+    special = read.boolean("add_special_tokens", not read.has("messages"))
+    ids = model.texts.encode(text, special=special)
+    return _reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
+
+
+def decode_v2(call: Call, view: ModelView) -> Reply:
+    """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
+    try:
+        values, model = _values(call), view.text()
+        _check_model(values, view)
+        ids = _ids(values, "tokens", model)
+        return _reply({"prompt": model.texts.decode(ids)})
+    except (RequestError, ContractError) as error:
+        return vllm_error(error)
+
+
+def _values(call: Call) -> dict[str, Any]:
+    check_body(call)
+    return coerced(document(call))
+
+
+def _ids(values: dict[str, Any], name: str, model: LoadedModel) -> list[int]:
+    check_count(name, values.get(name))
+    return required_ids(values, name, model.texts.vocabulary_size)
+
+
+def _with_texts(read: ParameterReader) -> bool:
+    """The original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
+    return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
+
+
+def _check_model(values: dict[str, Any], view: ModelView) -> None:
+    name = ParameterReader(values).optional_string("model")
+    settings = view.settings
+    if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
+        raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
+
+
+def _reply(answer: dict[str, Any]) -> Reply:
+    return Reply(200, JSON, msgspec.json.encode(answer))
+
+
+def _chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:
     """The prompt that the template makes of the messages.
 
     Raises:
@@ -169,120 +194,81 @@ def _part(where: str, part: Any) -> str:
     raise InvalidParameter(where, "must be a string or an array of text parts; this route tokenizes text alone")
 
 
-DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
-DEFAULT_CHUNK = 200
-_SIDES = ("left", "right")
+def ids_inside(model: LoadedModel, text: str) -> list[int]:
+    """Token ids of the text as it would be tokenized inside a longer one, without special tokens."""
+    word, ids = _behind(model, _WORD, text[:_HEAD], len(_WORD))
+    return ids if len(text) <= _HEAD else _behind(model, word, text, _TRIES)[1]
 
 
-def tokenizer(call: Call, view: ModelView) -> Reply:
-    """`POST /v1/tokenizer`."""
-    values, model = _document(call), view.text()
-    read = ParameterReader(lax(values))
-    text = check_text("text", required_string(values, "text"))
-    vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
-    ids = model.texts.encode(text) if vanilla else ids_inside(model, text)
-    answer = {"tokens_ids": ids, "tokens_nb": len(ids)}
-    return _reply(answer | _texts(model, ids, vanilla) if with_texts else answer)
+def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
+    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
+
+    After so many `tries` the text is tokenized by itself.
+    """
+    while word and tries:
+        before, together = _encode(model, word), _encode(model, word + text)
+        if together[: len(before)] == before:
+            return word, together[len(before) :]
+        word, tries = word[:-1], tries - 1
+    return "", _encode(model, text)
 
 
-def decode(call: Call, view: ModelView) -> Reply:
-    """`POST /v1/decode`."""
-    values, model = _document(call), view.text()
-    read = ParameterReader(lax(values))
-    ids = _ids(values, "token_ids", model)
-    vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
-    if vanilla:
-        answer = {"decoded_string": model.texts.decode(ids)}
-        return _reply(answer | _texts(model, ids, vanilla) if with_texts else answer)
+def _encode(model: LoadedModel, text: str) -> list[int]:
+    return model.texts.encode(text, special=False) if text else []
+
+
+def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token, as inside a longer text; joined, they are the text of all.
+
+    A character that takes several tokens comes whole with the last of them.
+    """
+    before = _encode(model, _WORD)[-1:]
+    texts: list[str] = []
+    while len(texts) < len(token_ids):
+        start = len(texts)
+        context = [*before, *token_ids[max(start - _CONTEXT, 0) : start]]
+        block = token_ids[start : start + _BLOCK]
+        part = [token.text for token in model.detokenize(block, False, context)]
+        at_end = start + len(block) == len(token_ids)
+        pending = _pending(part)
+        if pending and not at_end:
+            del part[-pending:]
+        elif pending:  # a character that stays incomplete
+            part[-1] = model.texts.decode(block[-pending:])
+        texts += part
+    return texts
+
+
+def _pending(texts: Sequence[str]) -> int:
+    """How many tokens at the end may be the beginning of an incomplete character."""
+    last = islice(reversed(texts), min(_LONGEST_CHARACTER, len(texts) - 1))
+    return next((count for count, text in enumerate(last) if text), min(_LONGEST_CHARACTER, len(texts) - 1))
+
+
+def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
+    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
+
+    Separators are compared as tokens: "?" is not " ?". The chunks, joined, are the text.
+    """
+    ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
-    answer = {"decoded_string": "".join(texts)}
-    return _reply(answer | {"tokens_str": texts} if with_texts else answer)
+    by_last_id: dict[int, list[list[int]]] = {}
+    for separator in separators:
+        if separator_ids := ids_inside(model, separator):
+            by_last_id.setdefault(separator_ids[-1], []).append(separator_ids)
+    chunks, begin = [], 0
+    for end in range(1, len(ids) + 1):
+        candidates = by_last_id.get(ids[end - 1], ())
+        if end - begin >= minimum and any(ids[max(end - len(one), 0) : end] == one for one in candidates):
+            chunks.append("".join(texts[begin:end]))
+            begin = end
+    chunks.append("".join(texts[begin:]))
+    return [chunk for chunk in chunks if chunk]
 
 
-def _with_texts(read: ParameterReader) -> bool:
-    """The original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
-    return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
-
-
-def _texts(model: LoadedModel, ids: list[int], vanilla: bool) -> dict[str, Any]:
-    return {"tokens_str": model.texts.pieces(ids) if vanilla else texts_inside(model, ids)}
-
-
-def split(call: Call, view: ModelView) -> Reply:
-    """`POST /v1/split_text`."""
-    values, model = _document(call), view.text()
-    read = ParameterReader(lax(values))
-    text = check_text("text", required_string(values, "text"))
-    minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
-    separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
-    return _reply({"split_text": split_text(model, text, minimum, separators)})
-
-
-def metadata(call: Call, view: ModelView) -> Reply:
-    """`POST /v1/metadata_text`."""
-    values, model = _document(call), view.text()
-    read = ParameterReader(lax(values))
-    text = check_text("text", required_string(values, "text"))
-    side = read.optional_string("truncation_side") or model.texts.truncation_side
-    if side not in _SIDES:
-        raise InvalidParameter("truncation_side", 'must be "left" or "right"')
-    max_length = read.integer("max_length", model.max_model_len, minimum=0)
-    dropped = dropped_by_truncation(model, text, max_length, side)
-    return _reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
-
-
-def tokenizer_v2(call: Call, view: ModelView) -> Reply:
-    """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
-    try:
-        return _tokenize(call, view)
-    except (RequestError, ContractError) as error:
-        return vllm_error(error)
-
-
-def _tokenize(call: Call, view: ModelView) -> Reply:
-    values, model = _document(call), view.text()
-    _check_model(values, view)
-    read = ParameterReader(lax(values))
-    if read.has("messages"):
-        if read.has("chat_template"):
-            raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
-        add_generation_prompt = read.boolean("add_generation_prompt", True)
-        text = check_text("messages", chat_prompt(model.texts, values["messages"], add_generation_prompt))
-    else:
-        text = check_text("prompt", required_string(values, "prompt"))
-    special = read.boolean("add_special_tokens", not read.has("messages"))
-    ids = model.texts.encode(text, special=special)
-    return _reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
-
-
-def decode_v2(call: Call, view: ModelView) -> Reply:
-    """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
-    try:
-        values, model = _document(call), view.text()
-        _check_model(values, view)
-        ids = _ids(values, "tokens", model)
-        return _reply({"prompt": model.texts.decode(ids)})
-    except (RequestError, ContractError) as error:
-        return vllm_error(error)
-
-
-def _document(call: Call) -> dict[str, Any]:
-    check_body(call)
-    return document(call)
-
-
-def _ids(values: dict[str, Any], name: str, model: LoadedModel) -> list[int]:
-    check_count(name, values.get(name))
-    return required_ids(values, name, model.texts.vocabulary_size)
-
-
-def _check_model(values: dict[str, Any], view: ModelView) -> None:
-    """The model that is served, or none."""
-    name = ParameterReader(values).optional_string("model")
-    settings = view.settings
-    if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
-        raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
-
-
-def _reply(answer: dict[str, Any]) -> Reply:
-    return Reply(200, JSON, msgspec.json.encode(answer))
+def dropped_by_truncation(model: LoadedModel, text: str, max_length: int, side: str) -> str:
+    """What truncation to `max_length` tokens drops from the text: its beginning (`left`) or its end (`right`)."""
+    ids = _encode(model, text)
+    excess = max(len(ids) - max_length, 0)
+    dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]
+    return model.texts.decode(dropped) if dropped else ""

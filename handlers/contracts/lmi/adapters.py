@@ -1,7 +1,8 @@
-"""Managing adapters: orders read, and answers written, in LMI's form and in SageMaker's.
+"""Adapters in LMI's calls: the one that a call names, and the API that manages them.
 
-LMI's is the query, answered with a JSON object; SageMaker's a JSON body, answered with a line of text. Errors are LMI's
-E1 in both. Source: contracts/lmi.md sections 1.6, 1.7 and 9.1; contracts/sagemaker_hosting.md section 6.
+Orders come in LMI's form, a query that is answered with a JSON object, or in SageMaker's, a JSON body that is answered
+with a line of text. Errors are the front end's in both. Source: "DJL Serving Adapters Management API"; AWS's package
+model-hosting-container-standards.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 import msgspec
 
 from handlers.adapters import Adapter, AdapterOrder
-from handlers.contracts.json_fields import json_fault, json_kind
+from handlers.contracts.json_fields import JsonError, decode_json, json_kind
+from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply, adapter_header
 from handlers.errors import (
@@ -30,70 +32,15 @@ from handlers.errors import (
     UnknownModel,
 )
 
-_MARK = b'"adapters"'
-
-
-class _Fields(msgspec.Struct):
-    adapters: Any = None
-
-
-_decode = msgspec.json.Decoder(_Fields).decode
-
-
-def adapter_query(call: Call) -> str | None:
-    """What the query parameter `adapter` names; None if there is none."""
-    return next((value for name, value in call.query if name == "adapter"), None)
-
-
-def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
-    """The adapter of each prompt; None for the model itself.
-
-    `given`: the body's `adapters`, one for all prompts or a list with one for each.
-
-    Raises:
-        InvalidRequest: it is of another kind, or there are not as many as prompts.
-    """
-    if (header := adapter_header(call)) is not None:
-        return (header or None,) * prompts
-    if given is None:
-        return (adapter_query(call) or None,) * prompts
-    if isinstance(given, str):
-        return (given or None,) * prompts
-    if not isinstance(given, list) or not all(isinstance(name, str) or name is None for name in given):
-        kind = json_kind(given) if not isinstance(given, list) else "an array of other things"
-        raise InvalidRequest(f"`adapters` must be a string or an array of strings, got {kind}")
-    if len(given) != prompts:
-        raise InvalidRequest(f"`adapters` must name one adapter for each prompt: got {len(given)} for {prompts}")
-    return tuple(name or None for name in given)
-
-
-def adapters_in(body: bytes) -> Any:
-    """The field `adapters` of a body of JSON; None where there is none, or the body cannot be read."""
-    if _MARK not in body:
-        return None
-    try:
-        return _decode(body).adapters
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # whoever reads the whole body says what is wrong with it
-
-
-def named_adapter(call: Call) -> str | None:
-    """The one adapter that a call names, as far as can be told without understanding the rest of it."""
-    try:
-        return adapters_of(call, adapters_in(call.body), 1)[0]
-    except InvalidRequest:
-        return None
-
-
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
 MOST_LISTED = 100
 """Adapters in one answer."""
 DISABLED = "LoRA is not enabled: set option.enable_lora=true"
 
+_FIELD = b'"adapters"'
 _TEXT = "text/plain; charset=utf-8"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_version"})
 _BOOLEANS = {"true": True, "false": False}
-_PAGE, _LIMIT = "next_page_token", "limit"
 
 _REFUSALS: tuple[tuple[type[RequestError], int, str], ...] = (
     (UnknownModel, 404, "ModelNotFoundException"),
@@ -108,11 +55,62 @@ _REFUSALS: tuple[tuple[type[RequestError], int, str], ...] = (
     (NotReady, 503, "ServiceUnavailableException"),
     (EngineDead, 500, "EngineException"),
 )
-_encode = msgspec.json.encode
+
+
+class _Fields(msgspec.Struct):
+    adapters: Any = None
+
+
+_decode_adapters = msgspec.json.Decoder(_Fields).decode
+
+
+def named_adapter(call: Call) -> str | None:
+    """The one adapter that a call names, as far as its body can be read."""
+    try:
+        return adapters_of(call, adapters_in(call.body), 1)[0]
+    except InvalidRequest:
+        return None
+
+
+def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
+    """The adapter of each prompt, None for the model itself: by the header, the body or the query, in this order.
+
+    `given`: the body's `adapters`, one for all prompts or a list with one for each.
+
+    Raises:
+        InvalidRequest: it is of another kind, or the list is not as long as that of the prompts.
+    """
+    if (header := adapter_header(call)) is not None:
+        given = header
+    elif given is None:
+        given = adapter_query(call)
+    if given is None or isinstance(given, str):
+        return (given or None,) * prompts
+    if not isinstance(given, list) or not all(isinstance(name, str) or name is None for name in given):
+        kind = json_kind(given) if not isinstance(given, list) else "an array of other things"
+        raise InvalidRequest(f"`adapters` must be a string or an array of strings, got {kind}")
+    if len(given) != prompts:
+        raise InvalidRequest(f"`adapters` must name one adapter for each prompt: got {len(given)} for {prompts}")
+    return tuple(name or None for name in given)
+
+
+def adapters_in(body: bytes) -> Any:
+    """The field `adapters` of a JSON body; None if there is none, or the body cannot be read."""
+    if _FIELD not in body:
+        return None
+    try:
+        return _decode_adapters(body).adapters
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # the reader of the whole body says what is wrong with it
+
+
+def adapter_query(call: Call) -> str | None:
+    """The query parameter `adapter`; None if there is none."""
+    return next((value for name, value in call.query if name == "adapter"), None)
 
 
 def registration(call: Call) -> AdapterOrder:
-    """What `POST .../adapters` orders.
+    """The order of `POST .../adapters`.
 
     Raises:
         InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
@@ -124,7 +122,7 @@ def registration(call: Call) -> AdapterOrder:
 
 
 def change(call: Call) -> AdapterOrder:
-    """What `POST .../adapters/<name>/update` orders.
+    """The order of `POST .../adapters/<name>/update`.
 
     Raises:
         InvalidRequest: a value is of the wrong kind.
@@ -133,12 +131,15 @@ def change(call: Call) -> AdapterOrder:
 
 
 def alias(call: Call) -> str:
-    """What messages are to call the adapter; empty if they are not told."""
+    """The adapter's name for messages, from its header; empty if there is none."""
     return next((value.strip() for name, value in call.headers if name.lower() == ALIAS_HEADER.lower()), "")
 
 
 def done(call: Call, name: str, what: str, message: str) -> Reply:
-    """The answer to an order that was carried out. `what`: such as "registered". `message`: the handler's, if any."""
+    """The answer to an order that was carried out.
+
+    `what`: such as "registered". `message`: a custom handler's own, which replaces the usual text.
+    """
     text = message or f"Adapter {alias(call) or name} {what}"
     if _is_json(call):
         return Reply(200, _TEXT, text.encode("utf-8", "replace"))
@@ -151,21 +152,21 @@ def described(adapter: Adapter) -> Reply:
 
 
 def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
-    """The answer to `GET .../adapters`: at most `limit` of them, and where to go on.
+    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
 
     Raises:
-        InvalidRequest: `limit` or `next_page_token` is no number.
+        InvalidRequest: `limit` or `next_page_token` is not a number.
     """
     query = dict(call.query)
-    limit = _number(query.get(_LIMIT, ""), _LIMIT, MOST_LISTED)
-    start = _number(query.get(_PAGE, ""), _PAGE, 0)
+    limit = _number(query, "limit", MOST_LISTED)
+    start = _number(query, "next_page_token", 0)
     end = start + (limit if 0 < limit <= MOST_LISTED else MOST_LISTED)
     document: dict[str, Any] = {"nextPageToken": str(end)} if end < len(adapters) else {}
     return _document(document | {"adapters": [_entry(adapter) for adapter in adapters[start:end]]})
 
 
 def refuse(error: RequestError) -> Reply:
-    """The answer to anything that went wrong."""
+    """The answer to an error."""
     status, kind = next(
         ((status, kind) for cause, status, kind in _REFUSALS if isinstance(error, cause)),
         (500, "InternalServerException"),
@@ -174,7 +175,7 @@ def refuse(error: RequestError) -> Reply:
 
 
 def wrong_method(method: str, path: str) -> Reply:
-    """405."""
+    """The answer to a method that the route does not have."""
     message = f"Method {method[:20]} is not allowed for {path[:200]}"
     return front_end_reply(405, "MethodNotAllowedException", message)
 
@@ -184,28 +185,30 @@ def _entry(adapter: Adapter) -> dict[str, Any]:
 
 
 def _document(content: Mapping[str, Any]) -> Reply:
-    text = _encode(content).decode("utf-8", "replace")
+    text = msgspec.json.encode(content).decode("utf-8", "replace")
     return Reply(200, JSON, (msgspec.json.format(text, indent=2) + "\n").encode())
 
 
 def _is_json(call: Call) -> bool:
-    return call.content_type.partition(";")[0].strip().lower() == JSON and bool(call.body.strip())
+    return media_type(call.content_type) == JSON and bool(call.body.strip())
 
 
 def _given(call: Call) -> dict[str, Any]:
     if not _is_json(call):
         return dict(call.query)
     try:
-        document = msgspec.json.decode(call.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
+        document = decode_json(call.body)
+    except JsonError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidRequest(f"the body must be a JSON object with `name` and `src`, got {json_kind(document)}")
     return {name: value for name, value in document.items() if value is not None}
 
 
 def _order(given: Mapping[str, Any], name: str, call: Call) -> AdapterOrder:
-    options = {key: value if isinstance(value, str) else _encode(value).decode() for key, value in given.items()}
+    options = {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in given.items()
+    }
     return AdapterOrder(
         name=name,
         src=_text(given, "src") or None,
@@ -236,7 +239,8 @@ def _boolean(given: Mapping[str, Any], name: str) -> bool | None:
     return meant
 
 
-def _number(text: str, name: str, default: int) -> int:
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, "")
     if not text:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10):

@@ -1,12 +1,12 @@
-"""LMI's asynchronous handler for `inputs`: the newer schema, which `option.async_mode=true` selects for /invocations.
+"""LMI's contract for `inputs` under `option.async_mode=true`: the newer schema, of its asynchronous handler.
 
-Source: contracts/lmi.md sections 3.7 and 4.7. Chat and completions of the same schema are vLLM's own objects; see
-`lmi_async_openai`.
+Source: djl_python, `lmi_vllm/request_response_utils.py` and `async_utils.py`. Chat and completions of that schema are
+in `handlers.contracts.lmi.chat`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from math import isfinite
@@ -15,24 +15,24 @@ from typing import Any
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import BodyError, decode_object
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error, payload_refused
+from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, stream_of
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
+from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
-DEFAULT_MAX_NEW_TOKENS = 30
-
-_RENAMED = {
+_FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
+RENAMED = {
     "max_new_tokens": "max_tokens",
     "truncate": "truncate_prompt_tokens",
     "ignore_eos_token": "ignore_eos",
 }
 _OWN = frozenset({"details", "decoder_input_details", "return_full_text", "do_sample", "stop_sequences"})
-_PASSED_ON = frozenset(
+PASSED_ON = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
@@ -40,70 +40,8 @@ _PASSED_ON = frozenset(
         *("truncate_prompt_tokens", "structured_outputs", "guided_decoding"),
     }
 )
-_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+_MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 """What a model's own generation config may set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncParameters:
-    """One request's parameters."""
-
-    vllm: VllmParameters
-    details: bool
-    prompt_details: bool
-    full_text: bool
-    seed: int | None
-    """As the client sent it, for the answer's details."""
-    ignored: tuple[str, ...]
-
-
-def read_async_parameters(
-    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool
-) -> AsyncParameters:
-    """Validate and translate; null is absent.
-
-    `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
-
-    Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed.
-    """
-    given = {name: value for name, value in values.items() if value is not None}
-    own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
-    passed = {name: value for name, value in model_defaults.items() if name in _DEFAULTS and value is not None}
-    passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    passed |= {name: value for name, value in given.items() if name in _PASSED_ON}
-    passed |= {theirs: given[name] for name, theirs in _RENAMED.items() if name in given}
-    if own.has("do_sample") and not own.boolean("do_sample", True):
-        passed["temperature"] = 0.0
-    if stop := own.strings("stop_sequences"):
-        passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
-    ignored = sorted(given.keys() - _OWN - _PASSED_ON - _RENAMED.keys() - {"stream"})
-    if ignored and strict:
-        raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
-    parameters = _named_as_sent(passed, given)
-    details = own.boolean("details", False)
-    return AsyncParameters(
-        vllm=parameters,
-        details=details,
-        prompt_details=details and own.boolean("decoder_input_details", False),
-        full_text=own.boolean("return_full_text", False),
-        seed=parameters.sampling.seed,
-        ignored=tuple(ignored),
-    )
-
-
-def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
-    try:
-        return read_vllm_parameters(passed)
-    except InvalidParameter as error:
-        for name, theirs in _RENAMED.items():
-            if theirs == error.parameter and name in given:
-                raise InvalidParameter(name, error.message.removeprefix(f"`{theirs}` ")) from None
-        raise
-
-
-_TOP_LEVEL = {"inputs", "parameters", "stream", "model"}
-_ADAPTERS = "adapters"
 _STREAM_END = b"\n\n"
 """LMI's empty lines for vLLM's usage chunk and for its `[DONE]`."""
 _NO_TOKEN = Token(-1, "")
@@ -120,29 +58,23 @@ class LmiAsyncContract:
     ) -> None:
         self._settings, self._overload_status = settings, overload_status
         self._model_defaults = model_defaults or {}
-        self._fields = _TOP_LEVEL | {_ADAPTERS} if settings.enable_lora else _TOP_LEVEL
+        self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
 
     def parse(self, call: Call) -> Exchange:
-        document = _document(call)
-        prompt = _prompt(document.get("inputs"))
-        values = document.get("parameters")
-        if values is None:
-            values = {}
-        if not isinstance(values, dict):
-            raise payload_refused(f"`parameters` must be an object, got {json_kind(values)}")
-        stream = document.get("stream", values.get("stream"))
-        if stream is not None and not isinstance(stream, bool):
-            raise payload_refused(f"`stream` must be true or false, got {json_kind(stream)}")
         try:
+            document = decode_object(call.body, call.content_type, "`inputs`, `messages` or `prompt`")
+            prompt = _prompt(document.get("inputs"))
+            values = parameters_of(document)
+            stream = stream_of(document.get("stream", values.get("stream")))
             parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
-            adapter = adapters_of(call, document.get(_ADAPTERS), 1)[0] if self._settings.enable_lora else None
+            adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         answer = StreamAnswer if stream else WholeAnswer
         return Exchange(
-            (self._request(call, prompt, parameters, bool(stream), adapter),),
+            (self._request(call, prompt, parameters, stream, adapter),),
             answer(prompt, parameters, self._overload_status),
-            _notes(document, self._fields, parameters),
+            notes_of(document, self._fields, parameters.ignored),
         )
 
     def refusal(self, error: RequestError) -> Reply:
@@ -152,12 +84,10 @@ class LmiAsyncContract:
         self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool, adapter: str | None
     ) -> GenerationRequest:
         want_tokens = stream or parameters.details
-        return GenerationRequest(
-            request_id=call.request_id,
-            prompt=prompt,
-            sampling=parameters.vllm.sampling,
+        return parameters.vllm.request(
+            call.request_id,
+            prompt,
             stream=stream,
-            truncate_prompt_tokens=parameters.vllm.truncate_prompt_tokens,
             want_tokens=want_tokens,
             want_logprobs=want_tokens and self._settings.token_logprobs,
             want_prompt_tokens=parameters.prompt_details and not stream,
@@ -165,25 +95,95 @@ class LmiAsyncContract:
         )
 
 
-class _Answer:
-    """What both forms of answer have in common."""
+def _prompt(inputs: Any) -> str:
+    """One prompt. LMI answers the first of an array and drops the others; here an array must have one."""
+    if isinstance(inputs, list) and len(inputs) == 1:
+        inputs = inputs[0]
+    elif isinstance(inputs, list):
+        raise InvalidRequest("`inputs` must be one prompt: a string, or an array of one")
+    if inputs is None:
+        raise InvalidRequest("the body has none of `inputs`, `messages` and `prompt`")
+    if not isinstance(inputs, str):
+        raise InvalidRequest(f"`inputs` must be a string, got {json_kind(inputs)}")
+    if not inputs:
+        raise InvalidRequest("`inputs` must not be empty")
+    return inputs
 
-    content_type = JSON
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncParameters:
+    """One request's parameters."""
+
+    vllm: VllmParameters
+    details: bool
+    prompt_details: bool
+    full_text: bool
+    ignored: tuple[str, ...]
+
+
+def read_async_parameters(
+    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool
+) -> AsyncParameters:
+    """Validate and translate a request's parameters; null is absent.
+
+    `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
+
+    Raises:
+        InvalidParameter: naming the parameter, its value and what is allowed.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
+    passed = {name: value for name, value in model_defaults.items() if name in _MODEL_DEFAULTS and value is not None}
+    passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
+    passed |= {name: value for name, value in given.items() if name in PASSED_ON}
+    passed |= {theirs: given[name] for name, theirs in RENAMED.items() if name in given}
+    if own.has("do_sample") and not own.boolean("do_sample", True):
+        passed["temperature"] = 0.0
+    if stop := own.strings("stop_sequences"):
+        passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
+    ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
+    if ignored and strict:
+        raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
+    parameters = _named_as_sent(passed, given)
+    details = own.boolean("details", False)
+    return AsyncParameters(
+        vllm=parameters,
+        details=details,
+        prompt_details=details and own.boolean("decoder_input_details", False),
+        full_text=own.boolean("return_full_text", False),
+        ignored=tuple(ignored),
+    )
+
+
+def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
+    """vLLM's parameters; an error calls them what the client does."""
+    try:
+        return read_vllm_parameters(passed)
+    except InvalidParameter as error:
+        for name, theirs in RENAMED.items():
+            if theirs == error.parameter and name in given:
+                raise InvalidParameter(name, error.message.removeprefix(f"`{theirs}` ")) from None
+        raise
+
+
+class _Answer:
+    """What both forms of answer share."""
+
     headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
         self._parameters, self._overload_status = parameters, overload_status
         self._text = [prompt] if parameters.full_text else []
-        self._seed = "null" if parameters.seed is None else str(parameters.seed)
+        seed = parameters.vllm.sampling.seed
+        self._seed = "null" if seed is None else str(seed)
 
     def fail(self, error: RequestError) -> Reply:
-        if isinstance(error, Overloaded):
-            return overloaded(error, self._overload_status)
-        status = _status(error)
-        return Reply(status, JSON, payload_error(error.message, status))
+        # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
+        status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+        return failure(error, self._overload_status, payload_error(error.message, status), status)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """See `Answer.fail_midway`: vLLM's error object as the last record."""
+        """vLLM's error object as the last record."""
         message = error.message.encode("utf-8", "replace").decode()
         return error_body(message, "InternalServerError", 500) + b"\n\n"
 
@@ -191,10 +191,12 @@ class _Answer:
 class WholeAnswer(_Answer):
     """One document."""
 
+    content_type = JSON
+
     def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
         super().__init__(prompt, parameters, overload_status)
         self._tokens: list[Token] = []
-        self._prompt_tokens: Sequence[Token] = ()
+        self._prompt_tokens: list[Token] = []
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         self._text.append(delta.text)
@@ -220,7 +222,7 @@ class StreamAnswer(_Answer):
     content_type = "application/jsonlines"
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        """A line for each token. The hot path: called for each token of each stream."""
         self._text.append(delta.text)
         if not delta.last:
             return "".join([_record(token) for token in delta.tokens]).encode()
@@ -240,42 +242,6 @@ class StreamAnswer(_Answer):
         )
 
 
-def _document(call: Call) -> dict[str, Any]:
-    try:
-        return decode_object(call.body, call.content_type, "`inputs`, `messages` or `prompt`")
-    except BodyError as error:
-        raise payload_refused(str(error)) from None
-
-
-def _prompt(inputs: Any) -> str:
-    """LMI takes an array and answers its first prompt alone, without a word; an array of one is all it can mean."""
-    if isinstance(inputs, list) and len(inputs) == 1:
-        inputs = inputs[0]
-    elif isinstance(inputs, list):
-        raise payload_refused("`inputs` must be one prompt: a string, or an array of one")
-    if inputs is None:
-        raise payload_refused("the body has none of `inputs`, `messages` and `prompt`")
-    if not isinstance(inputs, str):
-        raise payload_refused(f"`inputs` must be a string, got {json_kind(inputs)}")
-    if not inputs:
-        raise payload_refused("`inputs` must not be empty")
-    return inputs
-
-
-def _notes(document: dict[str, Any], fields: set[str], parameters: AsyncParameters) -> tuple[str, ...]:
-    notes = []
-    if parameters.ignored:
-        notes.append(f"parameters without effect: {', '.join(parameters.ignored)}")
-    if unknown := document.keys() - fields:
-        notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
-    return tuple(notes)
-
-
-def _status(error: RequestError) -> int:
-    """Of an error in generation; vLLM's server, whose statuses LMI passes on here, says 400 or 500."""
-    return FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-
-
 def _reason(reason: FinishReason | None) -> str:
     return "null" if reason is None else f'"{FINISH_REASONS[reason]}"'
 
@@ -284,7 +250,7 @@ def _record(token: Token) -> str:
     return f'{{"index": 0, "token": {_token(token)}, "generated_text": null, "details": null}}\n'
 
 
-def _tokens(tokens: Sequence[Token]) -> str:
+def _tokens(tokens: Iterable[Token]) -> str:
     return f"[{', '.join([_token(token) for token in tokens])}]"
 
 

@@ -1,6 +1,7 @@
-"""LMI's asynchronous schema for chat and completions: vLLM's own objects, in frames of LMI's.
+"""vLLM's chat and completions as LMI answers them: its own chat objects, or vLLM's as lines of JSON.
 
-Source: contracts/lmi.md section 4.7.
+Source: LMI, "Chat Completions API Schema" for the chat objects; djl_python, `async_utils.py` for the lines, which
+`option.async_mode=true` selects.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ _OVERLOADED = 503
 
 
 class Shape(Protocol):
-    """One answer's shape; used once."""
+    """The form of one answer that vLLM gives; used once."""
 
     stream_type: str
     """Content type of a stream."""
 
     def reply(self, reply: Reply) -> Reply:
-        """A whole reply of vLLM's."""
+        """Reshape a whole reply of vLLM's."""
 
     def event(self, data: bytes) -> bytes:
-        """A server-sent event of vLLM's, without its frame: a chunk, an error object, or `[DONE]`."""
+        """Reshape a server-sent event of vLLM's, given without its frame: a chunk, an error object, or `[DONE]`."""
 
 
 class VllmError(msgspec.Struct):
@@ -43,34 +44,6 @@ class VllmError(msgspec.Struct):
 
 class _ErrorObject(msgspec.Struct):
     error: VllmError = msgspec.field(default_factory=VllmError)
-
-
-_decode_error = msgspec.json.Decoder(_ErrorObject).decode
-
-
-def events(data: bytes) -> list[bytes]:
-    """The events in a piece of a stream, without frames; comments, which keep a connection alive, are left out."""
-    return [part.removeprefix(_EVENT) for part in data.split(b"\n\n") if part.startswith(_EVENT)]
-
-
-def error_of(body: bytes) -> VllmError:
-    """What an error object says; what is no such object says nothing."""
-    try:
-        return _decode_error(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return VllmError()
-
-
-def is_error(event: bytes) -> bool:
-    """Whether an event is an error object rather than a chunk."""
-    return event.startswith(b'{"error"')
-
-
-def lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
-    """vLLM's error as LMI's: E1 for a full queue, else E2. Source: contracts/lmi.md section 1.6."""
-    if status == _OVERLOADED:
-        return front_end_reply(overload_status, "WlmCapacityException", error.message)
-    return Reply(status, JSON, payload_error(error.message, status))
 
 
 class _Message(msgspec.Struct):
@@ -106,13 +79,34 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+_json = json.JSONEncoder(ensure_ascii=False).encode
 _decode = msgspec.json.Decoder(_Answer).decode
+_decode_error = msgspec.json.Decoder(_ErrorObject).decode
+
+
+def events(data: bytes) -> list[bytes]:
+    """The events in a piece of a stream, without frames; comments, which keep a connection alive, are left out."""
+    return [part.removeprefix(_EVENT) for part in data.split(b"\n\n") if part.startswith(_EVENT)]
+
+
+def is_error(event: bytes) -> bool:
+    """Whether an event is an error object rather than a chunk."""
+    return event.startswith(b'{"error"')
+
+
+def error_of(body: bytes) -> VllmError:
+    """The error that an error object holds; an empty one if the body is not an error object."""
+    try:
+        return _decode_error(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return VllmError()
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it; see `openai_shape.Shape`.
+    """Chat as LMI's rolling batch answers it.
 
-    `stop_token_ids`: the request's own. vLLM reports end tokens of the model beyond the first as stop tokens, too.
+    `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
+    end tokens of the model as stop tokens, too.
     """
 
     def __init__(self, *, sse: bool = False, stop_token_ids: Collection[int] = (), overload_status: int = 503) -> None:
@@ -125,10 +119,10 @@ class LmiChatShape:
         self._roles: dict[int, str] = {}
 
     def reply(self, reply: Reply) -> Reply:
-        """See `Shape.reply`. Whatever is wrong with the request is 424, as in the rest of LMI."""
+        """vLLM's reply in LMI's fields; 424 for whatever is wrong with the request, as in the rest of LMI."""
         if reply.status >= 400:
             status = FAILED_DEPENDENCY if reply.status < 500 else reply.status
-            return lmi_error(error_of(reply.body), status, self._overload_status)
+            return _lmi_error(error_of(reply.body), status, self._overload_status)
         answer = _decode(reply.body)
         usage = answer.usage or _Usage()
         choices = ", ".join(self._choice(choice) for choice in answer.choices)
@@ -158,7 +152,7 @@ class LmiChatShape:
         parts = [f'"role": {quote(message.role or "assistant")}']
         if message.reasoning is not None:
             parts.append(f'"reasoning_content": {quote(message.reasoning)}')
-        parts.append(f'"content": {_text(message.content)}')
+        parts.append(f'"content": {_json(message.content)}')
         if message.tool_calls:
             parts.append(f'"tool_calls": {_json(message.tool_calls)}')
         return f'{{"index": {choice.index}, "message": {{{", ".join(parts)}}}, {self._ending(choice)}}}'
@@ -197,9 +191,8 @@ class LmiChatShape:
 
     def _error(self, message: str) -> bytes:
         if not self._head:
-            return (f'{self._before}{{"error": {quote(message)}, "code": {FAILED_DEPENDENCY}}}{self._after}').encode(
-                "utf-8", "replace"
-            )
+            record = f'{self._before}{{"error": {quote(message)}, "code": {FAILED_DEPENDENCY}}}{self._after}'
+            return record.encode("utf-8", "replace")
         choice = '{"index": 0, "delta": {"content": ""}, "logprobs": null, "finish_reason": "error"}'
         return self._record(f'{choice}], "error": {quote(message)}, "code": {FAILED_DEPENDENCY}}}')
 
@@ -211,16 +204,8 @@ def _usage(usage: _Usage) -> str:
     )
 
 
-def _text(content: str | None) -> str:
-    return "null" if content is None else quote(content)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 class AsyncShape:
-    """See `openai_shape.Shape`. Every document is a line; what ends a stream is an empty one."""
+    """Chat and completions of LMI's asynchronous handler: vLLM's documents as lines, and an empty line at the end."""
 
     stream_type = "application/jsonlines"
 
@@ -229,8 +214,15 @@ class AsyncShape:
 
     def reply(self, reply: Reply) -> Reply:
         if reply.status >= 400:
-            return lmi_error(error_of(reply.body), reply.status, self._overload_status)
+            return _lmi_error(error_of(reply.body), reply.status, self._overload_status)
         return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
 
     def event(self, data: bytes) -> bytes:
         return b"\n" if data == DONE else data + b"\n"
+
+
+def _lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
+    """vLLM's error in LMI's words: the front end's for a full queue, else that of a payload."""
+    if status == _OVERLOADED:
+        return front_end_reply(overload_status, "WlmCapacityException", error.message)
+    return Reply(status, JSON, payload_error(error.message, status))

@@ -1,7 +1,6 @@
 """LMI's dynamic-batch contract: `inputs`, a string or an array of strings, and `parameters`.
 
-Spoken under `option.rolling_batch=disable`. Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema;
-contracts/lmi.md sections 3.6 and 5.
+Selected by `option.rolling_batch=disable`. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -13,23 +12,122 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_fields import json_kind
-from handlers.contracts.lmi.body import BodyError, decode_object
-from handlers.contracts.lmi.errors import JSON, handler_failure, overloaded, status_of
+from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, request_ids
+from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
-from handlers.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError
+from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from handlers.request import FinishReason, GenerationRequest, TokenDelta
 
-JSON_LINES = "application/jsonlines"
+STREAMED_MAX_NEW_TOKENS = 50
+"""LMI's default limit on new tokens where the answer is streamed."""
+
+_FIELDS = frozenset({"inputs", "parameters"})
+_WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
+"""Parameters of rolling batch for which this answer has no place."""
 
 
-def failure(error: RequestError, overload_status: int) -> Reply:
-    """The answer to a call that failed before its first byte: E3, or the front end's own for a full queue."""
-    if isinstance(error, Overloaded):
-        return overloaded(error, overload_status)
-    status = status_of(error)
-    return Reply(status, JSON, handler_failure(error.message, status))
+def default_max_new_tokens(settings: ModelSettings) -> int:
+    """The limit on new tokens where a request has none."""
+    return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
+
+
+def parameter_rules(settings: ModelSettings) -> ParameterRules:
+    """How these settings make parameters read."""
+    return ParameterRules(
+        do_sample_inferred=settings.do_sample_inferred,
+        typical_p=True,
+        max_sequences=settings.rolling_batch_size,
+        strict=settings.strict_parameters,
+        token_logprobs=False,
+    )
+
+
+class LmiDynamicContract:
+    """Parses dynamic-batch bodies for one model.
+
+    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
+    """
+
+    def __init__(self, settings: ModelSettings, overload_status: int = 503, pad_text: str = "") -> None:
+        self._overload_status = overload_status
+        self._pad_text = pad_text
+        self._streaming = settings.enable_streaming
+        self._stop_sequences = settings.stop_sequences
+        self._max_new_tokens = default_max_new_tokens(settings)
+        self._rules = parameter_rules(settings)
+
+    def parse(self, call: Call) -> Exchange:
+        try:
+            document = decode_object(call.body, call.content_type)
+            prompts = _prompts(document.get("inputs"))
+            values = _plain_names(parameters_of(document), self._max_new_tokens)
+            parameters = read_parameters(values, self._rules)
+            if self._streaming != "false" and parameters.beam_search is not None:
+                raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
+        except RequestError as error:
+            raise ContractError(self.refusal(error), error.message) from None
+        requests = tuple(
+            self._request(request_id, prompt, parameters)
+            for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
+        )
+        ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
+        return Exchange(requests, self._answer(prompts, values), notes_of(document, _FIELDS, ignored))
+
+    def refusal(self, error: RequestError) -> Reply:
+        return _failure(error, self._overload_status)
+
+    def _request(self, request_id: str, prompt: str, parameters: LmiParameters) -> GenerationRequest:
+        stream = self._streaming != "false"
+        sampling = parameters.sampling
+        if self._stop_sequences:
+            sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            stream=stream,
+            # The answer has one text for each prompt: the most probable of those that were asked for.
+            candidates=1 if stream else parameters.candidates,
+            beam_search=parameters.beam_search,
+            truncate_prompt_tokens=parameters.truncate,
+        )
+
+    def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
+        if self._streaming == "false":
+            lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
+            return ListAnswer(lead, self._overload_status)
+        # The library's own streamer, which this setting names, begins with the prompt.
+        with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
+        return RecordListAnswer(len(prompts), self._overload_status, self._pad_text, prompts if with_prompt else ())
+
+
+def _prompts(inputs: Any) -> tuple[str, ...]:
+    if inputs is None:
+        raise InvalidRequest("`inputs` is missing; expected a string or an array of strings")
+    prompts = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(prompts, list):
+        raise InvalidRequest(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
+    if not prompts:
+        raise InvalidRequest("`inputs` must hold at least one string")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise InvalidRequest(f"`inputs` must hold strings only, got {json_kind(prompt)}")
+        if not prompt:
+            raise InvalidRequest("`inputs` must not be empty")
+    return tuple(prompts)
+
+
+def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """The parameters that were given, under rolling batch's names, with this contract's limit on new tokens."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if "manual_seed" in given:
+        given.setdefault("seed", given["manual_seed"])
+        del given["manual_seed"]
+    if "max_tokens" not in given:
+        given.setdefault("max_new_tokens", max_new_tokens)
+    return given
 
 
 class ListAnswer:
@@ -39,7 +137,7 @@ class ListAnswer:
     headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, lead: Sequence[str], overload_status: int) -> None:
-        """`lead`: what each text begins with, the prompt or nothing."""
+        """`lead`: what each text begins with; the prompt, or nothing."""
         self._texts = [[text] for text in lead]
         self._open = len(lead)
         self._overload_status = overload_status
@@ -51,11 +149,10 @@ class ListAnswer:
         return b"" if self._open else self._body().encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status)
+        return _failure(error, self._overload_status)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
     def _body(self) -> str:
         objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
@@ -65,11 +162,11 @@ class ListAnswer:
 class RecordListAnswer:
     """A record for each step, with an entry for each prompt.
 
-    A record is complete when every unfinished prompt has its entry. A prompt that comes again before that is a step
-    ahead of the others, which wait in another batch or hold their text back: then the record goes without them.
+    A record is complete when every unfinished prompt has its entry. When a prompt has a second entry before that, the
+    others wait in another batch or hold their text back, and the record is sent without them.
     """
 
-    content_type = JSON_LINES
+    content_type = "application/jsonlines"
     headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
@@ -95,10 +192,10 @@ class RecordListAnswer:
         return records.encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status)
+        return _failure(error, self._overload_status)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """The error as a record of its own, without `outputs`; what was generated before it is not lost."""
+        """The pending record, and the error as one without `outputs`."""
         pending = self._flush() if any(self._entries) else ""
         reason = encode_basestring_ascii(error.message)
         record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'
@@ -122,125 +219,5 @@ def _record(entries: Sequence[str]) -> str:
     return f'{{"outputs": [{", ".join(map(encode_basestring_ascii, entries))}]}}\n'
 
 
-STREAMED_MAX_NEW_TOKENS = 50
-"""LMI's default limit on new tokens where the answer is streamed."""
-
-_TOP_LEVEL = {"inputs", "parameters"}
-_WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
-"""What rolling batch shows and this answer has no place for."""
-
-
-class LmiDynamicContract:
-    """Parses dynamic-batch bodies for one model.
-
-    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
-    """
-
-    def __init__(self, settings: ModelSettings, overload_status: int = 503, pad_text: str = "") -> None:
-        self._overload_status = overload_status
-        self._pad_text = pad_text
-        self._streaming = settings.enable_streaming
-        self._stop_sequences = settings.stop_sequences
-        self._max_new_tokens = (
-            DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
-        )
-        self._rules = ParameterRules(
-            do_sample_inferred=settings.do_sample_inferred,
-            typical_p=True,
-            max_sequences=settings.rolling_batch_size,
-            strict=settings.strict_parameters,
-            token_logprobs=False,
-        )
-
-    def parse(self, call: Call) -> Exchange:
-        try:
-            document = _document(call)
-            prompts = _prompts(document.get("inputs"))
-            values = _parameter_values(document.get("parameters"), self._max_new_tokens)
-            parameters = read_parameters(values, self._rules)
-            if self._streaming != "false" and parameters.beam_search is not None:
-                raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
-        except RequestError as error:
-            raise ContractError(failure(error, self._overload_status), error.message) from None
-        requests = tuple(
-            self._request(call, index if len(prompts) > 1 else None, prompt, parameters)
-            for index, prompt in enumerate(prompts)
-        )
-        return Exchange(requests, self._answer(prompts, values), _notes(document, values, parameters))
-
-    def refusal(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status)
-
-    def _request(self, call: Call, index: int | None, prompt: str, parameters: LmiParameters) -> GenerationRequest:
-        stream = self._streaming != "false"
-        return GenerationRequest(
-            request_id=call.request_id if index is None else f"{call.request_id}-{index}",
-            prompt=prompt,
-            sampling=self._stopping(parameters.sampling),
-            stream=stream,
-            # The answer has one text for each prompt: the most probable of those that were asked for.
-            candidates=1 if stream else parameters.candidates,
-            beam_search=parameters.beam_search,
-            truncate_prompt_tokens=parameters.truncate,
-        )
-
-    def _stopping(self, sampling: SamplingParameters) -> SamplingParameters:
-        """With the stop strings that the model's settings add to those of each request."""
-        if not self._stop_sequences:
-            return sampling
-        return msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
-
-    def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
-        if self._streaming == "false":
-            lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
-            return ListAnswer(lead, self._overload_status)
-        # The library's own streamer, which this setting names, begins with the prompt.
-        with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
-        return RecordListAnswer(len(prompts), self._overload_status, self._pad_text, prompts if with_prompt else ())
-
-
-def _document(call: Call) -> dict[str, Any]:
-    try:
-        return decode_object(call.body, call.content_type)
-    except BodyError as error:
-        raise InvalidRequest(str(error)) from None
-
-
-def _prompts(inputs: Any) -> tuple[str, ...]:
-    if inputs is None:
-        raise InvalidRequest("`inputs` is missing; expected a string or an array of strings")
-    prompts = [inputs] if isinstance(inputs, str) else inputs
-    if not isinstance(prompts, list):
-        raise InvalidRequest(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
-    if not prompts:
-        raise InvalidRequest("`inputs` must hold at least one string")
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            raise InvalidRequest(f"`inputs` must hold strings only, got {json_kind(prompt)}")
-        if not prompt:
-            raise InvalidRequest("`inputs` must not be empty")
-    return tuple(prompts)
-
-
-def _parameter_values(values: Any, max_new_tokens: int) -> dict[str, Any]:
-    """The parameters that were given, under the names that rolling batch has for them."""
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(values)}")
-    given = {name: value for name, value in values.items() if value is not None}
-    if "manual_seed" in given:
-        given.setdefault("seed", given["manual_seed"])
-        del given["manual_seed"]
-    if "max_tokens" not in given:
-        given.setdefault("max_new_tokens", max_new_tokens)
-    return given
-
-
-def _notes(document: dict[str, Any], values: dict[str, Any], parameters: LmiParameters) -> tuple[str, ...]:
-    notes = []
-    if ignored := [*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values)]:
-        notes.append(f"parameters without effect: {', '.join(ignored)}")
-    if unknown := document.keys() - _TOP_LEVEL:
-        notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
-    return tuple(notes)
+def _failure(error: RequestError, overload_status: int) -> Reply:
+    return failure(error, overload_status, handler_failure(error.message, status_of(error)))

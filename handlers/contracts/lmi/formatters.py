@@ -1,7 +1,7 @@
 """LMI's contract with a customer's formatters around it: theirs read the request, write the answer, or both.
 
-Source: contracts/lmi.md sections 8.2 and 8.4. A formatter may block; whoever uses this contract runs it elsewhere than
-on the event loop.
+Source: LMI, "Custom input formatter schema" and "Custom output formatter schema". A formatter may block, so this
+contract runs in a thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,11 +20,11 @@ from djl_python import Input
 from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
-from handlers.contracts.lmi.body import BodyError, decode, input_of
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error, status_of
+from handlers.contracts.lmi.body import decode_object, input_of, parameters_of
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, failure, payload_error, status_of
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
-from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
-from handlers.errors import GenerationFailed, Overloaded, RequestError
+from handlers.contracts.protocol import Call, Contract, Exchange, Reply
+from handlers.errors import GenerationFailed, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import Token, TokenDelta
 
@@ -32,12 +32,170 @@ logger = logging.getLogger(__name__)
 
 FAILED = "Custom formatter failed"
 
+Formatter = Callable[..., Any]
+
+_BUILT_IN = frozenset({"json", "jsonlines", "sse"})
+_STREAMING = frozenset({"jsonlines", "sse"})
+
+
+class FormatterContract:
+    """Another contract with a customer's formatters around it."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        settings: ModelSettings,
+        *,
+        read: Formatter | None,
+        write: Formatter | None,
+        writes_tokens: bool = False,
+        tokenizer: Any = None,
+        overload_status: int = 503,
+    ) -> None:
+        """Wrap `contract`.
+
+        `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
+        called with each token. `tokenizer`: what an input formatter gets under this name.
+        """
+        self._contract, self._settings = contract, settings
+        self._read, self._write, self._writes_tokens = read, write, writes_tokens
+        self._overload_status = overload_status
+        self._tokenizer = tokenizer
+        self._keywords = _accepted(read, self._offered()) if read is not None else {}
+        self._ids = itertools.count()
+
+    def _offered(self) -> dict[str, Any]:
+        """The keywords that LMI hands to an input formatter."""
+        settings = self._settings
+        configs = SimpleNamespace(
+            model_id_or_path=settings.model_id,
+            model_dir=str(settings.model_dir),
+            rolling_batch=settings.rolling_batch,
+            tgi_compat=settings.tgi_compat,
+            output_formatter=settings.output_formatter,
+            trust_remote_code=settings.trust_remote_code,
+            revision=settings.revision,
+        )
+        return {
+            "configs": configs,
+            "tokenizer": self._tokenizer,
+            "adapter_registry": {},
+            "model_config": None,
+            "peft_config": None,
+            "rolling_batch": None,
+            "image_placeholder_token": None,
+            "is_rolling_batch": settings.rolling_batch != "disable",
+        }
+
+    def parse(self, call: Call) -> Exchange:
+        request = self._read_as_usual(call) if self._read is None else self._read_by_formatter(self._read, call)
+        if request is None:
+            return self._contract.parse(call)  # which says what is wrong with it
+        self._complete(request, call)
+        formatter = request.output_formatter if isinstance(request.output_formatter, str) else None
+        write = self._write if formatter not in _BUILT_IN else None
+        stream = bool(request.parameters.get("stream")) or formatter in _STREAMING
+        document = _document(request, formatter, stream, own_answer=write is not None)
+        exchange = self._contract.parse(
+            Call(body=document, content_type=JSON, request_id=call.request_id, headers=call.headers, query=call.query)
+        )
+        if write is None:
+            return exchange
+        if len(exchange.requests) > 1:
+            raise failed_dependency(
+                "an array of inputs cannot be answered by the model's output formatter; send one at a time"
+            )
+        asked = msgspec.structs.replace(
+            exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
+        )
+        answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
+        return Exchange((asked,), answer, exchange.notes)
+
+    def refusal(self, error: RequestError) -> Reply:
+        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
+
+    def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
+        properties, contents = input_of(call)
+        given = Input()
+        given.properties = dict(properties)
+        for key, value in contents:
+            given.content.add(key, value)
+        try:
+            request = read(given, **self._keywords)
+        except Exception as error:
+            logger.exception("the input formatter failed", extra={"request_id": call.request_id})
+            raise failed_dependency(f"{FAILED}: {error}") from None
+        if not isinstance(request, RequestInput):
+            kind = type(request).__name__
+            raise failed_dependency(f"{FAILED}: the input formatter returned {kind}; expected a RequestInput")
+        if not isinstance(request.parameters, dict):
+            kind = type(request.parameters).__name__
+            raise failed_dependency(f"{FAILED}: `parameters` must be a dict, got {kind}")
+        return request
+
+    def _read_as_usual(self, call: Call) -> RequestInput | None:
+        """The request of a body without an input formatter; None if the body is wrong."""
+        try:
+            document = decode_object(call.body, call.content_type)
+            parameters = parameters_of(document)
+            if "stream" in document:
+                parameters["stream"] = document["stream"]
+            if not isinstance(parameters.get("stream", False), bool):
+                return None
+        except InvalidRequest:
+            return None
+        return TextInput(parameters=parameters, input_text=document.get("inputs"), adapters=document.get("adapters"))
+
+    def _complete(self, request: RequestInput, call: Call) -> None:
+        """Fill in what LMI's runtime does after the formatter."""
+        parameters = request.parameters
+        request.request_id = next(self._ids)
+        request.client_request_id = call.request_id
+        request.tgi_compat = self._settings.tgi_compat
+        formatter = parameters.get("output_formatter", request.output_formatter or self._settings.output_formatter)
+        request.output_formatter = self._write if formatter is None and self._write is not None else formatter
+        seed = parameters.get("seed")
+        own = {"seed": random.getrandbits(31) if seed is None else seed, "output_formatter": request.output_formatter}
+        request.server_parameters = {**parameters, **own}
+        if isinstance(request, TextInput):
+            request.tokenizer = self._tokenizer
+
+
+def _document(request: RequestInput, formatter: str | None, stream: bool, own_answer: bool) -> bytes:
+    """The request as the wrapped contract reads it. `own_answer`: the output formatter writes it, from all details."""
+    parameters = {
+        name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
+    }
+    parameters["seed"] = request.server_parameters["seed"]
+    if own_answer:
+        parameters["details"] = True
+    elif formatter is not None:
+        parameters["output_formatter"] = formatter
+    document: dict[str, Any] = {"inputs": getattr(request, "input_text", None), "parameters": parameters}
+    if (adapters := getattr(request, "adapters", None)) is not None:
+        document["adapters"] = adapters
+    if stream and not own_answer:
+        document["stream"] = True
+    try:
+        return msgspec.json.encode(document)
+    except (TypeError, ValueError, UnicodeEncodeError) as error:
+        raise failed_dependency(f"{FAILED}: `input_text` or `parameters` cannot be used: {error}") from None
+
+
+def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the offered keywords that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(offered)
+    names = {parameter.name for parameter in list(parameters)[1:]}
+    return {name: value for name, value in offered.items() if name in names}
+
 
 class FormatterAnswer:
-    """Keeps the output as the formatter wants to see it, and calls it; see `handlers.contracts.protocol.Answer`.
+    """What an output formatter makes of the deltas; without a content type, as in LMI.
 
-    The newer kind of formatter is called with the output: while there are unread tokens if the answer is streamed,
-    else once for each engine step. The older kind is called with each token. As in LMI there is no content type.
+    The newer kind of formatter is called with the whole output: while it has unread tokens if the answer is streamed,
+    else once for each engine step. The older kind is called with each token.
     """
 
     headers: tuple[tuple[str, str], ...] = ()
@@ -51,7 +209,7 @@ class FormatterAnswer:
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`.
+        """The formatter's text.
 
         Raises:
             GenerationFailed: the formatter raised an error, or returned something else than text.
@@ -64,17 +222,13 @@ class FormatterAnswer:
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        if isinstance(error, Overloaded):
-            return overloaded(error, self._overload_status)
-        status = status_of(error)
-        return Reply(status, JSON, payload_error(error.message, status))
+        return failure(error, self._overload_status, payload_error(error.message, status_of(error)))
 
     def fail_midway(self, error: RequestError) -> bytes:
         return payload_error(error.message, status_of(error))
 
     def _take(self, delta: TokenDelta) -> None:
-        output, reason = self._output, delta.finish_reason
-        tokens = delta.tokens
+        output, reason, tokens = self._output, delta.finish_reason, delta.tokens
         if reason is not None and not tokens:
             tokens = [Token(-1, "")]
         for place, token in enumerate(tokens):
@@ -121,177 +275,3 @@ class FormatterAnswer:
 
 def _token(token: Token) -> FormatterToken:
     return FormatterToken(token.id, token.text, token.logprob, True if token.special else None)
-
-
-_BUILT_IN = frozenset({"json", "jsonlines", "sse"})
-_STREAMING = frozenset({"jsonlines", "sse"})
-
-
-class Formatter(Protocol):
-    """A customer's function."""
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """Whatever it takes and returns."""
-
-
-class FormatterContract:
-    """Another contract, with formatters in front of and behind it."""
-
-    def __init__(
-        self,
-        contract: Contract,
-        settings: ModelSettings,
-        *,
-        read: Formatter | None,
-        write: Formatter | None,
-        writes_tokens: bool = False,
-        tokenizer: Any = None,
-        overload_status: int = 503,
-    ) -> None:
-        """`read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
-        called with each token. `tokenizer`: what an input formatter gets under this name."""
-        self._contract, self._settings = contract, settings
-        self._write, self._writes_tokens = write, writes_tokens
-        self._overload_status = overload_status
-        self._tokenizer = tokenizer
-        self._read = read
-        self._keywords = _accepted(read, self._offered()) if read is not None else {}
-        self._ids = itertools.count()
-
-    def _offered(self) -> dict[str, Any]:
-        """What LMI hands to an input formatter beside the input."""
-        settings = self._settings
-        configs = SimpleNamespace(
-            model_id_or_path=settings.model_id,
-            model_dir=str(settings.model_dir),
-            rolling_batch=settings.rolling_batch,
-            tgi_compat=settings.tgi_compat,
-            output_formatter=settings.output_formatter,
-            trust_remote_code=settings.trust_remote_code,
-            revision=settings.revision,
-        )
-        return {
-            "configs": configs,
-            "tokenizer": self._tokenizer,
-            "adapter_registry": {},
-            "model_config": None,
-            "peft_config": None,
-            "rolling_batch": None,
-            "image_placeholder_token": None,
-            "is_rolling_batch": settings.rolling_batch != "disable",
-        }
-
-    def parse(self, call: Call) -> Exchange:
-        request = self._read_by_formatter(call) if self._read is not None else self._read_as_usual(call)
-        if request is None:
-            return self._contract.parse(call)  # which says what is wrong with it
-        formatter = request.output_formatter if isinstance(request.output_formatter, str) else None
-        write = self._write if formatter not in _BUILT_IN else None
-        stream = bool(request.parameters.get("stream")) or formatter in _STREAMING
-        document = _document(request, formatter, stream, own_answer=write is not None)
-        exchange = self._contract.parse(
-            Call(body=document, content_type=JSON, request_id=call.request_id, headers=call.headers, query=call.query)
-        )
-        if write is None:
-            return exchange
-        if len(exchange.requests) > 1:
-            raise _refused("an array of inputs cannot be answered by the model's output formatter; send one at a time")
-        asked = msgspec.structs.replace(
-            exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
-        )
-        answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
-        return Exchange((asked,), answer, exchange.notes)
-
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
-
-    def _read_by_formatter(self, call: Call) -> RequestInput:
-        assert self._read is not None
-        given = _input(call)
-        try:
-            request = self._read(given, **self._keywords)
-        except Exception as error:
-            logger.exception("the input formatter failed", extra={"request_id": call.request_id})
-            raise _refused(f"{FAILED}: {error}") from None
-        if not isinstance(request, RequestInput):
-            raise _refused(f"{FAILED}: the input formatter returned {type(request).__name__}; expected a RequestInput")
-        if not isinstance(request.parameters, dict):
-            raise _refused(f"{FAILED}: `parameters` must be a dict, got {type(request.parameters).__name__}")
-        return self._completed(request, call)
-
-    def _read_as_usual(self, call: Call) -> RequestInput | None:
-        """None where the body is not what it should be."""
-        try:
-            document = decode(call.body, call.content_type)
-        except BodyError:
-            return None
-        if not isinstance(document, dict):
-            return None
-        parameters = document.get("parameters")
-        parameters = {} if parameters is None else parameters
-        if not isinstance(parameters, dict):
-            return None
-        if "stream" in document:
-            parameters["stream"] = document["stream"]
-        if not isinstance(parameters.get("stream", False), bool):
-            return None
-        request = TextInput(parameters=parameters, input_text=document.get("inputs"), adapters=document.get("adapters"))
-        return self._completed(request, call)
-
-    def _completed(self, request: RequestInput, call: Call) -> RequestInput:
-        """What LMI's runtime fills in after the formatter."""
-        parameters = request.parameters
-        request.request_id = next(self._ids)
-        request.client_request_id = call.request_id
-        request.tgi_compat = self._settings.tgi_compat
-        formatter = parameters.get("output_formatter", request.output_formatter or self._settings.output_formatter)
-        request.output_formatter = self._write if formatter is None and self._write is not None else formatter
-        seed = parameters.get("seed")
-        own = {"seed": random.getrandbits(31) if seed is None else seed, "output_formatter": request.output_formatter}
-        request.server_parameters = {**parameters, **own}
-        if isinstance(request, TextInput):
-            request.tokenizer = self._tokenizer
-        return request
-
-
-def _input(call: Call) -> Input:
-    properties, contents = input_of(call)
-    given = Input()
-    given.properties = dict(properties)
-    for key, value in contents:
-        given.content.add(key, value)
-    return given
-
-
-def _document(request: RequestInput, formatter: str | None, stream: bool, own_answer: bool) -> bytes:
-    """The request as the contract behind reads it; for an answer of its own a formatter gets every detail."""
-    parameters = {
-        name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
-    }
-    parameters["seed"] = request.server_parameters["seed"]
-    if own_answer:
-        parameters["details"] = True
-    elif formatter is not None:
-        parameters["output_formatter"] = formatter
-    document: dict[str, Any] = {"inputs": getattr(request, "input_text", None), "parameters": parameters}
-    if (adapters := getattr(request, "adapters", None)) is not None:
-        document["adapters"] = adapters
-    if stream and not own_answer:
-        document["stream"] = True
-    try:
-        return msgspec.json.encode(document)
-    except (TypeError, ValueError, UnicodeEncodeError) as error:
-        raise _refused(f"{FAILED}: `input_text` or `parameters` cannot be used: {error}") from None
-
-
-def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a function takes: all, if it takes any."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(offered)
-    names = {parameter.name for parameter in list(parameters)[1:]}
-    return {name: value for name, value in offered.items() if name in names}
-
-
-def _refused(message: str) -> ContractError:
-    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(message)), message)

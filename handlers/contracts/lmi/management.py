@@ -1,6 +1,7 @@
-"""What LMI's management API answers, byte for byte.
+"""LMI's management API: its calls and, byte for byte, its answers.
 
-Source: contracts/lmi.md sections 1.6 and 1.10; sagemaker_hosting.md section 8 for the form of multi-model endpoints.
+Source: "DJL Serving Management API"; for the form of multi-model endpoints Amazon SageMaker, "Build Your Own Container
+for SageMaker AI Multi-Model Endpoints".
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import json_fault
-from handlers.contracts.lmi.errors import HTML_SAFE, JSON, front_end_reply
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.json_fields import JsonError, decode_json
+from handlers.contracts.lmi.body import media_type
+from handlers.contracts.lmi.errors import HTML_SAFE, JSON, bad_request
+from handlers.contracts.protocol import Call, Reply
 
 MAX_LISTED = 100
 MAX_WORKERS = 128
-"""A process each; more than any machine has use for."""
+"""A process each; more than any machine can use."""
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 """Not `.` or `..`: clients resolve them in a path, and could never unload such a model."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
-_MODEL_KEYS = {
+MODEL_KEYS = {
     "engine": "engine",
     "device": "load_on_devices",
     "job_queue_size": "job_queue_size",
@@ -33,40 +35,73 @@ _MODEL_KEYS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
-"""Parameters of a registration, and the keys of serving.properties that they go before."""
+"""Parameters of a registration, and the keys of serving.properties that they override."""
+_PARAMETERS = MODEL_KEYS.keys() | {"url", "model_name", "model_version", "synchronous"}
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """`POST /models`, understood."""
+    """What `POST /models` asks for."""
 
     url: str
     name: str | None
     version: str | None
     settings: Mapping[str, str]
-    """Keys of the model with their values, as in serving.properties."""
+    """The model's settings, by their keys in serving.properties."""
     synchronous: bool
 
 
-def refused(status: int, kind: str, message: str) -> ContractError:
-    """A call that is answered with the front end's error; `kind` is a class name of LMI's."""
-    return ContractError(front_end_reply(status, kind, message), message)
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model as a list shows it."""
+
+    name: str
+    version: str | None
+    url: str
+    status: str
 
 
-def bad_request(message: str) -> ContractError:
-    """400: a parameter is missing or wrong."""
-    return refused(400, "BadRequestException", message)
+@dataclass(frozen=True, slots=True)
+class WorkerShown:
+    """One worker, or the engine."""
+
+    id: int
+    started: float
+    """Seconds since the epoch."""
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A model in full."""
+
+    name: str
+    version: str | None
+    url: str
+    batch_size: int
+    max_batch_delay: float
+    """Seconds."""
+    max_idle_time: float
+    """Seconds."""
+    queue_size: int
+    waiting: int
+    status: str
+    at_startup: bool
+    on_gpu: bool
+    min_workers: int
+    max_workers: int
+    workers: Sequence[WorkerShown]
 
 
 def read_registration(call: Call) -> Registration:
-    """Understand `POST /models`: query parameters or, with a JSON content type, an object with the same names.
+    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names.
 
-    Parameters that are not known are ignored.
+    Unknown parameters are ignored.
 
     Raises:
         ContractError: 400; a parameter is missing or wrong, and is named.
     """
-    in_json = call.content_type.partition(";")[0].strip().lower() == JSON
+    in_json = media_type(call.content_type) == JSON
     given = _json_parameters(call.body) if in_json else dict(call.query)
     url, name = given.get("url", "").strip(), given.get("model_name")
     if not url:
@@ -77,13 +112,13 @@ def read_registration(call: Call) -> Registration:
         url,
         _name("model_name", name),
         _name("model_version", given.get("model_version") or None),
-        {key: given[parameter] for parameter, key in _MODEL_KEYS.items() if parameter in given},
+        {key: given[parameter] for parameter, key in MODEL_KEYS.items() if parameter in given},
         _boolean("synchronous", given.get("synchronous", "true")),
     )
 
 
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
-    """`min_worker` and `max_worker` of a PUT; one that is not given stays, as far as the other lets it.
+    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows.
 
     Raises:
         ContractError: 400; none is given, or one is wrong.
@@ -92,19 +127,20 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
     least, most = (_workers(given, name) for name in ("min_worker", "max_worker"))
     if least is None and most is None:
         raise bad_request("Parameter min_worker or max_worker is required.")
-    if least is None or most is None:
-        least = min(current[0], most) if least is None and most is not None else least or 0
-        most = max(current[1], least) if most is None else most
+    if least is None:
+        least = current[0] if most is None else min(current[0], most)
+    if most is None:
+        most = max(current[1], least)
     if most < least:
         raise bad_request(f"Parameter max_worker is {most}; allowed: an integer of at least min_worker ({least})")
     return least, most
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """Where a list begins and how long it is at most, of `next_page_token` and `limit`.
+    """The first place and the greatest length of a list, from `next_page_token` and `limit`.
 
     Raises:
-        ContractError: 400; one of them is no integer in its range.
+        ContractError: 400; one of them is not an integer in its range.
     """
     given = dict(call.query)
     limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)
@@ -113,16 +149,12 @@ def read_page(call: Call) -> tuple[int, int]:
 
 def _json_parameters(body: bytes) -> dict[str, str]:
     try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"The body is not JSON: {json_fault(body, error)}") from None
+        document = decode_json(body)
+    except JsonError as error:
+        raise bad_request(f"The body is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise bad_request("The body is not a JSON object.")
-    return {name: _text(name, value) for name, value in document.items() if value is not None and _is_ours(name)}
-
-
-def _is_ours(name: str) -> bool:
-    return name in _MODEL_KEYS or name in ("url", "model_name", "model_version", "synchronous")
+    return {name: _text(name, value) for name, value in document.items() if value is not None and name in _PARAMETERS}
 
 
 def _text(name: str, value: Any) -> str:
@@ -159,94 +191,39 @@ def _integer(parameter: str, text: str, least: int, most: int | None = None) -> 
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A model, as a list shows it."""
-
-    name: str
-    version: str | None
-    url: str
-    status: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerShown:
-    """One worker; an engine is one."""
-
-    id: int
-    started: float
-    """Seconds since the epoch."""
-    status: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """A model in full."""
-
-    name: str
-    version: str | None
-    url: str
-    batch_size: int
-    max_batch_delay: float
-    """Seconds."""
-    max_idle_time: float
-    """Seconds."""
-    queue_size: int
-    waiting: int
-    status: str
-    at_startup: bool
-    on_gpu: bool
-    min_workers: int
-    max_workers: int
-    workers: Sequence[WorkerShown]
-
-
-def status_reply(text: str, status: int = 200) -> Reply:
-    """`{"status": ...}`."""
-    return _reply({"status": text}, status)
-
-
 def registered(name: str) -> Reply:
-    """The model is loaded."""
-    return status_reply(f'Model "{name}" registered.')
+    """The answer to a registration: the model is loaded."""
+    return _status(f'Model "{name}" registered.')
 
 
 def registration_scheduled(name: str) -> Reply:
-    """The model is going to be loaded."""
-    return status_reply(f'Model "{name}" registration scheduled.', 202)
+    """The answer to a registration that does not wait for the model."""
+    return _status(f'Model "{name}" registration scheduled.', 202)
 
 
 def unregistered(name: str) -> Reply:
-    """The model is gone."""
-    return status_reply(f'Model or workflow "{name}" unregistered')
+    """The answer to a DELETE."""
+    return _status(f'Model or workflow "{name}" unregistered')
 
 
 def scaled(name: str, least: int, most: int) -> Reply:
-    """The numbers of workers as they are now."""
-    return status_reply(
-        f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}'
-    )
+    """The answer to a PUT: the numbers of workers."""
+    return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
 
 
 def model_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
     """`GET /models`."""
-    return _page(
-        "models",
-        [
-            {"modelName": m.name, "version": m.version, "modelUrl": m.url, "status": m.status}
-            for m in models[start : start + limit]
-        ],
-        _next(models, start, limit),
-    )
+    entries = [
+        {"modelName": model.name, "version": model.version, "modelUrl": model.url, "status": model.status}
+        for model in models[start : start + limit]
+    ]
+    return _page("models", entries, _next(models, start, limit))
 
 
 def workflow_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
     """`GET /workflows`."""
-    return _page(
-        "workflows",
-        [{"workflowName": m.name, "version": m.version} for m in models[start : start + limit]],
-        _next(models, start, limit),
-    )
+    entries = [{"workflowName": model.name, "version": model.version} for model in models[start : start + limit]]
+    return _page("workflows", entries, _next(models, start, limit))
 
 
 def description(models: Sequence[Described]) -> Reply:
@@ -256,10 +233,11 @@ def description(models: Sequence[Described]) -> Reply:
 
 def sagemaker_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
     """`GET /models` of a multi-model endpoint."""
-    document: dict[str, Any] = {"models": [_sagemaker_model(model) for model in models[start : start + limit]]}
-    if (token := _next(models, start, limit)) is not None:
-        document["nextPageToken"] = token
-    return Reply(200, JSON, msgspec.json.encode(document))
+    document = {
+        "models": [_sagemaker_model(model) for model in models[start : start + limit]],
+        "nextPageToken": _next(models, start, limit),
+    }
+    return Reply(200, JSON, msgspec.json.encode(_present(document)))
 
 
 def sagemaker_description(model: Listed) -> Reply:
@@ -309,6 +287,10 @@ def _page(name: str, entries: Sequence[dict[str, Any]], token: str | None) -> Re
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def _status(text: str, status: int = 200) -> Reply:
+    return _reply({"status": text}, status)
 
 
 def _reply(document: Any, status: int = 200) -> Reply:

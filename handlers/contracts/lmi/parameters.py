@@ -1,7 +1,6 @@
-"""LMI generation parameters: their types, ranges and defaults, and what they mean to an engine.
+"""LMI's generation parameters: types, ranges and defaults, and their translation for an engine.
 
-Source: LMI schema v0.31, GenerationParameters with the vLLM, LmiDist and TensorRT-LLM tables; contracts/lmi.md
-sections 3.3 to 3.5.
+Source: LMI schema v0.31, "GenerationParameters", with the tables for LMI Dist, vLLM and TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import ParameterReader
+from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
 
-_CHOICE = (1.0, 0, 1.0)
-"""Temperature, top_k and top_p of sampling where a request leaves them out."""
-_TRTLLM_CHOICE = (1.0, 5, 0.85)
-"""The same on TensorRT-LLM, from the schema's table for sampling."""
-
+_SAMPLING_DEFAULTS = (1.0, 0, 1.0)
+"""Temperature, top_k and top_p."""
+_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)
+"""The same in TensorRT-LLM's table."""
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -40,7 +38,7 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     token_logprobs: bool
     output_formatter: str | None
     ignored: tuple[str, ...]
-    """Parameters without effect: unknown ones, and those that this engine's mode does not have."""
+    """Parameters without effect: unknown ones, and those that this mode of the engine does not have."""
 
     @property
     def several(self) -> bool:
@@ -49,26 +47,30 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model's settings decides how parameters are read."""
+    """The settings of a model that decide how parameters are read."""
 
     do_sample_inferred: bool = True
     details_by_default: bool = False
     typical_p: bool = False
-    """Locally typical sampling is there (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
+    """Locally typical sampling is available (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
     trtllm: bool = False
-    """The names and defaults of TensorRT-LLM's table."""
+    """TensorRT-LLM's names and defaults."""
     max_sequences: int = 256
     strict: bool = False
     token_logprobs: bool = True
 
 
-def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
-    """Validate and translate `parameters`.
+def read_parameters(
+    values: Mapping[str, Any], rules: ParameterRules, reader: Reader = ParameterReader
+) -> LmiParameters:
+    """Validate and translate `parameters`. The API description asks with a `reader` of its own.
 
     Raises:
         InvalidParameter: naming the parameter, its value and what is allowed.
     """
-    read = ParameterReader(_without_switch(values) if rules.trtllm else values)
+    # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
+    stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)
+    read = reader({**values, "stop": None} if stop_ignored else values)
     sequences, candidates = _sequences(read, rules)
     beam_search = _beam_search(read, rules)
     sampling = _sampling(read, rules)
@@ -94,12 +96,8 @@ def read_parameters(values: Mapping[str, Any], rules: ParameterRules) -> LmiPara
         output_formatter=read.optional_string("output_formatter"),
         ignored=(),
     )
-    return msgspec.structs.replace(parameters, ignored=_ignored(values, read, rules))
-
-
-def _without_switch(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings."""
-    return {name: value for name, value in values.items() if name != "stop" or not isinstance(value, bool)}
+    ignored = _ignored(read, rules)
+    return msgspec.structs.replace(parameters, ignored=(*ignored, "stop") if stop_ignored else ignored)
 
 
 def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
@@ -124,13 +122,15 @@ def _beam_search(read: ParameterReader, rules: ParameterRules) -> BeamSearch | N
 
 
 def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameters:
-    defaults = _TRTLLM_CHOICE if rules.trtllm else _CHOICE
+    defaults = _TRTLLM_SAMPLING_DEFAULTS if rules.trtllm else _SAMPLING_DEFAULTS
     temperature = read.number("temperature", defaults[0], minimum=0.0)
     top_k = read.integer("top_k", defaults[1], minimum=-1)
-    top_p = _top_p(read, rules, defaults[2])
+    lowest_top_p = {"minimum": 0.0} if rules.trtllm else {"above": 0.0}
+    top_p = read.number("top_p", defaults[2], maximum=1.0, **lowest_top_p)
     min_p = read.number("min_p", 0.0, minimum=0.0, maximum=1.0)
     typical_p = read.number("typical_p", 1.0, above=0.0, maximum=1.0)
-    max_tokens = _max_tokens(read)
+    max_tokens = read.integer("max_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
+    max_tokens = read.integer("max_new_tokens", max_tokens, minimum=1)
     min_tokens = _min_tokens(read, rules, max_tokens)
     stop = read.strings("stop_sequences") + read.strings("stop")
     samples = _samples(read, rules)
@@ -149,7 +149,7 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
         repetition_penalty=read.number("repetition_penalty", 1.0, above=0.0),
         presence_penalty=read.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
         frequency_penalty=read.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
-        seed=_seed(read),
+        seed=None if (seed := read.optional_integer("seed", digits=True)) == -1 else seed,
         stop=stop,
         stop_token_ids=read.integers("stop_token_ids", minimum=0),
         include_stop_str_in_output=read.boolean("include_stop_str_in_output", False),
@@ -160,12 +160,6 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
         logit_bias=read.logit_bias("logit_bias"),
         allowed_token_ids=read.integers("allowed_token_ids", minimum=0) or None,
     )
-
-
-def _top_p(read: ParameterReader, rules: ParameterRules, default: float) -> float:
-    if rules.trtllm:
-        return read.number("top_p", default, minimum=0.0, maximum=1.0)
-    return read.number("top_p", default, above=0.0, maximum=1.0)
 
 
 def _min_tokens(read: ParameterReader, rules: ParameterRules, max_tokens: int) -> int:
@@ -179,11 +173,6 @@ def _min_tokens(read: ParameterReader, rules: ParameterRules, max_tokens: int) -
     return min_tokens
 
 
-def _max_tokens(read: ParameterReader) -> int:
-    fallback = read.integer("max_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
-    return read.integer("max_new_tokens", fallback, minimum=1)
-
-
 def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
     asked = read.boolean("do_sample", False)
     if read.has("do_sample") or not rules.do_sample_inferred:
@@ -191,12 +180,7 @@ def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
     return any(read.has(name) for name in _SAMPLING_SWITCHES) or (rules.typical_p and read.has("typical_p"))
 
 
-def _seed(read: ParameterReader) -> int | None:
-    seed = read.optional_integer("seed", digits=True)
-    return None if seed == -1 else seed
-
-
-def _ignored(values: Mapping[str, Any], read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
+def _ignored(read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
     unknown = read.unread() - {"stream", "cached_prompt"}
     if unknown and rules.strict:
         name = min(unknown)
@@ -204,6 +188,4 @@ def _ignored(values: Mapping[str, Any], read: ParameterReader, rules: ParameterR
     ignored = sorted(unknown)
     if read.has("typical_p") and not rules.typical_p:
         ignored.append("typical_p")
-    if rules.trtllm and isinstance(values.get("stop"), bool):
-        ignored.append("stop")
     return tuple(ignored)

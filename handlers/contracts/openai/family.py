@@ -1,4 +1,7 @@
-"""vLLM's own routes for adapters. Source: vLLM's OpenAI-compatible server, `serve/lora`."""
+"""OpenAI's clients: routes that go to vLLM's own server, the list of models, vLLM's errors, and its adapter routes.
+
+Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/serve/lora`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from handlers.adapters import AdapterOrder
-from handlers.contracts.family import Family, Forwards, ModelView, Operation, Route, Tells, error_body
+from handlers.contracts.family import Family, Forwards, ModelView, Operation, Tells, error_body
 from handlers.contracts.json_fields import json_fault
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import (
@@ -35,65 +38,21 @@ from handlers.errors import (
 
 JSON = "application/json"
 ALIASED = "/openai"
-"""What stands before /v1 in the paths on which any `model` will do."""
+"""Prefix of the paths on which any `model` is accepted."""
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
-# From Python 3.13 on, `HTTPStatus` has another phrase for 413; a reply's bytes are the same on every Python.
+_TEXT = "text/plain; charset=utf-8"
 _TOO_LARGE = "Request Entity Too Large"
+"""The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on."""
 
-_encode = msgspec.json.encode
-
-
-def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
-    """A reply with vLLM's error object."""
-    safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
-    return Reply(status, JSON, error_body(safe, kind, status, parameter))
+T = TypeVar("T")
 
 
-def refuse(error: RequestError) -> Reply:
-    """See `Family.refuse`; statuses and types are those that vLLM gives for the same."""
-    match error:
-        case UnknownModel() | UnknownAdapter():
-            return error_reply(error.message, "NotFoundError", 404, "model")
-        case NotServed():
-            return error_reply(error.message, "NotImplementedError", 501)
-        case NotReady() | Overloaded():
-            return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
-        case BodyTooLarge():
-            return error_reply(error.message, _TOO_LARGE, 413)
-        case BodyTimeout():
-            return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
-        case InvalidParameter():
-            return error_reply(error.message, "BadRequestError", 400, error.parameter)
-        case EngineDead() | GenerationFailed():
-            return error_reply(error.message, "InternalServerError", 500)
-        case _:
-            return error_reply(error.message, "BadRequestError", 400)
-
-
-def wrong_method(call: Call) -> Reply:
-    """Return vLLM's 405, for a method that the route does not have."""
-    return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
-
-
-def not_found(call: Call) -> Reply:
-    """Return vLLM's 404, for a path that nothing serves."""
-    return _of_status(HTTPStatus.NOT_FOUND)
-
-
-def _of_status(status: HTTPStatus) -> Reply:
-    return error_reply(status.phrase, status.phrase, status)
-
-
-def models(call: Call, view: ModelView) -> Reply:
-    """GET /v1/models: every name of the model, whatever runs it and whether it is loaded yet, and its adapters."""
-    return all_models(call, (view,))
-
-
-def all_models(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of every model."""
+def models(call: Call, views: Sequence[ModelView]) -> Reply:
+    """GET /v1/models: all names of the models, loaded or not, and their adapters."""
     created = int(time.time())
     cards = [card for view in views for card in _cards(view, created)]
-    return Reply(200, JSON, _encode({"object": "list", "data": cards}))
+    return Reply(200, JSON, msgspec.json.encode({"object": "list", "data": cards}))
 
 
 def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
@@ -134,49 +93,45 @@ def _card(
     }
 
 
-_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", JSON, None)})
-_VERSIONED = (
-    # In LMI another name of /invocations (contracts/lmi.md section 1.2).
-    Forwards(path="/v1/chat/completions", own_handler=True),
-    *(
-        Forwards(path=path)
-        for path in (
-            *("/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
-            *("/v1/messages", "/v1/messages/count_tokens"),
-        )
-    ),
-    Forwards(path="/v1/responses/{response_id}", methods=("GET",)),
-)
+def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
+    """A reply with vLLM's error object. `kind`: such as "BadRequestError"."""
+    safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
+    return Reply(status, JSON, error_body(safe, kind, status, parameter))
 
 
-def _routes() -> tuple[Route, ...]:
-    return (
-        *_VERSIONED,
-        *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
-        *(
-            Tells(path=prefix + "/v1/models", tell=models, tell_all=all_models, about=_MODELS)
-            for prefix in ("", ALIASED)
-        ),
-        Forwards(path="/tokenize"),
-        Forwards(path="/detokenize"),
-        Forwards(path="/version", methods=("GET",)),
-    )
+def refuse(error: RequestError) -> Reply:
+    """The reply to an error, with the status and type that vLLM has for it."""
+    match error:
+        case UnknownModel() | UnknownAdapter():
+            return error_reply(error.message, "NotFoundError", 404, "model")
+        case NotServed():
+            return error_reply(error.message, "NotImplementedError", 501)
+        case NotReady() | Overloaded():
+            return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
+        case BodyTooLarge():
+            return error_reply(error.message, _TOO_LARGE, 413)
+        case BodyTimeout():
+            return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
+        case InvalidParameter():
+            return error_reply(error.message, "BadRequestError", 400, error.parameter)
+        case EngineDead() | GenerationFailed():
+            return error_reply(error.message, "InternalServerError", 500)
+        case _:
+            return error_reply(error.message, "BadRequestError", 400)
 
 
-OPENAI = Family(
-    name="openai",
-    routes=_routes(),
-    refuse=refuse,
-    wrong_method=wrong_method,
-    body_names_model=True,
-    prefix=ALIASED + "/",
-    not_found=not_found,
-)
+def wrong_method(call: Call) -> Reply:
+    """The reply to a method that the route does not have."""
+    return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
 
 
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_TEXT = "text/plain; charset=utf-8"
-T = TypeVar("T")
+def not_found(call: Call) -> Reply:
+    """The reply to a path that nothing serves."""
+    return _of_status(HTTPStatus.NOT_FOUND)
+
+
+def _of_status(status: HTTPStatus) -> Reply:
+    return error_reply(status.phrase, status.phrase, status)
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
@@ -189,7 +144,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> AdapterOrder:
-        """The same as the registry takes it."""
+        """The order for the adapter registry."""
         return AdapterOrder(name=self.lora_name, src=self.lora_path)
 
 
@@ -201,10 +156,10 @@ class UnloadOrder(msgspec.Struct, frozen=True):
 
 
 def read_load(call: Call) -> LoadOrder:
-    """What is to be loaded.
+    """The adapter to load.
 
     Raises:
-        InvalidRequest: the body is not what it should be.
+        InvalidRequest: the body is wrong.
     """
     body = _read(call, LoadOrder)
     if not body.lora_name or not body.lora_path:
@@ -215,10 +170,10 @@ def read_load(call: Call) -> LoadOrder:
 
 
 def read_unload(call: Call) -> UnloadOrder:
-    """What is to be removed.
+    """The adapter to remove.
 
     Raises:
-        InvalidRequest: the body is not what it should be.
+        InvalidRequest: the body is wrong.
     """
     body = _read(call, UnloadOrder)
     if not body.lora_name:
@@ -227,17 +182,26 @@ def read_unload(call: Call) -> UnloadOrder:
 
 
 def loaded(name: str) -> Reply:
-    """The answer to what was loaded."""
+    """The reply to a call that loaded an adapter."""
     return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' added successfully.".encode())
 
 
 def unloaded(name: str) -> Reply:
-    """The answer to what was removed."""
+    """The reply to a call that removed an adapter."""
     return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' removed successfully.".encode())
 
 
+def _read(call: Call, shape: type[T]) -> T:
+    try:
+        return msgspec.json.decode(call.body, type=shape)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
+
+
 def refuse_adapter(error: RequestError) -> Reply:
-    """The answer to what went wrong, with vLLM's statuses."""
+    """The reply to an error on these routes."""
     match error:
         case UnknownAdapter():
             return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
@@ -253,10 +217,34 @@ def refuse_adapter(error: RequestError) -> Reply:
             return refuse(error)
 
 
-def _read(call: Call, shape: type[T]) -> T:
-    try:
-        return msgspec.json.decode(call.body, type=shape)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
+_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", {JSON: {}})})
+_VERSIONED = (
+    # In LMI this is another name of /invocations.
+    Forwards(path="/v1/chat/completions", own_handler=True),
+    *(
+        Forwards(path=path)
+        for path in (
+            *("/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/messages", "/v1/messages/count_tokens"),
+        )
+    ),
+    Forwards(path="/v1/responses/{response_id}", methods=("GET",)),
+)
+
+OPENAI = Family(
+    name="openai",
+    routes=(
+        *_VERSIONED,
+        *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
+        Tells.of_all("/v1/models", models, about=_MODELS),
+        Tells.of_all(ALIASED + "/v1/models", models, about=_MODELS),
+        Forwards(path="/tokenize"),
+        Forwards(path="/detokenize"),
+        Forwards(path="/version", methods=("GET",)),
+    ),
+    refuse=refuse,
+    wrong_method=wrong_method,
+    body_names_model=True,
+    prefix=ALIASED + "/",
+    not_found=not_found,
+)

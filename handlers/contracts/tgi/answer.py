@@ -1,7 +1,7 @@
 """TGI's answers: one JSON document, or an event for each token.
 
-Source: contracts/tgi.md sections 3 and 4; TGI's router, `server.rs`. The bytes are serde_json's: no blanks between
-items, non-ASCII characters as they are, keys in the order of TGI's structs.
+Source: TGI's router, `src/lib.rs` and `src/server.rs`. The bytes are serde_json's: no spaces between items, non-ASCII
+characters as they are, keys in the order of TGI's structs.
 """
 
 from __future__ import annotations
@@ -16,61 +16,26 @@ from struct import Struct
 from handlers.contracts.protocol import Reply
 from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incomplete, event, refuse, refuse_stream
 from handlers.errors import RequestError
-from handlers.request import FinishReason, Token, TokenDelta
-
-_SINGLE = Struct("<f")
-_pack, _unpack = _SINGLE.pack, _SINGLE.unpack
-
-
-def single(value: float | None) -> str:
-    """JSON for a number; "null" for None and for what single precision cannot hold. About a microsecond."""
-    if value is None or not isfinite(value):
-        return "null"
-    try:
-        packed = _pack(value)
-    except OverflowError:
-        return "null"
-    nearest: float = _unpack(packed)[0]
-    # Any decimal of six digits is told apart; nine digits tell all numbers apart.
-    text = f"{nearest:.6g}"
-    if _pack(float(text)) != packed:
-        text = f"{nearest:.7g}"
-        if _pack(float(text)) != packed:
-            text = f"{nearest:.8g}"
-            if _pack(float(text)) != packed:
-                text = f"{nearest:.9g}"
-    if "e" in text:
-        return _exponential(text)
-    return text if "." in text else text + ".0"
-
-
-def _exponential(text: str) -> str:
-    """1.5e-07 as 1.5e-7; down to 1e-6 in plain digits."""
-    mantissa, _, exponent = text.partition("e")
-    power = int(exponent)
-    if power < -6 or power > 0:
-        return f"{mantissa}e{power}"
-    sign, digits = ("-", mantissa[1:]) if mantissa[0] == "-" else ("", mantissa)
-    return f"{sign}0.{'0' * (-power - 1)}{digits.replace('.', '')}"
-
+from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "eos_token",
     FinishReason.STOP: "stop_sequence",
 }
-"""Clients know no other; an answer that ends otherwise is an incomplete one."""
+"""Clients know no others; an answer that ends otherwise is incomplete."""
+_pack, _unpack = Struct("<f").pack, Struct("<f").unpack
 _NO_TOKEN = Token(0, "", special=True)
 
 Headers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Show:
+class AnswerOptions:
     """What one answer shows."""
 
     prompt: str = ""
-    """Put in front of each text; empty unless the full text is wanted."""
+    """What each text begins with; empty unless the full text is wanted."""
     details: bool = False
     top_tokens: bool = False
     in_array: bool = False
@@ -83,43 +48,16 @@ class Show:
     compute_type: str
 
 
-class _Sequence:
-    """One generated sequence, as far as it has come."""
-
-    __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.tokens: list[Token] = []
-        self.prompt_tokens: list[Token] = []
-        self.finish_reason: FinishReason | None = None
-        self.count = self.prompt_token_count = 0
-        self.logprob = 0.0
-
-    def add(self, delta: TokenDelta) -> None:
-        self.text.append(delta.text)
-        self.tokens.extend(delta.tokens)
-        if delta.prompt_tokens is not None:
-            self.prompt_tokens = delta.prompt_tokens
-        self.finish_reason, self.count = delta.finish_reason, delta.token_count
-        self.prompt_token_count = delta.prompt_token_count
-        self.logprob = delta.cumulative_logprob or 0.0
-
-    @property
-    def mean_logprob(self) -> float:
-        return self.logprob / self.count if self.count else 0.0
-
-
 class GenerationAnswer:
-    """One JSON document when all sequences have finished; of several, the one most probable per token is the answer."""
+    """One JSON document when all sequences have finished; the one with the highest mean log probability comes first."""
 
     content_type = JSON
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
         self._begun_at = time.monotonic()
-        self._sequences = [_Sequence() for _ in show.seeds]
-        self._open = len(show.seeds)
+        self._sequences = [GeneratedSequence() for _ in options.seeds]
+        self._open = len(options.seeds)
         self._best = 0
 
     @property
@@ -127,9 +65,9 @@ class GenerationAnswer:
         """Counts and times of the finished answer; times in seconds (`x-compute-time`) and milliseconds."""
         best, seconds = self._sequences[self._best], time.monotonic() - self._begun_at
         return (
-            ("x-compute-type", self._show.compute_type),
+            ("x-compute-type", self._options.compute_type),
             ("x-compute-time", f"{seconds:.9f}"),
-            ("x-compute-characters", str(self._show.characters)),
+            ("x-compute-characters", str(self._options.characters)),
             ("x-total-time", str(int(seconds * 1000))),
             ("x-prompt-tokens", str(best.prompt_token_count)),
             ("x-generated-tokens", str(best.count)),
@@ -144,36 +82,35 @@ class GenerationAnswer:
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
     def _body(self) -> str:
         _check_complete(self._sequences)
         ranks = range(len(self._sequences))
-        self._best = max(ranks, key=lambda place: self._sequences[place].mean_logprob)
+        self._best = max(ranks, key=lambda place: _mean_logprob(self._sequences[place]))
         text = f'{{"generated_text":{self._text(self._best)}'
-        if self._show.details:
+        if self._options.details:
             others = [self._other(place) for place in ranks if place != self._best]
             best_of = f',"best_of_sequences":[{",".join(others)}]' if others else ""
             text += f',"details":{{{self._outcome(self._best)}{best_of}{self._top_tokens(self._best)}}}'
-        return f"[{text}}}]" if self._show.in_array else text + "}"
+        return f"[{text}}}]" if self._options.in_array else text + "}"
 
     def _other(self, place: int) -> str:
         return f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
 
     def _text(self, place: int) -> str:
-        return quote(self._show.prompt + "".join(self._sequences[place].text))
+        return quote(self._options.prompt + "".join(self._sequences[place].text))
 
     def _outcome(self, place: int) -> str:
-        sequence, texts = self._sequences[place], self._show.special_texts
+        sequence, texts = self._sequences[place], self._options.special_texts
         prefill = ",".join(_prompt_token(token) for token in sequence.prompt_tokens)
         tokens = ",".join(_token(token, texts) for token in sequence.tokens)
-        return f'{_counts(sequence, self._show.seeds[place])},"prefill":[{prefill}],"tokens":[{tokens}]'
+        return f'{_counts(sequence, self._options.seeds[place])},"prefill":[{prefill}],"tokens":[{tokens}]'
 
     def _top_tokens(self, place: int) -> str:
-        if not self._show.top_tokens:
+        if not self._options.top_tokens:
             return ""
-        lists = ",".join(_tokens(token.top, self._show.special_texts) for token in self._sequences[place].tokens)
+        lists = ",".join(_tokens(token.top, self._options.special_texts) for token in self._sequences[place].tokens)
         return f',"top_tokens":[{lists}]'
 
 
@@ -182,19 +119,19 @@ class StreamAnswer:
 
     content_type = EVENTS
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
         self._text: list[str] = []
         self._index = 0
         self.headers: Headers = (
-            ("x-compute-type", show.compute_type),
-            ("x-compute-characters", str(show.characters)),
+            ("x-compute-type", options.compute_type),
+            ("x-compute-characters", str(options.characters)),
             ("x-accel-buffering", "no"),
             ("cache-control", "no-cache"),
         )
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        """The events of this delta's tokens. The hot path: called for each token of each stream."""
         tokens = delta.tokens
         self._text.append(delta.text)
         if not delta.last:
@@ -215,16 +152,16 @@ class StreamAnswer:
 
     def _event(self, token: Token, end: str = '"generated_text":null,"details":null') -> str:
         self._index += 1
-        texts = self._show.special_texts
+        texts = self._options.special_texts
         if token.top:
             end = f'"top_tokens":{_tokens(token.top, texts)},{end}'
         return f'data:{{"index":{self._index},"token":{_token(token, texts)},{end}}}\n\n'
 
     def _end(self, delta: TokenDelta) -> str:
-        text = quote(self._show.prompt + "".join(self._text))
-        if not self._show.details:
+        text = quote(self._options.prompt + "".join(self._text))
+        if not self._options.details:
             return f'"generated_text":{text},"details":null'
-        details = f'{_counts(delta, self._show.seeds[0])},"input_length":{delta.prompt_token_count}'
+        details = f'{_counts(delta, self._options.seeds[0])},"input_length":{delta.prompt_token_count}'
         return f'"generated_text":{text},"details":{{{details}}}'
 
 
@@ -235,7 +172,7 @@ class PredictionsAnswer:
     headers: Headers = ()
 
     def __init__(self, instances: int) -> None:
-        self._sequences = [_Sequence() for _ in range(instances)]
+        self._sequences = [GeneratedSequence() for _ in range(instances)]
         self._open = instances
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -251,33 +188,68 @@ class PredictionsAnswer:
         return refuse(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
 
-def _check_complete(sequences: Sequence[_Sequence]) -> None:
+def _check_complete(sequences: Sequence[GeneratedSequence]) -> None:
     """Raise `Incomplete` if one of them was ended from outside."""
     if any(sequence.finish_reason not in FINISH_REASONS for sequence in sequences):
         raise Incomplete
 
 
-def _counts(ended: _Sequence | TokenDelta, seed: int | None) -> str:
+def _mean_logprob(sequence: GeneratedSequence) -> float:
+    return sequence.logprob / sequence.count if sequence.count else 0.0
+
+
+def _counts(ended: GeneratedSequence | TokenDelta, seed: int | None) -> str:
     assert ended.finish_reason is not None
     reason = FINISH_REASONS[ended.finish_reason]
-    count = ended.count if isinstance(ended, _Sequence) else ended.token_count
+    count = ended.count if isinstance(ended, GeneratedSequence) else ended.token_count
     return f'"finish_reason":"{reason}","generated_tokens":{count},"seed":{"null" if seed is None else seed}'
 
 
 def _prompt_token(token: Token) -> str:
-    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{single(token.logprob)}}}'
+    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{float32(token.logprob)}}}'
 
 
 def _token(token: Token, special_texts: Mapping[int, str]) -> str:
     if token.special:
         text = quote(token.text or special_texts.get(token.id, ""))
-        return f'{{"id":{token.id},"text":{text},"logprob":{single(token.logprob)},"special":true}}'
-    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{single(token.logprob)},"special":false}}'
+        return f'{{"id":{token.id},"text":{text},"logprob":{float32(token.logprob)},"special":true}}'
+    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{float32(token.logprob)},"special":false}}'
 
 
 def _tokens(tokens: Sequence[Token], special_texts: Mapping[int, str]) -> str:
     return f"[{','.join([_token(token, special_texts) for token in tokens])}]"
+
+
+def float32(value: float | None) -> str:
+    """JSON for a 32-bit number, as serde_json writes it; "null" for None and for what 32 bits cannot hold."""
+    if value is None or not isfinite(value):
+        return "null"
+    try:
+        packed = _pack(value)
+    except OverflowError:
+        return "null"
+    nearest: float = _unpack(packed)[0]
+    # Six digits always survive 32 bits, and nine tell all numbers apart: the fewest that do are written.
+    text = f"{nearest:.6g}"
+    if _pack(float(text)) != packed:
+        text = f"{nearest:.7g}"
+        if _pack(float(text)) != packed:
+            text = f"{nearest:.8g}"
+            if _pack(float(text)) != packed:
+                text = f"{nearest:.9g}"
+    if "e" in text:
+        return _exponential(text)
+    return text if "." in text else text + ".0"
+
+
+def _exponential(text: str) -> str:
+    """1.5e-07 as 1.5e-7; down to 1e-6 in plain digits."""
+    mantissa, _, exponent = text.partition("e")
+    power = int(exponent)
+    if power < -6 or power > 0:
+        return f"{mantissa}e{power}"
+    sign, digits = ("-", mantissa[1:]) if mantissa[0] == "-" else ("", mantissa)
+    return f"{sign}0.{'0' * (-power - 1)}{digits.replace('.', '')}"

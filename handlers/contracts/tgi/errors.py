@@ -1,4 +1,4 @@
-"""TGI's error replies and error events. Source: contracts/tgi.md sections 4 and 5; TGI's router, `infer/mod.rs`."""
+"""TGI's error replies and error events. Source: TGI's router, `src/infer/mod.rs` and `src/server.rs`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVENTS = "text/event-stream"
 _TEXT = "text/plain; charset=utf-8"
 
 NOT_JSON = 400
-"""The body is no JSON."""
+"""The body is not JSON."""
 NO_JSON_TYPE = 415
 """The content type does not say JSON."""
 DOES_NOT_FIT = 422
@@ -32,12 +32,17 @@ DOES_NOT_FIT = 422
 
 
 def unreadable(status: int, explanation: str) -> ContractError:
-    """A body that cannot be taken as a request: TGI's web framework explains why in plain text."""
+    """The refusal of a body that is not a request; the reason is plain text, as from TGI's web framework."""
     return ContractError(Reply(status, _TEXT, explanation.encode("utf-8", "replace")), explanation)
 
 
+def does_not_fit(reason: str) -> ContractError:
+    """The refusal of a body that is JSON of another shape."""
+    return unreadable(DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: {reason}")
+
+
 def refuse(error: RequestError) -> Reply:
-    """The reply to anything that went wrong before the first byte of an answer that is not streamed."""
+    """The reply to an error before the first byte of an answer that is not streamed."""
     if isinstance(error, BodyTooLarge):
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
     if isinstance(error, BodyTimeout):
@@ -57,18 +62,18 @@ def event(error: RequestError) -> bytes:
 
 
 def document(error: RequestError) -> str:
-    """The error's JSON object; clients choose the exception by `error_type`."""
+    """The error's JSON object."""
     _, kind, text = _meaning(error)
     return error_document(text, kind)
 
 
 def error_document(text: str, kind: str) -> str:
-    """The same from its parts."""
+    """An error's JSON object. `kind`: the `error_type`, by which clients choose the exception."""
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
 
 
 def wrong_method(_: Call) -> Reply:
-    """405 without a body, as axum has it."""
+    """The reply to a method that the route does not have: 405 without a body, as in axum."""
     return Reply(405, "", b"")
 
 

@@ -1,6 +1,6 @@
 """TGI's routes that generate nothing: /health, /info, /tokenize and /chat_tokenize.
 
-Source: contracts/tgi.md sections 1, 7 and 8; TGI's router, `server.rs`.
+Source: TGI's router, `src/server.rs`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,113 @@ from handlers.contracts.family import ModelView, Texts
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.contracts.texts import PLACED_BYTES, NoChatTemplate, TemplateRefusal, check_body, check_text, render
-from handlers.contracts.tgi.errors import DOES_NOT_FIT, JSON, error_document, unreadable
+from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest
 
+TGI_VERSION = "3.3.6"
+"""The release whose contract this is; clients derive from it what they may ask for."""
+_MAX_CLIENT_BATCH_SIZE, _VALIDATION_WORKERS = 4, 2
+"""TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own."""
+_BLOCK = 4096
+"""Tokens that are encoded together."""
+_UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
+
+
+def tell_health(_: Call, views: Sequence[ModelView]) -> Reply:
+    """200 without a body if all models can serve."""
+    return Reply(200, "", b"") if all(view.state == "ready" for view in views) else _UNHEALTHY
+
+
+def tell_info(_: Call, view: ModelView) -> Reply:
+    """The model and its limits.
+
+    Raises:
+        NotReady: it is not loaded.
+        NotServed: a custom handler generates.
+    """
+    model = view.text()
+    info: dict[str, Any] = {
+        "model_id": view.settings.model_id,
+        "model_sha": view.settings.revision,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": view.max_requests,
+        "max_best_of": view.settings.max_best_of,
+        "max_stop_sequences": view.settings.max_stop_sequences,
+        "max_input_tokens": max_input_tokens(model, view.settings),
+        "max_total_tokens": model.max_model_len,
+        "validation_workers": _VALIDATION_WORKERS,
+        "max_client_batch_size": _MAX_CLIENT_BATCH_SIZE,
+        "router": "slipway",
+        "version": TGI_VERSION,
+        "sha": None,
+        "docker_label": None,
+    }
+    return Reply(200, JSON, msgspec.json.encode(info))
+
+
+def tell_tokens(call: Call, view: ModelView) -> Reply:
+    """The tokens of `inputs` with their places; only the last `truncate` of them.
+
+    Raises:
+        ContractError: the body is wrong.
+        NotReady: the model is not loaded.
+        NotServed: a custom handler generates.
+        InvalidRequest: the tokenizer cannot take the text.
+    """
+    texts = view.text().texts
+    check_body(call)
+    body, _ = read(call, Body)
+    truncate = body.parameters.truncate if body.parameters is not None else None
+    tokens = _tokens(check_text("inputs", body.inputs, PLACED_BYTES), texts, special=True, truncate=truncate)
+    return Reply(200, JSON, b"[%b]" % tokens)
+
+
+def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
+    """The prompt that a chat becomes, and its tokens.
+
+    Raises:
+        ContractError: the body is wrong.
+        NotReady: the model is not loaded.
+        NotServed: a custom handler generates.
+        InvalidRequest: the tokenizer cannot take the text.
+    """
+    texts = view.text().texts
+    check_body(call)
+    chat, _ = read(call, Chat)
+    text = check_text("messages", templated(chat, texts), PLACED_BYTES)
+    tokens = _tokens(text, texts, special=False)
+    return Reply(200, JSON, b'{"tokenize_response":[%b],"templated_text":%b}' % (tokens, quote(text).encode()))
+
+
+def _tokens(text: str, texts: Texts, *, special: bool, truncate: int | None = None) -> bytes:
+    """The last `truncate` tokens as JSON objects. `special`: with those that the model wants around a text."""
+    try:
+        ids, places = texts.places(text, special=special)
+    except Exception as error:  # a tokenizer may raise anything
+        raise InvalidRequest(f"tokenizer error {error}") from error
+    first = 0 if truncate is None else max(len(ids) - truncate, 0)
+    if places is None:  # a tokenizer written in Python; TGI shows no places then
+        return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids[first:])
+    byte = _byte_places(text)
+    parts = (
+        f'{{"id":{ids[i]},"text":{quote(text[places[i][0] : places[i][1]])},"start":{byte[places[i][0]]},'
+        f'"stop":{byte[places[i][1]]}}}'
+        for i in range(first, len(ids))
+    )
+    # In blocks: separate strings for a million tokens would take a hundred megabytes.
+    return b",".join(",".join(block).encode() for block in iter(lambda: list(islice(parts, _BLOCK)), []))
+
+
+def _byte_places(text: str) -> Sequence[int]:
+    """The byte in the text's UTF-8 at which each character begins, and the one at which the last ends."""
+    if text.isascii():
+        return range(len(text) + 1)
+    return array("L", accumulate((len(character.encode()) for character in text), initial=0))
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn."""
+    """One turn of a chat."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -33,14 +133,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """What of a chat request makes the prompt."""
+    """The fields of a chat request that make the prompt."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
 
 
 def templated(chat: Chat, texts: Texts) -> str:
-    """The prompt; it ends where the model's turn begins, or goes on with the model's own last turn.
+    """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn.
 
     Raises:
         ContractError: the model has no template, or the template does not take these messages.
@@ -59,7 +159,7 @@ def templated(chat: Chat, texts: Texts) -> str:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Texts of all parts, joined; an image is a link, as TGI writes it."""
+    """The texts of all parts, joined; an image becomes a link, as in TGI."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(map(_part, content))
@@ -71,121 +171,12 @@ def _part(part: dict[str, Any]) -> str:
     image = part.get("image_url")
     if part.get("type") == "image_url" and isinstance(image, dict) and isinstance(image.get("url"), str):
         return f"![]({image['url']})"
-    raise unreadable(
-        DOES_NOT_FIT,
-        "Failed to deserialize the JSON body into the target type: messages: a part of `content` must be of type "
-        f"`text` or `image_url` and hold it, got {json_kind(part.get('type'))} as type",
+    raise does_not_fit(
+        "messages: a part of `content` must be of type `text` or `image_url` and hold it, "
+        f"got {json_kind(part.get('type'))} as type"
     )
 
 
 def _template_error(reason: str) -> ContractError:
     text = f"Template error: {reason}"
     return ContractError(Reply(422, JSON, error_document(text, "template_error").encode("utf-8", "replace")), text)
-
-
-PIPELINE = "text-generation"
-MAX_CLIENT_BATCH_SIZE, VALIDATION_WORKERS = 4, 2
-"""TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own."""
-ROUTER = "slipway"
-TGI_VERSION = "3.3.6"
-"""Of the router whose contract this is: clients look here for what they may ask for."""
-_BLOCK = 4096
-"""Tokens written in one go."""
-_UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
-
-
-def tell_health(_: Call, view: ModelView) -> Reply:
-    """200 without a body where the model can serve."""
-    return tell_all_health(_, (view,))
-
-
-def tell_all_health(_: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of a server with several models: 200 where all can serve."""
-    return Reply(200, "", b"") if all(view.state == "ready" for view in views) else _UNHEALTHY
-
-
-def tell_info(_: Call, view: ModelView) -> Reply:
-    """The model and its limits.
-
-    Raises:
-        NotReady: it is not loaded.
-        NotServed: a custom handler generates.
-    """
-    model = view.text()
-    info: dict[str, Any] = {
-        "model_id": view.settings.model_id,
-        "model_sha": view.settings.revision,
-        "model_pipeline_tag": PIPELINE,
-        "max_concurrent_requests": view.max_requests,
-        "max_best_of": view.settings.max_best_of,
-        "max_stop_sequences": view.settings.max_stop_sequences,
-        "max_input_tokens": max_input_tokens(model, view.settings),
-        "max_total_tokens": model.max_model_len,
-        "validation_workers": VALIDATION_WORKERS,
-        "max_client_batch_size": MAX_CLIENT_BATCH_SIZE,
-        "router": ROUTER,
-        "version": TGI_VERSION,
-        "sha": None,
-        "docker_label": None,
-    }
-    return Reply(200, JSON, msgspec.json.encode(info))
-
-
-def tell_tokens(call: Call, view: ModelView) -> Reply:
-    """The tokens of `inputs` with their places in it; only the last `truncate` of them.
-
-    Raises:
-        ContractError: the body does not fit.
-        NotReady: the model is not loaded.
-        NotServed: a custom handler generates.
-        InvalidRequest: the tokenizer cannot take the text.
-    """
-    texts = view.text().texts
-    check_body(call)
-    body, _ = read(call, Body)
-    truncate = body.parameters.truncate if body.parameters is not None else None
-    tokens = _tokens(check_text("inputs", body.inputs, PLACED_BYTES), texts, special=True, truncate=truncate)
-    return Reply(200, JSON, b"[%b]" % tokens)
-
-
-def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
-    """The prompt that a chat becomes, and its tokens.
-
-    Raises:
-        ContractError: the body does not fit.
-        NotReady: the model is not loaded.
-        NotServed: a custom handler generates.
-        InvalidRequest: the tokenizer cannot take the text.
-    """
-    texts = view.text().texts
-    check_body(call)
-    chat, _ = read(call, Chat)
-    text = check_text("messages", templated(chat, texts), PLACED_BYTES)
-    tokens = _tokens(text, texts, special=False)
-    return Reply(200, JSON, b'{"tokenize_response":[%b],"templated_text":%b}' % (tokens, quote(text).encode()))
-
-
-def _tokens(text: str, texts: Texts, *, special: bool, truncate: int | None = None) -> bytes:
-    """JSON objects, of the last `truncate` tokens. `special`: with those that the model wants around a text."""
-    try:
-        ids, places = texts.places(text, special=special)
-    except Exception as error:  # of the tokenizer's own, which may be anything
-        raise InvalidRequest(f"tokenizer error {error}") from error
-    first = 0 if truncate is None else max(len(ids) - truncate, 0)
-    if places is None:  # no tokenizer of Python's own knows places; TGI shows none then
-        return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids[first:])
-    byte = _byte_places(text)
-    parts = (
-        f'{{"id":{ids[i]},"text":{quote(text[places[i][0] : places[i][1]])},"start":{byte[places[i][0]]},'
-        f'"stop":{byte[places[i][1]]}}}'
-        for i in range(first, len(ids))
-    )
-    # In blocks: a string for each of a million tokens would take a hundred megabytes.
-    return b",".join(",".join(block).encode() for block in iter(lambda: list(islice(parts, _BLOCK)), []))
-
-
-def _byte_places(text: str) -> Sequence[int]:
-    """Where each character begins in the text's UTF-8, and where the last one ends."""
-    if text.isascii():
-        return range(len(text) + 1)
-    return array("L", accumulate((len(character.encode()) for character in text), initial=0))

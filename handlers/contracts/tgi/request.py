@@ -1,6 +1,6 @@
-"""TGI's generation parameters: their ranges, with TGI's own words for what is wrong, and what they mean to an engine.
+"""TGI's generation parameters: ranges, TGI's own words for what is wrong, and their translation for an engine.
 
-Source: contracts/tgi.md section 2; TGI's router, `validation.rs`, whose order of checks is kept: the first counts.
+Source: TGI's router, `src/lib.rs` for the fields, and `src/validation.rs`, whose order of checks is kept.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from handlers.contracts.family import LoadedModel
-from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, json_fault
+from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
-from handlers.contracts.tgi.errors import DOES_NOT_FIT, NO_JSON_TYPE, NOT_JSON, unreadable
+from handlers.contracts.tgi.errors import NO_JSON_TYPE, NOT_JSON, does_not_fit, unreadable
 from handlers.errors import InvalidRequest
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, SamplingParameters
@@ -24,11 +24,17 @@ from handlers.request import Constraint, SamplingParameters
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
-"""msgspec knows no bounds beyond 63 bits; who reads the number looks at its upper end."""
+"""msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used."""
 
-_decode = msgspec.json.Decoder().decode
+MAX_TOP_N_TOKENS = 5
+"""TGI's default."""
+MOST_RESERVED = 1024
+"""New tokens for which TGI wants room in the context at once; more are generated as far as they fit."""
+
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
-_LARGEST_SINGLE = 3.4028234e38
+_LARGEST_FLOAT32 = 3.4028234e38
+_SEED_BITS = 63
+_UINT64 = 2**64
 
 T = TypeVar("T")
 
@@ -62,7 +68,7 @@ class Body(msgspec.Struct, frozen=True):
 
     inputs: str
     parameters: Parameters | None = None
-    """None: decode as TGI does where they are missing altogether, which is sampling."""
+    """None: sampling, which is TGI's default where they are missing altogether."""
     stream: bool | None = None
     """Only / reads it."""
 
@@ -77,53 +83,34 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise unreadable(NO_JSON_TYPE, "Expected request with `Content-Type: application/json`")
     try:
-        document = _decode(call.body)
-    except (ValueError, RecursionError) as error:  # ValueError: also what msgspec raises, and numbers too long to read
-        raise unreadable(
-            NOT_JSON, f"Failed to parse the request body as JSON: {json_fault(call.body, error)}"
-        ) from None
+        document = decode_json(call.body)
+    except JsonError as error:
+        raise unreadable(NOT_JSON, f"Failed to parse the request body as JSON: {error}") from None
     try:
         return msgspec.convert(document, shape), document
     except msgspec.ValidationError as error:
-        raise _unfit(str(error)) from None
-
-
-def _unfit(message: str) -> Exception:
-    place = _PLACE.fullmatch(message)
-    if place is not None:
-        message = f"{place[2]}: {place[1]}" if place[2] else place[1]
-    return unreadable(DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: {message}")
+        message = str(error)
+        if (place := _PLACE.fullmatch(message)) is not None:
+            message = f"{place[2]}: {place[1]}" if place[2] else place[1]
+        raise does_not_fit(message) from None
 
 
 def unknown_fields(document: dict[str, Any]) -> tuple[str, ...]:
-    """Names in the body that mean nothing here, those of parameters first."""
+    """Names in the body that have no meaning, those of parameters first."""
     values = document.get("parameters")
     unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
     return (*unknown, *sorted(document.keys() - set(Body.__struct_fields__)))
 
 
-def beyond_single_precision(value: float) -> bool:
-    """Whether a number is infinite to TGI, which reads single precision."""
-    return abs(value) > _LARGEST_SINGLE
-
-
-MAX_TOP_N_TOKENS = 5
-"""TGI's default."""
-MOST_RESERVED = 1024
-"""New tokens for which TGI wants room in the context at once; more than that are generated as far as they fit."""
-_SEED_BITS = 63
-_UINT64 = 2**64
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterRules:
-    """What of a model and its settings decides how parameters are read."""
+    """What decides how the parameters for one model are read."""
 
     max_input_tokens: int
     max_best_of: int
     max_stop_sequences: int
     do_sample_inferred: bool
-    """`temperature` and its like switch sampling on, as TGI's model server does; otherwise `do_sample` alone does."""
+    """Sampling parameters switch sampling on, as in TGI's model server; otherwise `do_sample` alone does."""
     special_ids: Mapping[str, int]
     """The model's special tokens, by their texts."""
     eos_token_ids: frozenset[int]
@@ -132,7 +119,7 @@ class ParameterRules:
 
 
 def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
-    """What decides how this model's parameters are read."""
+    """The rules for one model."""
     return ParameterRules(
         max_input_tokens=max_input_tokens(model, settings),
         max_best_of=settings.max_best_of,
@@ -145,7 +132,7 @@ def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRul
 
 
 def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
-    """Tokens of the longest prompt that is taken."""
+    """The length of the longest prompt, in tokens."""
     context = model.max_model_len - 1
     return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
 
@@ -164,7 +151,7 @@ class TgiParameters:
     adapter: str | None = None
 
     def seeded(self) -> SamplingParameters:
-        """With a seed, where the request samples and names none: whoever sees it can have the same text again."""
+        """The sampling parameters with a seed, random if the request samples and has none."""
         if self.sampling.greedy or self.sampling.seed is not None:
             return self.sampling
         return msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS))
@@ -179,7 +166,7 @@ def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, st
     """Check all values, and translate them.
 
     Raises:
-        InvalidRequest: with TGI's text, but for its prefix.
+        InvalidRequest: with TGI's text, without its prefix.
     """
     parameters = Parameters(do_sample=True) if given is None else given
     best_of = _best_of(parameters, rules, streams)
@@ -210,23 +197,20 @@ def _best_of(parameters: Parameters, rules: ParameterRules, streams: bool) -> in
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
     if not 0 < best_of <= rules.max_best_of:
         raise InvalidRequest(f"`best_of` must be > 0 and <= {rules.max_best_of}. Given: {best_of}")
-    if best_of > 1 and not (parameters.do_sample or _names_sampling(parameters)):
+    if best_of > 1 and not (parameters.do_sample or parameters.temperature is not None or _selects(parameters)):
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
     return best_of
 
 
-def _names_sampling(parameters: Parameters) -> bool:
-    p = parameters
-    return not (p.temperature is p.top_k is p.top_p is p.typical_p is None)
+def _selects(parameters: Parameters) -> bool:
+    """Whether a parameter is given that selects the tokens to sample from."""
+    return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 
 def _samples(parameters: Parameters, rules: ParameterRules, best_of: int) -> bool:
     if parameters.do_sample or best_of > 1:
         return True
-    return rules.do_sample_inferred and (
-        parameters.temperature not in (None, 1.0)
-        or not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
-    )
+    return rules.do_sample_inferred and (parameters.temperature not in (None, 1.0) or _selects(parameters))
 
 
 def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> SamplingParameters:
@@ -242,7 +226,10 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
     stop = _stop(parameters.stop or (), rules.max_stop_sequences)
     seed = _seed(parameters.seed, best_of)
-    _refuse_what_is_not_here(parameters, rules)
+    if parameters.watermark:
+        raise InvalidRequest("`watermark` is not supported by this server")
+    if parameters.adapter_id is not None and not rules.adapters:
+        raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
     samples = _samples(parameters, rules, best_of)
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
@@ -264,7 +251,7 @@ def _strictly_positive(name: str, value: float | None, default: float) -> float:
         return default
     if value <= 0:
         raise InvalidRequest(f"`{name}` must be strictly positive")
-    if beyond_single_precision(value):
+    if value > _LARGEST_FLOAT32:
         raise InvalidRequest(f"`{name}` must be a number of single precision")
     return value
 
@@ -286,7 +273,7 @@ def _stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
 
 
 def _stop_token_ids(stop: tuple[str, ...], rules: ParameterRules) -> tuple[int, ...]:
-    """Stop texts that are a special token, which no text shows; the model's end tokens end the text anyway."""
+    """Ids of stop texts that are special tokens, which the text does not show; without the model's end tokens."""
     ids = dict.fromkeys(rules.special_ids[text] for text in stop if text in rules.special_ids)
     return tuple(token_id for token_id in ids if token_id not in rules.eos_token_ids)
 
@@ -299,13 +286,6 @@ def _seed(seed: int | None, best_of: int) -> int | None:
     if seed >= _UINT64:
         raise InvalidRequest(f"`seed` must be below {_UINT64}")
     return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
-
-
-def _refuse_what_is_not_here(parameters: Parameters, rules: ParameterRules) -> None:
-    if parameters.watermark:
-        raise InvalidRequest("`watermark` is not supported by this server")
-    if parameters.adapter_id is not None and not rules.adapters:
-        raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
 
 
 def _truncate(truncate: int | None, most: int) -> int | None:
@@ -323,17 +303,13 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
             raise InvalidRequest("grammar is not valid: `value` must be a regular expression")
         return Constraint(parameter="grammar", regex=value)
     if kind in ("json", "json_object"):
-        return _schema(_parsed(value) if isinstance(value, str) else value)
+        try:
+            return _schema(decode_json(value) if isinstance(value, str) else value)
+        except JsonError as error:
+            raise InvalidRequest(f"grammar is not valid: {error}") from None
     if kind == "json_schema":
         return _schema(value.get("schema") if isinstance(value, dict) else None)
     raise InvalidRequest("grammar is not valid: `type` must be `json`, `json_schema` or `regex`")
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"grammar is not valid: {error}") from None
 
 
 def _schema(schema: Any) -> Constraint:
@@ -341,5 +317,5 @@ def _schema(schema: Any) -> Constraint:
         raise InvalidRequest("grammar is not valid: `value` must be a JSON schema")
     if "properties" not in schema:
         raise InvalidRequest("grammar is not valid: Grammar must have a 'properties' field")
-    # TGI's documents have no white space but single blanks.
+    # TGI's documents have no white space but single spaces.
     return Constraint(parameter="grammar", json_schema=msgspec.json.encode(schema).decode(), any_whitespace=False)

@@ -1,7 +1,7 @@
 """TGI's /vertex: several requests in one call, as Vertex AI sends them.
 
-Source: contracts/tgi.md section 1; TGI's router, `vertex.rs`, which heeds nothing of an instance's parameters but
-`max_new_tokens` and `seed`; here all of them count, and sampling is the default as it is there.
+Source: TGI's router, `src/vertex.rs`, which reads only `max_new_tokens` and `seed` of an instance's parameters. Here
+all of them have an effect; sampling is the default, as it is there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from handlers.contracts.family import ContractSetting
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.tgi.answer import PredictionsAnswer
-from handlers.contracts.tgi.errors import DOES_NOT_FIT, JSON, error_document, refuse, unreadable
+from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document, refuse
 from handlers.contracts.tgi.model import Chat, templated
 from handlers.contracts.tgi.request import (
     Parameters,
@@ -29,7 +29,7 @@ from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 
 LONG_CHATS = 16 * 1024
-"""Bytes above which a body is understood in a thread: the model's template takes up to 4 ms for them."""
+"""Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
 _KIND = "Input validation error"
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class VertexContract:
-    """/vertex, for one model."""
+    """/vertex of one model."""
 
     def __init__(self, setting: ContractSetting) -> None:
         self._texts = setting.model.texts
@@ -82,13 +82,11 @@ class VertexContract:
     def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
         if is_text := "inputs" in document:
             text = _instance(document, _TextInstance)
-            prompt = text.inputs
-            parameters = self._validated(text.inputs, text.parameters or Parameters(do_sample=True))
+            prompt, given = text.inputs, text.parameters or Parameters()
         else:
             chat = _instance(document, _ChatInstance)
-            written = templated(chat, self._texts)
-            parameters = self._validated(written, _of_chat(chat))
-            prompt = written
+            prompt, given = templated(chat, self._texts), _of_chat(chat)
+        parameters = self._validated(prompt, given)
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt,
@@ -99,10 +97,10 @@ class VertexContract:
             adapter=parameters.adapter,
         )
 
-    def _validated(self, text: str, parameters: Parameters) -> TgiParameters:
-        if parameters.do_sample is None:
-            parameters = msgspec.structs.replace(parameters, do_sample=True)
-        validated = validate(text, parameters, self._rules, streams=False)
+    def _validated(self, prompt: str, given: Parameters) -> TgiParameters:
+        if given.do_sample is None:
+            given = msgspec.structs.replace(given, do_sample=True)
+        validated = validate(prompt, given, self._rules, streams=False)
         if validated.best_of > 1:
             raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
         return validated
@@ -112,9 +110,7 @@ def _instance(document: dict[str, Any], shape: type[T]) -> T:
     try:
         return msgspec.convert(document, shape)
     except msgspec.ValidationError as error:
-        raise unreadable(
-            DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: instances: {error}"
-        ) from None
+        raise does_not_fit(f"instances: {error}") from None
 
 
 def _of_chat(chat: _ChatInstance) -> Parameters:

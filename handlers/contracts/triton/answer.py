@@ -1,8 +1,8 @@
 """Triton's generate responses: one object, or an event for each.
 
-Source: Triton generate 2.68, "generate vs. generate_stream" and "Generate Response JSON Object";
-contracts/triton_generate.md sections 3 to 7. The bytes are Triton's: keys in alphabetical order, no white space,
-non-ASCII characters as they are, a tensor of one element as a bare value and any other as a flat array.
+Source: Triton 2.68, "Generate Extension", "generate vs. generate_stream" and "Generate Response JSON Object". The bytes
+are Triton's: keys in alphabetical order, no white space, non-ASCII characters as they are, a tensor of one element as a
+bare value and any other as a flat array.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PLAIN = Outputs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What the responses to one request look like."""
+class AnswerOptions:
+    """The form of the responses to one request."""
 
     model: str
     id: str = ""
@@ -48,65 +48,57 @@ class Shape:
     logprobs: bool = False
     """The request has `logprobs`; without them the output of that name is "null"."""
     lead: str = ""
-    """What each text begins with: the prompt, or nothing."""
+    """What each text begins with; the prompt, or nothing."""
     text: bool = True
     """False: `detokenize` is off, and there is no text."""
 
 
 class _Piece:
-    """What one response says of one sequence."""
+    """One sequence's part of one response."""
 
     __slots__ = ("cumulative", "finish_reason", "new_tokens", "seen", "text", "tokens")
 
     def __init__(self) -> None:
         self.text = ""
-        self.tokens: Sequence[Token] = ()
+        self.tokens: list[Token] = []
         self.finish_reason: FinishReason | None = None
         self.cumulative: float | None = None
         self.new_tokens = self.seen = 0
 
-    def take(self, delta: TokenDelta) -> None:
-        """Become what this delta adds."""
-        self.text, self.tokens = delta.text, delta.tokens
+    def add(self, delta: TokenDelta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
         self.finish_reason = delta.finish_reason
-        self.new_tokens, self.seen = delta.token_count - self.seen, delta.token_count
+        self.new_tokens += delta.token_count - self.seen
+        self.seen = delta.token_count
         if delta.cumulative_logprob is not None:
             self.cumulative = delta.cumulative_logprob
 
-    def add(self, delta: TokenDelta) -> None:
-        """Become what was there, and what this delta adds."""
-        text, tokens, new_tokens = self.text, self.tokens, self.new_tokens
-        self.take(delta)
-        self.text, self.tokens, self.new_tokens = (
-            text + self.text,
-            [*tokens, *self.tokens],
-            new_tokens + self.new_tokens,
-        )
-
-    def rest(self) -> None:
-        """Nothing is new."""
-        self.text, self.tokens, self.new_tokens = "", (), 0
+    def begin(self) -> None:
+        """Begin the next response, in which nothing is new yet."""
+        self.text, self.tokens, self.new_tokens = "", [], 0
 
 
 class _Objects:
-    """Writes response objects from prefixes made once."""
+    """Writes the response objects of one answer, from prefixes made once."""
 
-    __slots__ = ("_head", "_id", "_model", "_shape")
+    __slots__ = ("_head", "_id", "_model", "_options")
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        self._id = f'"id":{quote(shape.id)},' if shape.id else ""
-        self._model = f'"model_name":{quote(shape.model)},"model_version":"{VERSION}",'
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._id = f'"id":{quote(options.id)},' if options.id else ""
+        self._model = f'"model_name":{quote(options.model)},"model_version":"{VERSION}",'
         self._head = "{" + self._id + self._model + '"text_output":'
 
     @property
     def plain(self) -> str | None:
-        """What stands before the text and a brace, if there is nothing else."""
-        return self._head if self._shape.outputs == _PLAIN and self._shape.sequences == 1 and self._shape.text else None
+        """What comes before the text, if only a brace comes after it; None if there is more."""
+        options = self._options
+        return self._head if options.outputs == _PLAIN and options.sequences == 1 and options.text else None
 
     def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
         """One response."""
-        shape, outputs = self._shape, self._shape.outputs
+        options, outputs = self._options, self._options.outputs
         parts = ["{"]
         if outputs.cum_log_probs:
             parts.append(f'"cum_log_probs":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
@@ -124,13 +116,13 @@ class _Objects:
             parts.append(f'"num_output_tokens":{_tensor(str(piece.new_tokens) for piece in pieces)},')
         if outputs.cum_log_probs:
             parts.append(f'"output_log_probs":{_tensor(_rectangle(pieces))},')
-        texts = (quote(shape.lead + piece.text if shape.text else shape.lead) for piece in pieces)
+        texts = (quote(options.lead + piece.text if options.text else options.lead) for piece in pieces)
         parts.append(f'"text_output":{_tensor(texts)}}}')
         return "".join(parts)
 
     def _logprobs(self, piece: _Piece) -> str:
         """JSON in a string, as Python's own writer makes it, which the backend uses."""
-        return json.dumps([_candidates(token) for token in piece.tokens]) if self._shape.logprobs else "null"
+        return json.dumps([_candidates(token) for token in piece.tokens]) if self._options.logprobs else "null"
 
 
 class CollectedAnswer:
@@ -141,18 +133,18 @@ class CollectedAnswer:
 
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, shape: Shape, *, events: bool, steps: bool = False) -> None:
+    def __init__(self, options: AnswerOptions, *, events: bool, steps: bool = False) -> None:
         self.content_type = EVENTS if events else JSON
-        self._objects = _Objects(shape)
-        self._pieces = [_Piece() for _ in range(shape.sequences)]
+        self._objects = _Objects(options)
+        self._pieces = [_Piece() for _ in range(options.sequences)]
         self._events, self._steps = events, steps
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`.
+        """The response, with the last delta.
 
         Raises:
-            SeveralResponses: there is a second step, where only one has room.
+            SeveralResponses: this is a second step, and there is room for one.
         """
         if self._steps and self._fed:
             raise SeveralResponses
@@ -168,33 +160,32 @@ class CollectedAnswer:
         return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Never comes to it: the body is sent whole."""
-        return b""
+        return b""  # the body is sent whole
 
 
 class EventAnswer:
-    """An event for each step of the engine; the body ends with the last, without any mark."""
+    """An event for each step of the engine; nothing marks the last one."""
 
     content_type = EVENTS
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, shape: Shape) -> None:
-        self._objects = _Objects(shape)
+    def __init__(self, options: AnswerOptions) -> None:
+        self._objects = _Objects(options)
         plain = self._objects.plain
         self._plain = None if plain is None else f"data: {plain}"
-        self._pieces = [_Piece() for _ in range(shape.sequences)]
+        self._pieces = [_Piece() for _ in range(options.sequences)]
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """See `Answer.feed`. The hot path: called for each token of each stream."""
+        """The event of this delta. The hot path: called for each token of each stream."""
         if self._plain is not None:
             return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
         for piece in self._pieces:
-            piece.rest()
-        self._pieces[delta.sequence].take(delta)
+            piece.begin()
+        self._pieces[delta.sequence].add(delta)
         return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """See `Answer.fail`. Nothing has been streamed, so the error comes as a JSON document."""
+        """The error as a JSON document, since nothing has been streamed."""
         return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -202,20 +193,20 @@ class EventAnswer:
 
 
 def _tensor(elements: Iterable[str]) -> str:
-    """One element bare, any other number as an array."""
+    """One element as a bare value, any other number of them as an array."""
     listed = list(elements)
     return listed[0] if len(listed) == 1 else f"[{','.join(listed)}]"
 
 
 def _float32(value: float | None) -> str:
-    """As Triton prints a float: its nearest 32-bit value, in the digits of a double."""
+    """A float as Triton prints it: the nearest 32-bit value, in the digits of a double."""
     if value is None:
         return "0.0"
     return repr(_FLOAT32.unpack(_FLOAT32.pack(value))[0]) if isfinite(value) else "null"
 
 
 def _rectangle(pieces: Sequence[_Piece]) -> Iterable[str]:
-    """Log probabilities of all sequences' tokens, row after row, short rows filled up with 0."""
+    """Log probabilities of all sequences' tokens, row by row; short rows are filled up with 0."""
     longest = max(len(piece.tokens) for piece in pieces)
     for piece in pieces:
         yield from (_float32(token.logprob) for token in piece.tokens)
@@ -223,7 +214,7 @@ def _rectangle(pieces: Sequence[_Piece]) -> Iterable[str]:
 
 
 def _candidates(token: Token) -> dict[int, dict[str, Any]]:
-    """The chosen token, then the most probable ones that it is not."""
+    """The chosen token, then the other most probable ones."""
     found = {token.id: _candidate(token, token.rank)}
     for place, other in enumerate(token.top, start=1):
         found.setdefault(other.id, _candidate(other, place if other.rank is None else other.rank))

@@ -1,12 +1,13 @@
 """Triton's error bodies and statuses: `{"error": "<message>"}`.
 
-Source: Triton generate 2.68, "Generate Response JSON Error Object"; contracts/triton_generate.md section 8. Messages
-are Triton's, so that a client which looks for them finds them. What the client got wrong is always 400, as the
-specification says, also where Triton itself answers 500.
+Source: Triton 2.68, "Generate Extension", "Generate Response JSON Error Object". Messages are Triton's own, since
+clients look for them. A mistake of the client is always 400, as the document says, also where Triton itself answers
+500.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from json.encoder import encode_basestring as quote
 
 from handlers.contracts.protocol import ContractError, Reply
@@ -24,20 +25,20 @@ from handlers.errors import (
 
 JSON = "application/json"
 VERSION = "1"
-"""The only version of the model that is served."""
+"""The only version of a model."""
 _LARGEST_VERSION = 2**63 - 1
 _LONGEST_NAME = 200
 
 
 class TritonRefusal(ContractError):
-    """A call that is answered without inference."""
+    """A call that is refused before inference."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(error_reply(status, message), message)
 
 
 class SeveralResponses(InvalidRequest):
-    """`/generate`, which has room for one response, with `stream` true and a model that has more of them."""
+    """A call of `/generate`, which has room for one response, with `stream` true gives several."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -47,17 +48,17 @@ class SeveralResponses(InvalidRequest):
 
 
 def error_reply(status: int, message: str) -> Reply:
-    """An error as Triton writes it."""
+    """The reply with an error object."""
     return Reply(status, JSON, error_object(message).encode("utf-8", "replace"))
 
 
 def error_object(message: str) -> str:
-    """The object alone, as it stands in a stream."""
+    """The error object, as it is in a reply and in a stream."""
     return f'{{"error":{quote(message)}}}'
 
 
 def status_of(error: RequestError) -> int:
-    """Triton's status for each kind of error: not found, unavailable, unsupported, internal, and all else 400."""
+    """Triton's status for an error."""
     if isinstance(error, UnknownModel):
         return 404
     if isinstance(error, Overloaded | NotReady):
@@ -70,7 +71,7 @@ def status_of(error: RequestError) -> int:
 
 
 def message_of(error: RequestError) -> str:
-    """What the client reads; what the model refuses or fails at has the words of Triton's vLLM backend before it."""
+    """The message for the client; an error of the model begins as Triton's vLLM backend begins it."""
     if isinstance(error, UnknownModel):
         return unknown_model(error.name)
     if isinstance(error, InvalidRequest | GenerationFailed) and not isinstance(error, SeveralResponses):
@@ -79,7 +80,7 @@ def message_of(error: RequestError) -> str:
 
 
 def refusal(error: RequestError) -> Reply:
-    """The reply to a call that ends with `error` before anything was sent."""
+    """The reply to a call that ends with an error before anything was sent."""
     return error_reply(status_of(error), message_of(error))
 
 
@@ -89,11 +90,9 @@ def unknown_model(name: str, version: str | None = None) -> str:
     return f"Request for unknown model: '{name[:_LONGEST_NAME]}'{which} is not found"
 
 
-def missing_model(served: str, name: str, version: str | None) -> Reply | None:
-    """The reply to a path that names another model or version than the one served; None if it is that one.
-
-    `version`: digits, as they stand in the path.
-    """
+def missing_model(served: str, path_parameters: Mapping[str, str]) -> Reply | None:
+    """The reply to a path that names another model or version than the one served; None if it names that one."""
+    name, version = path_parameters["model"], path_parameters.get("version")
     if name != served:
         return error_reply(404, unknown_model(name))
     if version is None or version.lstrip("0") == VERSION:

@@ -1,6 +1,6 @@
-"""Triton's generate extension and what of KServe's protocol its clients ask before they generate.
+"""Clients of NVIDIA's Triton Inference Server: its generate extension, and the KServe routes that they call first.
 
-Source: Triton generate 2.68; contracts/triton_generate.md section 1.
+Source: Triton 2.68, "Generate Extension".
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from functools import partial
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
-from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer, Shape
+from handlers.contracts.triton.answer import AnswerOptions, CollectedAnswer, EventAnswer
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
-from handlers.contracts.triton.request import TritonParameters, read_body, read_parameters
-from handlers.contracts.triton.schemas import (
-    GENERATE,
-    GENERATE_STREAM,
-    INDEX,
-    INFER,
-    LOAD,
-    UNLOAD,
-    document,
-    probe,
+from handlers.contracts.triton.request import (
+    TENSORRT_LLM_INPUTS,
+    VLLM_INPUTS,
+    TritonParameters,
+    read_body,
+    read_parameters,
 )
+from handlers.contracts.vllm_parameters import read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest
@@ -42,7 +40,7 @@ class TritonContract:
         self._events = events
 
     def parse(self, call: Call) -> Exchange:
-        missing = missing_model(self._name, call.path_parameters["model"], call.path_parameters.get("version"))
+        missing = missing_model(self._name, call.path_parameters)
         if missing is not None:
             raise ContractError(missing, "the path names a model or a version that is not served")
         _check_encoding(call)
@@ -62,7 +60,7 @@ class TritonContract:
                 )
         except InvalidRequest as error:
             raise ContractError(refusal(error), error.message) from None
-        shape = Shape(
+        options = AnswerOptions(
             model=self._name,
             id=body.id,
             sequences=parameters.vllm.sequences,
@@ -71,17 +69,17 @@ class TritonContract:
             lead=body.text_input if parameters.repeat_prompt else "",
             text=parameters.vllm.detokenize,
         )
-        request = _request(call.request_id, body.text_input, parameters, shape)
+        request = _request(call.request_id, body.text_input, parameters, options)
         notes = (f"parameters without effect: {', '.join(parameters.ignored)}",) if parameters.ignored else ()
-        return Exchange((request,), self._answer(shape, parameters.stream), notes)
+        return Exchange((request,), self._answer(options, parameters.stream), notes)
 
     def refusal(self, error: RequestError) -> Reply:
         return refusal(error)
 
-    def _answer(self, shape: Shape, stream: bool) -> Answer:
+    def _answer(self, options: AnswerOptions, stream: bool) -> Answer:
         if stream and self._events:
-            return EventAnswer(shape)
-        return CollectedAnswer(shape, events=self._events, steps=stream)
+            return EventAnswer(options)
+        return CollectedAnswer(options, events=self._events, steps=stream)
 
 
 def _check_encoding(call: Call) -> None:
@@ -90,19 +88,14 @@ def _check_encoding(call: Call) -> None:
         raise TritonRefusal(f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)")
 
 
-def _request(request_id: str, prompt: str, parameters: TritonParameters, shape: Shape) -> GenerationRequest:
+def _request(request_id: str, prompt: str, parameters: TritonParameters, options: AnswerOptions) -> GenerationRequest:
     vllm, outputs = parameters.vllm, parameters.outputs
-    shows_logprobs = outputs.logprobs and shape.logprobs
+    shows_logprobs = outputs.logprobs and options.logprobs
     want_logprobs = shows_logprobs or outputs.cumulative_logprob or outputs.cum_log_probs
-    return GenerationRequest(
-        request_id=request_id,
-        prompt=prompt,
-        sampling=vllm.sampling,
+    return vllm.request(
+        request_id,
+        prompt,
         stream=parameters.stream,
-        sequences=vllm.sequences,
-        candidates=vllm.candidates,
-        beam_search=vllm.beam_search,
-        truncate_prompt_tokens=vllm.truncate_prompt_tokens,
         want_tokens=want_logprobs,
         want_logprobs=want_logprobs,
         want_ranks=shows_logprobs,
@@ -111,12 +104,73 @@ def _request(request_id: str, prompt: str, parameters: TritonParameters, shape: 
     )
 
 
+JSON, EVENTS = "application/json", "text/event-stream"
+_SCALARS = ("string", "integer", "number", "boolean")
+_KINDS: dict[str, Schema] = {
+    "text": STRING,
+    "texts": {"type": ["string", "array"], "items": STRING},
+    "boolean": {"type": "boolean"},
+    "integer": {"type": "integer"},
+}
+_SAMPLING = {
+    name: schema if schema["type"] in _SCALARS else {**STRING, "contentMediaType": JSON}
+    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader=reader)).items()
+} | {"stop": STRING, "structured_outputs": {**STRING, "contentMediaType": JSON}}
+
+_BODY = an_object(
+    {
+        "id": STRING,
+        **{name: _KINDS[kind] for name, kind in (VLLM_INPUTS | TENSORRT_LLM_INPUTS).items()},
+        "parameters": an_object(
+            _SAMPLING,
+            additionalProperties={"type": _SCALARS},
+            description="Sampling parameters by vLLM's names; they may stand beside text_input as well.",
+        ),
+    },
+    "text_input",
+    name="TritonRequest",
+)
+_RESPONSE = an_answer(
+    "TritonResponse",
+    "The text; in a stream what is new. Arrays where n is above 1. What else there is depends on the return_ inputs.",
+    *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
+    *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
+)
+_ERROR = {JSON: an_answer("TritonError", "What is wrong.", "error")}
+_UNKNOWN: dict[str, tuple[str, Mapping[str, Schema]]] = {"404": ("Unknown model or version", _ERROR)}
+
+
+def _generating(summary: str, meaning: str, kind: str) -> Operation:
+    """A route that generates, for the API description."""
+    return Operation(
+        summary=summary,
+        request=_BODY,
+        answers={
+            "200": (meaning, {kind: _RESPONSE}),
+            "400": ("The request is wrong", _ERROR),
+            **_UNKNOWN,
+            "500": ("Generation failed", _ERROR),
+            "503": ("The queue is full, or the model is not ready", _ERROR),
+        },
+    )
+
+
+def _probe(question: str) -> Operation:
+    """A route that answers by its status."""
+    return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
+
+
+def _document(summary: str) -> Operation:
+    """A route that answers with an object."""
+    return Operation(summary=summary, answers={"200": (summary, {JSON: OBJECT}), **_UNKNOWN})
+
+
 _MODEL = "/v2/models/{model}"
 _MODEL_PATHS = (_MODEL, _MODEL + "/versions/{version:int}")
 
 
 def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
-    """A route below the model, with and without a version."""
+    """A route of one model, with and without a version in its path."""
     return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
 
 
@@ -129,44 +183,51 @@ def _generates(path: str, about: Operation, *, events: bool) -> tuple[Generates,
 
 
 def _unknown_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
-    return missing_model(settings.name, names["model"], names.get("version"))
+    return missing_model(settings.name, names)
 
 
+_INDEX = Operation(
+    summary="Models of this server (Triton)",
+    request=an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}}),
+    answers={"200": ("The models", {JSON: an_array(OBJECT)})},
+)
+_LOAD = Operation(
+    summary="Load a model; the served one is loaded (Triton)",
+    answers={
+        "200": ("It is loaded", {}),
+        "404": ("There is no such model", _ERROR),
+        "503": ("Not ready", _ERROR),
+    },
+)
+_UNLOAD = Operation(
+    summary="Unload a model; refused for the served one (Triton)",
+    answers={"200": ("There is no such model", {}), "501": ("It is the served one", _ERROR)},
+)
+_INFER = Operation(
+    summary="Tensors in and out (KServe); refused, use generate",
+    answers={**_UNKNOWN, "501": ("Models of this kind do not take it", _ERROR)},
+)
 _ROUTES: tuple[Route, ...] = (
-    *_generates("/generate", GENERATE, events=False),
-    *_generates("/generate_stream", GENERATE_STREAM, events=True),
-    Tells(
-        path="/v2", tell=model.server_metadata, tell_all=model.all_metadata, about=document("Server metadata (KServe)")
+    *_generates("/generate", _generating("Generate text (Triton)", "One response", JSON), events=False),
+    *_generates(
+        "/generate_stream",
+        _generating(
+            "Generate text as server-sent events (Triton)", "An event for each response, or with an error", EVENTS
+        ),
+        events=True,
     ),
-    Tells(
-        path="/v2/health/live", tell=model.live, tell_all=model.all_live, about=probe("Does the server live? (KServe)")
-    ),
-    Tells(
-        path="/v2/health/ready",
-        tell=model.ready,
-        tell_all=model.all_ready,
-        about=probe("Is the server ready? (KServe)"),
-    ),
-    Tells(
-        path="/v2/models/stats",
-        tell=model.statistics,
-        tell_all=model.all_statistics,
-        about=document("Statistics of all models (Triton)"),
-    ),
-    *_of_model("", model.metadata, document("Model metadata (KServe)")),
-    *_of_model("/ready", model.model_ready, probe("Is the model ready? (KServe)")),
-    *_of_model("/config", model.configuration, document("Model configuration (Triton)")),
-    *_of_model("/stats", model.model_statistics, document("Statistics of the model (Triton)")),
-    *_of_model("/infer", model.infer, INFER, method="POST"),
-    Tells(
-        path="/v2/repository/index",
-        tell=model.repository_index,
-        tell_all=model.all_index,
-        methods=("POST",),
-        about=INDEX,
-    ),
-    Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=LOAD),
-    Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=UNLOAD),
+    Tells.of_all("/v2", model.server_metadata, about=_document("Server metadata (KServe)")),
+    Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
+    Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
+    Tells.of_all("/v2/models/stats", model.statistics, about=_document("Statistics of all models (Triton)")),
+    *_of_model("", model.metadata, _document("Model metadata (KServe)")),
+    *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
+    *_of_model("/config", model.configuration, _document("Model configuration (Triton)")),
+    *_of_model("/stats", model.model_statistics, _document("Statistics of the model (Triton)")),
+    *_of_model("/infer", model.infer, _INFER, method="POST"),
+    Tells.of_all("/v2/repository/index", model.repository_index, methods=("POST",), about=_INDEX),
+    Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=_LOAD),
+    Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=_UNLOAD),
 )
 
 TRITON = Family(
@@ -177,4 +238,3 @@ TRITON = Family(
     prefix="/v2/",
     not_found=model.not_found,
 )
-"""Clients of NVIDIA's Triton Inference Server."""

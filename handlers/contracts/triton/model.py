@@ -1,8 +1,7 @@
-"""What Triton tells of a server and its model: KServe's health and metadata, and Triton's configuration, statistics
-and repository.
+"""Triton's routes that generate nothing: KServe's health and metadata, Triton's configuration, statistics, repository.
 
-Source: contracts/triton_generate.md section 10. There is one model with one version, described as Triton's vLLM
-backend does.
+Source: KServe, "Open Inference Protocol (V2 Inference Protocol)"; Triton 2.68, the extensions "Model Configuration",
+"Statistics" and "Model Repository". Each model has one version, described as Triton's vLLM backend does.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.family import ModelView
-from handlers.contracts.json_fields import json_fault
+from handlers.contracts.json_fields import JsonError, decode_json
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
@@ -22,14 +21,13 @@ from handlers.meter import Meter
 PROTOCOL_VERSION = "2.68.0"
 """The release of Triton whose protocol this is."""
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
-
 _SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
-
-_EMPTY = Reply(200, "", b"")
+_YES, _NO = Reply(200, "", b""), Reply(400, "", b"")
 _DATA_TYPES = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
 _CONFIG_TYPES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32"} | {
     "UINT32": "TYPE_UINT32"
 }
+_REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
 _VLLM_OUTPUTS = {
     "text_output": "BYTES",
     "finish_reason": "BYTES",
@@ -39,62 +37,44 @@ _VLLM_OUTPUTS = {
     "num_output_tokens": "UINT32",
 }
 _TENSORRT_LLM_OUTPUTS = {"cum_log_probs": "FP32", "output_log_probs": "FP32"}
-_REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
 
 Tell = Callable[[Call, ModelView], Reply]
 
 
 def of_served_model(tell: Tell) -> Tell:
-    """The same, where the path names the model that is served; Triton's error elsewhere."""
+    """A function that answers with Triton's error unless the path names the model that is served."""
 
     def checked(call: Call, view: ModelView) -> Reply:
-        names = call.path_parameters
-        return missing_model(view.settings.name, names["model"], names.get("version")) or tell(call, view)
+        return missing_model(view.settings.name, call.path_parameters) or tell(call, view)
 
     return checked
 
 
-def live(call: Call, view: ModelView) -> Reply:
-    """200 as long as the process can do anything: while it loads and drains, but not once the engine has failed."""
-    return Reply(400, "", b"") if view.state in ("failed", "stopped") else _EMPTY
+def live(call: Call, views: Sequence[ModelView]) -> Reply:
+    """200 as long as no engine has failed, also while models load and drain."""
+    return _NO if any(view.state in ("failed", "stopped") for view in views) else _YES
 
 
-def ready(call: Call, view: ModelView) -> Reply:
-    """200 when the model generates."""
-    return _EMPTY if view.state == "ready" else Reply(400, "", b"")
+def ready(call: Call, views: Sequence[ModelView]) -> Reply:
+    """200 if all models generate."""
+    return _YES if all(view.state == "ready" for view in views) else _NO
 
 
-def all_live(call: Call, views: Sequence[ModelView]) -> Reply:
-    """200 as long as no engine has failed."""
-    return next((reply for view in views if (reply := live(call, view)).status != 200), _EMPTY)
-
-
-def all_ready(call: Call, views: Sequence[ModelView]) -> Reply:
-    """200 when all models generate."""
-    return next((reply for view in views if (reply := ready(call, view)).status != 200), _EMPTY)
-
-
-def all_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Of the server; there is nothing of a model in it."""
+def server_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
+    """Triton's name and extensions, for which clients look."""
     return _json(_SERVER)
 
 
 def model_ready(call: Call, view: ModelView) -> Reply:
-    """The same of one model; one that is not served is not ready, as Triton says it."""
-    names = call.path_parameters
-    if view.state != "ready" or missing_model(view.settings.name, names["model"], names.get("version")):
+    """200 if the model generates; a model that is not served is not ready, as in Triton."""
+    if view.state != "ready" or missing_model(view.settings.name, call.path_parameters):
         return error_reply(400, "Model version not ready")
-    return _EMPTY
-
-
-def server_metadata(call: Call, view: ModelView) -> Reply:
-    """Clients look for the name and the extensions of Triton."""
-    return _json(_SERVER)
+    return _YES
 
 
 @of_served_model
 def metadata(call: Call, view: ModelView) -> Reply:
-    """Inputs and outputs; none where a custom handler decides them."""
+    """The model's inputs and outputs; none where a custom handler decides them."""
     inputs, outputs = _tensors(view)
     return _json(
         {
@@ -109,7 +89,7 @@ def metadata(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def configuration(call: Call, view: ModelView) -> Reply:
-    """Triton's model configuration, as far as it means something here."""
+    """Triton's model configuration, as far as it has a meaning here."""
     inputs, outputs = _tensors(view)
     return _json(
         {
@@ -154,26 +134,20 @@ def configuration(call: Call, view: ModelView) -> Reply:
 
 
 def model_statistics(call: Call, view: ModelView) -> Reply:
-    """Counts and times of the model; of one that is not served it is 400, as in Triton."""
-    names = call.path_parameters
-    missing = missing_model(view.settings.name, names["model"], names.get("version"))
-    return statistics(call, view) if missing is None else Reply(400, JSON, missing.body)
+    """Counts and times of the model; 400 for one that is not served, as in Triton."""
+    missing = missing_model(view.settings.name, call.path_parameters)
+    return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
 
 
-def statistics(call: Call, view: ModelView) -> Reply:
-    """Calls of all clients since the start, whatever their contract; times in nanoseconds, `last_inference` in ms."""
-    return all_statistics(call, (view,))
-
-
-def all_statistics(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of every model."""
+def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
+    """Counts and times of all models since the start, of all contracts; in nanoseconds, `last_inference` in ms."""
     return _json({"model_stats": [_statistics(view) for view in views]})
 
 
 def _statistics(view: ModelView) -> dict[str, Any]:
     meter = view.loaded.meter if view.loaded is not None else Meter()
     calls = meter.calls
-    # The engine times each sequence's wait, and a call may have several; a call waits no longer than it takes.
+    # The engine counts the wait of each sequence, and a call may have several: a call's wait is at most its time.
     waited = min(meter.queue_time.total, calls.succeeded_seconds)
     return {
         "name": view.settings.name,
@@ -197,19 +171,14 @@ def _statistics(view: ModelView) -> dict[str, Any]:
     }
 
 
-def repository_index(call: Call, view: ModelView) -> Reply:
-    """The one model and its state; with `{"ready": true}` only if it is ready."""
-    return all_index(call, (view,))
-
-
-def all_index(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The same of every model."""
+def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The models and their states; with `{"ready": true}` only those that are ready."""
     only_ready: Any = False
     if call.body.strip():
         try:
-            document = msgspec.json.decode(call.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return error_reply(400, f"failed to parse the request JSON buffer: {json_fault(call.body, error)}")
+            document = decode_json(call.body)
+        except JsonError as error:
+            return error_reply(400, f"failed to parse the request JSON buffer: {error}")
         if not isinstance(document, dict):
             return error_reply(400, "attempt to get members for non-object: the body must be a JSON object")
         only_ready = document.get("ready", False)
@@ -225,25 +194,25 @@ def _indexed(view: ModelView) -> dict[str, str]:
 
 
 def load(call: Call, view: ModelView) -> Reply:
-    """The served model needs no loading; another cannot be loaded."""
+    """200 for the served model once it is ready; another cannot be loaded."""
     name = call.path_parameters["model"]
     if name != view.settings.name:
         return error_reply(404, f"failed to load '{name[:200]}': this server serves '{view.settings.name}' only")
     if view.state == "ready":
-        return _EMPTY
+        return _YES
     return error_reply(503, f"failed to load '{name}': it is {view.state}" + (view.reason and f" ({view.reason})"))
 
 
 def unload(call: Call, view: ModelView) -> Reply:
-    """Refused for the served model. One that is not there is unloaded already, as Triton sees it."""
+    """Refused for the served model; another counts as unloaded already, as in Triton."""
     if call.path_parameters["model"] != view.settings.name:
-        return _EMPTY
+        return _YES
     return error_reply(501, f"unload is not supported: this server serves '{view.settings.name}' as long as it runs")
 
 
 @of_served_model
 def infer(call: Call, view: ModelView) -> Reply:
-    """Tensors in and out are not for a model that streams; Triton's backends of this kind refuse them as well."""
+    """Refused, as by Triton's backends whose models stream."""
     return error_reply(
         501,
         "ModelInfer RPC doesn't support models with decoupled transaction policy; use generate or generate_stream",
@@ -251,24 +220,24 @@ def infer(call: Call, view: ModelView) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
-    """A path of Triton's, with another method."""
+    """The reply to a method that the route does not have."""
     return error_reply(405, "Method Not Allowed")
 
 
 def not_found(call: Call) -> Reply:
-    """A path that Triton does not have."""
+    """The reply to a path that Triton does not have."""
     return Reply(404, "text/plain", b'{"error":"Not Found"}')
 
 
 def _backend(view: ModelView) -> str:
-    """The backend of Triton that the model is shown as."""
+    """The name of Triton's backend for such a model."""
     if view.engine != "vllm":
         return "python"
     return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"
 
 
 def _tensors(view: ModelView) -> tuple[list[tuple[str, str, list[int], bool]], list[tuple[str, str]]]:
-    """Inputs as name, type, shape and whether they may be left out; outputs as name and type."""
+    """Inputs as name, type, shape and whether they are optional; outputs as name and type."""
     if view.settings.handler is not None:
         return [], []
     tensorrt_llm = view.settings.rolling_batch == "trtllm"

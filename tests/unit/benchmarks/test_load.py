@@ -8,9 +8,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.figures import Figures, percentile
-from benchmarks.load import Load, LoadSpec, _parse, command
-from benchmarks.response import TAIL_BYTES, ResponseError, ResponseReader
+from benchmarks.load import (
+    TAIL_BYTES,
+    Figures,
+    Load,
+    LoadSpec,
+    ResponseError,
+    ResponseReader,
+    command,
+    parse,
+    percentile,
+)
 
 RECORDS = [b'{"token": {"id": 7, "text": " a"}}\n', b'{"token": {"id": 9, "text": " b"}, "generated_text": " a b"}\n']
 BODY = b"".join(RECORDS)
@@ -222,7 +230,7 @@ def test_the_command_line_says_the_same_as_the_spec() -> None:
         marker="data: {",
         exact_records=True,
     )
-    assert _parse(command(spec)[3:]) == spec
+    assert parse(command(spec)[3:]) == spec
 
 
 def test_percentiles_are_values_that_occurred() -> None:

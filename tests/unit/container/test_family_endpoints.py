@@ -15,7 +15,7 @@ from container.families import family_endpoints, model_of
 from container.http.endpoint import Site
 from container.models.lifecycle import Lifecycle
 from container.models.registry import Model, Models
-from container.settings.load import ServerSettings, Settings
+from container.settings.settings import ServerSettings, Settings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family, ModelView, Tells
 from handlers.contracts.protocol import Call, Reply

@@ -22,7 +22,8 @@ from container.models import lifecycle, registration
 from container.models.memory import Free
 from container.models.registration import Registrar, as_model
 from container.models.registry import Models
-from container.settings.load import ServerSettings, StartupModel, further_settings
+from container.settings.load import further_settings
+from container.settings.settings import ServerSettings, StartupModel
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 

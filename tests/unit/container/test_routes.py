@@ -16,7 +16,7 @@ from container.app import create_app
 from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Models
-from container.settings.load import ServerSettings, Settings
+from container.settings.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates, Tells

@@ -11,7 +11,7 @@ import pytest
 from container import server
 from container.models.lifecycle import State
 from container.models.registry import Models
-from container.settings.load import ServerSettings, Startup
+from container.settings.settings import ServerSettings, Startup
 from handlers.model_settings import ModelSettings
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from djl_python.session_manager import SessionManager
-from handlers.contracts.lmi.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Limits, load_service
 from handlers.model_settings import ModelSettings
-from handlers.sessions import Sessions, load_sessions
+from handlers.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, Sessions, load_sessions
 from tests.contracts.exchange import call
 
 pytestmark = pytest.mark.asyncio

@@ -11,7 +11,7 @@ import pytest
 from container.http.endpoint import Endpoint, Site, Target
 from container.metrics import HttpCounts
 from container.models.registry import Models
-from container.settings.load import ServerSettings
+from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import GenerationFailed
 from handlers.reply import ReplyWriter, Running

@@ -13,7 +13,7 @@ from container.health import ping
 from container.models import lifecycle
 from container.models.lifecycle import Lifecycle, State
 from container.models.registry import Model, Models
-from container.settings.load import ServerSettings, Settings
+from container.settings.settings import ServerSettings, Settings
 from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Service
 from handlers.model_settings import ModelSettings

@@ -15,7 +15,8 @@ from container.devices import GpusUnknown, gpu_count
 from container.models import memory
 from container.models.memory import Free, Need, OutOfMemory, check_room, free_memory, needed, placed
 from container.settings import model as model_fields
-from container.settings.load import Settings, load_settings
+from container.settings.load import load_settings
+from container.settings.settings import Settings
 from handlers.engines.cpu_memory import Limit
 from handlers.engines.parallelism import MEMORY_SHARE
 from handlers.engines.protocol import EngineStartError

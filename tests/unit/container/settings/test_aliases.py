@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from container.settings.aliases import ALIASES
-from container.settings.load import Settings, load_settings
+from container.settings.load import load_settings
 from container.settings.report import render_json, render_text
+from container.settings.settings import Settings
 
 
 @pytest.fixture
@@ -106,9 +107,18 @@ def test_what_does_nothing_is_warned_of(model_dir: Path, environ: dict[str, str]
     assert words in warning(load_settings(model_dir, environ))
 
 
-@pytest.mark.parametrize("name", ["HOSTNAME", "PORT", "HF_HOME", "SAGEMAKER_REGION", "SAGEMAKER_CONTAINER_LOG_LEVEL"])
-def test_what_others_set_is_nobodys_business(model_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["HOSTNAME", "PORT", "HF_HOME", "SM_NUM_CPUS", "SAGEMAKER_REGION", "SAGEMAKER_MODEL_SERVER_WORKERS"]
+)
+def test_variables_of_other_software_are_not_warned_of(model_dir: Path, name: str) -> None:
     assert load_settings(model_dir, {name: "x"}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["data_parallel_size", "device_ids", "ubatch_size", "max_num_active_seqs", "disable_custom_all_reduce"]
+)
+def test_an_option_of_the_engine_is_not_taken_for_a_misspelt_one(model_dir: Path, name: str) -> None:
+    assert load_settings(model_dir, {f"OPTION_{name.upper()}": "1"}).warnings == ()
 
 
 def test_offline_for_lmi_is_offline_for_the_hub(model_dir: Path) -> None:

@@ -10,101 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.settings import options, server_options
-from container.settings import options as leftovers
 from container.settings.aliases import ALIASES, Alias
-from container.settings.load import ServerSettings
 from container.settings.options import Option
-from container.settings.parsers import (
-    BOOLEAN,
-    DTYPE,
-    HEADER_NAME,
-    HTTP_ERROR,
-    MODEL_NAME,
-    SECONDS,
-    TEXT,
-    Parser,
-    choice,
-    integer,
-    integer_or,
-    names,
-)
+from container.settings.parsers import names
 from container.settings.properties import SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
+from container.settings.settings import ServerSettings
 from handlers.model_settings import ModelSettings
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "configuration.md"
 ALL_OPTIONS = (*options.MODEL_OPTIONS, *server_options.SERVER_OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("parser", "text", "expected"),
-    [
-        (BOOLEAN, "TRUE", True),
-        (BOOLEAN, "yes", True),
-        (BOOLEAN, "On", True),
-        (BOOLEAN, "1", True),
-        (BOOLEAN, "False ", False),
-        (BOOLEAN, "no", False),
-        (BOOLEAN, "OFF", False),
-        (BOOLEAN, "0", False),
-        (integer(1, 10), " 10 ", 10),
-        (integer(0), "+007", 7),
-        (integer_or("max", 1), "MAX", "max"),
-        (integer_or("max", 1), "4", 4),
-        (SECONDS, "1.5", 1.5),
-        (SECONDS, "120\t", 120.0),
-        (SECONDS, "1e3", 1000.0),
-        (DTYPE, "FP16", "float16"),
-        (DTYPE, "bf16", "bfloat16"),
-        (DTYPE, "fp32", "float32"),
-        (DTYPE, "bfloat16", "bfloat16"),
-        (DTYPE, "half", "float16"),
-        (DTYPE, "auto", "auto"),
-        (choice(("json", "sse")), "Json", "json"),
-        (TEXT, " a b ", "a b"),
-        (MODEL_NAME, "my-model_1.0", "my-model_1.0"),
-        (HTTP_ERROR, "429", 429),
-        (HEADER_NAME, "X-Request-Id", "X-Request-Id"),
-    ],
-)
-def test_a_parser_takes_what_it_allows(parser: Parser, text: str, expected: Any) -> None:
-    value = parser(text)
-    assert value == expected
-    assert type(value) is type(expected)
-
-
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        (BOOLEAN, ""),
-        (BOOLEAN, "2"),
-        (BOOLEAN, "maybe"),
-        (integer(1, 10), "0"),
-        (integer(1, 10), "11"),
-        (integer(1), "1.0"),
-        (integer(1), "1_000"),
-        (integer(1), "\u0661"),
-        (integer(1), "9" * 5000),
-        (integer(1), ""),
-        (integer_or("max", 1), "min"),
-        (integer_or("max", 1), "0"),
-        (SECONDS, "0"),
-        (SECONDS, "-1"),
-        (SECONDS, "nan"),
-        (SECONDS, "inf"),
-        (SECONDS, "1e999"),
-        (SECONDS, "2 s"),
-        (DTYPE, "int8"),
-        (DTYPE, "fp8"),
-        (TEXT, " "),
-        (MODEL_NAME, "a/b"),
-        (HTTP_ERROR, "200"),
-        (HEADER_NAME, "a b"),
-        (HEADER_NAME, "a\r\nb"),
-    ],
-)
-def test_a_parser_refuses_what_it_does_not_allow(parser: Parser, text: str) -> None:
-    with pytest.raises(ValueError):
-        parser(text)
 
 
 @given(option=st.sampled_from(ALL_OPTIONS), text=st.text())
@@ -143,16 +57,15 @@ def defaults(settings: type) -> dict[str, Any]:
         *(
             (option, ModelSettings)
             for option in options.SERVED
-            if option.field not in (None, "model_id", "stop_sequence", "served_model_name")
+            if option.argument is None and option.field not in ("model_id", "stop_sequence", "served_model_name")
         ),
         *((option, ServerSettings) for option in server_options.SERVED),
     ],
     ids=lambda parameter: getattr(parameter, "key", None),
 )
 def test_the_table_and_the_typed_settings_have_the_same_default(option: Option, settings: type) -> None:
-    assert option.field is not None
     expected = defaults(settings)[option.field]
-    value = option.parser(option.default) if option.default else None
+    value = None if option.default is None else option.parser(option.default)
     assert (names(str(value)) if isinstance(expected, tuple) else value) == expected
 
 
@@ -165,14 +78,18 @@ def test_every_refusal_says_what_to_do_instead() -> None:
         assert (option.serves is None) == (not option.advice), option.key
 
 
-def test_every_leftover_is_remarked_on() -> None:
-    for option in (*leftovers.LEFTOVERS, *server_options.LEFTOVERS):
-        assert option.ignored
-        assert option.remark
+def test_what_is_ignored_is_no_option() -> None:
+    assert not options.IGNORED.keys() & options.BY_KEY.keys()
+    assert not server_options.IGNORED.keys() & {option.key for option in server_options.SERVER_OPTIONS}
+    assert options.IGNORED_SILENTLY.keys() <= options.IGNORED.keys()
 
 
 def code(words: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
+
+
+def server_name(key: str) -> str:
+    return f"SERVING_{key.upper()}"
 
 
 def model_row(option: Option) -> str:
@@ -183,7 +100,7 @@ def model_row(option: Option) -> str:
 
 
 def server_row(option: Option) -> str:
-    sources = code([f"SERVING_{option.key.upper()}", *option.variables])
+    sources = code([server_name(option.key), *option.variables])
     default = code((option.default,)) if option.default else "none"
     return f"| {sources} | {default} | {option.allowed} | {option.meaning} |"
 
@@ -191,14 +108,6 @@ def server_row(option: Option) -> str:
 def refused_row(option: Option, name: str) -> str:
     variables = f", {code(option.variables)}" if option.variables else ""
     return f"| `{name}`{variables} | {option.allowed} | {option.meaning} | {option.advice} |"
-
-
-def leftover_row(option: Option, name: str) -> str:
-    return f"| `{name}` | {option.remark.removeprefix('ignored: ')} |"
-
-
-def server_name(option: Option) -> str:
-    return f"SERVING_{option.key.upper()}"
 
 
 def alias_row(alias: Alias) -> str:
@@ -216,24 +125,24 @@ TABLES = {
     "handler": [
         "| setting | also | default | allowed | meaning |",
         "| --- | --- | --- | --- | --- |",
-        *(model_row(option) for option in options.HANDLER),
+        *(model_row(option) for option in (options.ENTRY_POINT, options.FUNCTION, *options.HANDLER_OPTIONS)),
     ],
     "server": [
         "| variable | default | allowed | meaning |",
         "| --- | --- | --- | --- |",
-        *(server_row(option) for option in (*server_options.SERVED, *server_options.FOR_MODEL)),
+        *(server_row(option) for option in (*server_options.SERVED, *server_options.FOR_MODELS)),
     ],
     "refused": [
         "| setting | served | what it is | instead |",
         "| --- | --- | --- | --- |",
         *(refused_row(option, option.key) for option in options.NOT_SERVED),
-        *(refused_row(option, server_name(option)) for option in server_options.NOT_SERVED),
+        *(refused_row(option, server_name(option.key)) for option in server_options.NOT_SERVED),
     ],
-    "leftovers": [
+    "ignored": [
         "| setting | why it has no effect |",
         "| --- | --- |",
-        *(leftover_row(option, option.key) for option in leftovers.LEFTOVERS),
-        *(leftover_row(option, server_name(option)) for option in server_options.LEFTOVERS),
+        *(f"| `{key}` | {reason} |" for key, reason in options.IGNORED.items()),
+        *(f"| `{server_name(key)}` | {reason} |" for key, reason in server_options.IGNORED.items()),
     ],
 }
 

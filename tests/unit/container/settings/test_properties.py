@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from container.settings.aliases import read_variables
 from container.settings.properties import (
     Value,
-    merged,
     option_layer,
     parse_properties,
     read_properties,
@@ -211,14 +210,6 @@ def test_sagemaker_overwrites_keys_of_the_model() -> None:
         "minWorkers": "2",
         "maxWorkers": "2",
     }
-
-
-@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.builds(Value, st.text(), st.text())), max_size=4))
-def test_of_several_layers_the_first_that_has_a_key_counts(layers: list[dict[str, Value]]) -> None:
-    result = merged(*layers)
-    for key in "abc":
-        holders = [layer[key] for layer in layers if key in layer]
-        assert result.get(key) == (holders[0] if holders else None)
 
 
 @given(st.dictionaries(st.sampled_from(["OPTION_A", "OPTION_a", "SERVING_B", "ARGS_C", "OPTION_", "X"]), st.text()))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.settings.load import ServerSettings, SettingEntry, Settings
 from container.settings.properties import masked, quoted
 from container.settings.report import render_json, render_text
+from container.settings.settings import ServerSettings, SettingEntry, Settings
 from handlers.model_settings import ModelSettings
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"

@@ -1,4 +1,4 @@
-"""SageMaker's secure mode: one test for each check. Source: contracts/lmi.md section 11.1."""
+"""SageMaker's secure mode: one test for each check."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from container.settings.load import Settings, SettingsError, load_settings
+from container.settings.load import load_settings
 from container.settings.properties import Value
 from container.settings.secure_mode import ALLOWED_KEYS, KNOWN_CONTROLS, SecureMode, check_adapter, read_secure_mode
+from container.settings.settings import Settings, SettingsError
 
 ON = {"SAGEMAKER_SECURE_MODE": "true"}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from container.models.lifecycle import Lifecycle, fetch_weights
-from container.settings.load import Settings, SettingsError, load_settings
+from container.settings.load import load_settings
+from container.settings.settings import Settings, SettingsError
 from handlers.engines.protocol import EngineStartError
 from tests.s3 import Gate, put, refuse
 

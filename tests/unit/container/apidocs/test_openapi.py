@@ -37,24 +37,24 @@ def test_every_schema_that_is_named_is_there_and_no_other(model: ModelSettings) 
 
 
 @pytest.mark.parametrize(
-    ("mode", "schema"), [("rolling", "Answer"), ("dynamic", "StepRecord"), ("custom", "HandlerError")]
+    ("mode", "schema"), [("rolling", "LmiAnswer"), ("dynamic", "LmiStepRecord"), ("custom", "LmiHandlerError")]
 )
 def test_the_document_shows_the_mode_that_is_served(mode: str, schema: str) -> None:
     document = openapi_document(MODES[mode])
     assert schema in document.content["components"]["schemas"]
     assert schema in plain_page(document)
-    others = {"Answer", "StepRecord"} - {schema}
+    others = {"LmiAnswer", "LmiStepRecord"} - {schema}
     assert not others & document.content["components"]["schemas"].keys()
 
 
 def vllms() -> dict[str, Any]:
     """vLLM's own description, as far as what matters here: a schema of its own for each route."""
     paths: dict[str, Any] = {}
-    schemas: dict[str, Any] = {"Request": {"type": "object", "properties": {"shared": {"type": "string"}}}}
+    schemas: dict[str, Any] = {"Request-Input": {"type": "object", "properties": {"shared": {"type": "string"}}}}
     for route in (route for family in FAMILIES for route in family.routes if isinstance(route, Forwards)):
         path = route.path.removeprefix(route.prefix)
         name = re.sub(r"\W", "", path.title()) + "Request"
-        schemas[name] = {"type": "object", "properties": {name.lower(): {"$ref": "#/components/schemas/Request"}}}
+        schemas[name] = {"type": "object", "properties": {name.lower(): {"$ref": "#/components/schemas/Request-Input"}}}
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         answer = {"200": {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}}
         paths[path] = {
@@ -100,15 +100,14 @@ def test_the_routes_for_adapters_are_described_where_there_are_adapters() -> Non
 
 def test_a_route_of_two_families_takes_the_bodies_of_both() -> None:
     document = complete()
-    assert body_schemas(document, "/tokenize") == ["", "TokenizeRequest"]
-    inputs, _ = document["paths"]["/tokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]["anyOf"]
-    assert "inputs" in inputs["properties"]
+    assert body_schemas(document, "/tokenize") == ["TgiRequest", "TokenizeRequest"]
+    assert "inputs" in document["components"]["schemas"]["TgiRequest"]["properties"]
     assert document["paths"]["/tokenize"]["post"]["tags"] == ["tgi", "openai"]
 
 
 @pytest.mark.parametrize(
     ("settings", "own", "summary"),
-    [({}, "Request", "LMI rolling batch"), ({"async_mode": True}, "AsyncRequest", "LMI asynchronous handler")],
+    [({}, "LmiRequest", "LMI rolling batch"), ({"async_mode": True}, "LmiAsyncRequest", "LMI asynchronous handler")],
 )
 def test_lmis_routes_take_chats_and_completions_as_well(settings: dict[str, Any], own: str, summary: str) -> None:
     document = complete(**settings)
@@ -119,14 +118,53 @@ def test_lmis_routes_take_chats_and_completions_as_well(settings: dict[str, Any]
 
 
 def test_answers_of_a_chat_are_those_of_the_format_that_is_set() -> None:
-    assert "ChatAnswer" in complete()["components"]["schemas"]
-    assert "ChatAnswer" not in complete(chat_format="openai")["components"]["schemas"]
+    assert "LmiChatAnswer" in complete()["components"]["schemas"]
+    assert "LmiChatAnswer" not in complete(chat_format="openai")["components"]["schemas"]
 
 
-def test_a_schema_of_vllms_that_has_the_name_of_ours_gets_another() -> None:
-    schemas = complete()["components"]["schemas"]
-    assert "shared" in schemas["VllmRequest"]["properties"]
-    assert "inputs" in schemas["Request"]["properties"]
+def test_our_schemas_and_vllms_have_different_names() -> None:
+    schemas = complete(enable_lora=True)["components"]["schemas"]
+    ours = json.loads(openapi_document(replace(MODEL, enable_lora=True)).json)["components"]["schemas"]
+    assert {"Request-Input", "TokenizeRequest"} <= schemas.keys() - ours.keys()
+    prefixes = ("Lmi", "Tgi", "Triton", "HappyVllm", "OpenAIAnswer")
+    assert [name for name in ours if not name.startswith(prefixes)] == []
+
+
+@pytest.mark.parametrize("model", MODES.values(), ids=MODES)
+def test_every_field_of_a_request_has_a_meaning(model: ModelSettings) -> None:
+    document = json.loads(openapi_document(model).json)
+    schemas = {name: schema for name, schema in document["components"]["schemas"].items() if name.endswith("Request")}
+    found = [schema["requestBody"]["content"].values() for schema in operations(document) if "requestBody" in schema]
+    for schema in (*schemas.values(), *(content["schema"] for contents in found for content in contents)):
+        unexplained = [name for name, field in properties(schema) if not (field.get("description") or "$ref" in field)]
+        assert unexplained == [], schema
+
+
+def operations(document: Any) -> list[Any]:
+    return [operation for verbs in document["paths"].values() for operation in verbs.values()]
+
+
+def properties(schema: Any) -> list[tuple[str, Any]]:
+    own = list(schema.get("properties", {}).items())
+    return own + [found for _, field in own for found in properties(field)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "expected"),
+    [
+        ({}, "top_p", {"type": "number", "default": 1.0, "exclusiveMinimum": 0.0, "maximum": 1.0}),
+        ({"rolling_batch": "trtllm"}, "top_p", {"type": "number", "default": 0.85, "minimum": 0.0, "maximum": 1.0}),
+        ({}, "max_new_tokens", {"type": "integer", "default": 30, "minimum": 1}),
+        ({"max_rolling_batch_size": 8}, "n", {"type": "integer", "default": 1, "minimum": 1, "maximum": 8}),
+        ({"rolling_batch": "trtllm"}, "bad_sequences", {"type": ["array", "string"], "maxItems": 64}),
+        ({"tgi_compat": True}, "details", {"type": "boolean", "default": True}),
+    ],
+)
+def test_parameters_are_shown_as_they_are_read_under_these_settings(
+    settings: dict[str, Any], name: str, expected: dict[str, Any]
+) -> None:
+    shown = complete(**settings)["components"]["schemas"]["LmiRequest"]["properties"]["parameters"]["properties"]
+    assert expected.items() <= shown[name].items()
 
 
 def test_the_plain_page_shows_the_fields_of_every_request() -> None:

@@ -1,4 +1,4 @@
-"""Which models a server starts with. Source: contracts/lmi.md section 2.6."""
+"""Which models a server starts with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from container.settings import report as config_report
-from container.settings.load import SettingsError, Startup, load_startup
+from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
+from container.settings.settings import SettingsError, Startup
 from container.sources import location as model_location
 from container.sources.location import UrlNotFound, model_place
 from handlers.engines import cpu_memory

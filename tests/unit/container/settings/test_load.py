@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from container.cli import read_startup
 from container.settings import load as settings_module
-from container.settings.load import Settings, SettingsError, load_settings
+from container.settings.load import load_settings
+from container.settings.settings import ServerSettings, Settings, SettingsError
 from container.sources import location as model_location
 from handlers.model_settings import ModelSettings
 
@@ -53,7 +54,7 @@ def entry(settings: Settings, name: str) -> tuple[Any, str]:
 
 def test_nothing_given_means_defaults(model_dir: Path) -> None:
     settings = load(model_dir)
-    assert settings.server == settings_module.ServerSettings()
+    assert settings.server == ServerSettings()
     assert settings.model == ModelSettings(name="model", model_dir=model_dir, model_id=str(model_dir))
     assert settings.warnings == ()
     assert {one.source for one in settings.entries} == {"default", "command line: --model-dir"}

@@ -1,0 +1,161 @@
+"""The settings as the server uses them, with the record of where each came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from container.settings.aliases import AppliedAlias
+from container.settings.parsers import Scalar
+from container.settings.secure_mode import GivenModel, SecureMode
+from handlers.model_settings import ModelSettings
+
+if TYPE_CHECKING:
+    from container.sources.remote_model import RemoteModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the process listens, queues, logs and ends. `container.settings.server_options` says what each is."""
+
+    host: str = "0.0.0.0"
+    port: int = 8080
+    job_queue_size: int = 1000
+    max_request_size: int = 67108864
+    """Bytes."""
+    request_read_timeout: float = 60.0
+    """Seconds."""
+    drain_timeout: float = 20.0
+    """Seconds."""
+    fail_fast: bool = False
+    stall_timeout: float = 60.0
+    """Seconds; 0: a stalled engine is not looked for."""
+    fail_fast_when_stalled: bool = False
+    log_format: Literal["plain", "json"] = "plain"
+    log_level: str = "info"
+    log_prompts: bool = False
+    request_id_header: str = "x-request-id"
+    allow_multi_status: bool = False
+    health_check_override: bool = False
+    workers_health_check: bool = False
+    management_address: str | None = None
+    """None: the main listener serves the management API."""
+    multi_model: bool = False
+    """The server starts without a model, and its platform loads and unloads them."""
+    coalesce_above: int = 32
+    error_rate_wlm: str | None = None
+    """This and the following three are texts for `container.error_rates`."""
+    error_rate_server: str | None = None
+    error_rate_model: str | None = None
+    error_rate_any: str | None = None
+    cors_allowed_origin: str | None = None
+    cors_allowed_methods: str | None = None
+    cors_allowed_headers: str | None = None
+    model_aliases: tuple[str, ...] = ("dummy", "tgi")
+    throttle_error_http_code: int = 503
+    wlm_error_http_code: int = 503
+    server_error_http_code: int = 500
+
+
+@dataclass(frozen=True, slots=True)
+class SettingEntry:
+    """One line of the report on settings."""
+
+    name: str
+    value: Scalar | None
+    source: str
+    """"default", or what was written and where, such as "environment: OPTION_DTYPE"."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredMemory:
+    """What the settings say of a model's memory, in MiB."""
+
+    required: int | None = None
+    """None: to be estimated."""
+    reserved: int = 500
+    """What has to stay free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of a model and of its server, with the record of where each came from."""
+
+    server: ServerSettings
+    model: ModelSettings
+    entries: tuple[SettingEntry, ...] = ()
+    warnings: tuple[str, ...] = ()
+    aliases: tuple[AppliedAlias, ...] = ()
+    """Environment variables that stand for others."""
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables for the libraries that read them by themselves."""
+    memory: DeclaredMemory = DeclaredMemory()
+    secure_mode: SecureMode | None = None
+    given: GivenModel | None = None
+    """What the secure mode checks, again when weights have been fetched; None without it."""
+    remote_models: tuple[RemoteModel, ...] = ()
+    """Models whose weights are to be fetched before the model is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """The server's settings alone; the fields are those of `Settings`."""
+
+    server: ServerSettings
+    entries: tuple[SettingEntry, ...]
+    warnings: tuple[str, ...]
+    aliases: tuple[AppliedAlias, ...]
+    exports: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StartupModel:
+    """One of the models that a server starts with."""
+
+    settings: Settings
+    url: str
+    version: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name, and its version if it has one."""
+        name = self.settings.model.name
+        return f"{name}:{self.version}" if self.version else name
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """All that a server starts with."""
+
+    server: ServerSettings
+    models: tuple[StartupModel, ...]
+    report: ServerReport | None = None
+    """Where the server's settings came from; None: from those of its one model."""
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """Environment variables for the libraries that read them by themselves."""
+        return {name: text for one in self._all for name, text in one.exports.items()}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of all settings, each once."""
+        return tuple(dict.fromkeys(warning for one in self._all for warning in one.warnings))
+
+    @property
+    def _all(self) -> list[ServerReport | Settings]:
+        return [*([] if self.report is None else [self.report]), *(model.settings for model in self.models)]
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; `problems` names each one: the option, its source, its value, what is allowed.
+
+    `warnings` has what else was found: what is ignored may well be why something else is missing.
+    """
+
+    def __init__(self, problems: Iterable[str], warnings: Iterable[str] = ()) -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        self.warnings = tuple(dict.fromkeys(warnings))
+        super().__init__("\n".join(self.problems))

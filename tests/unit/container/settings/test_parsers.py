@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from container.settings.parsers import (
+    BOOLEAN,
+    DTYPE,
+    HEADER_NAME,
+    HTTP_ERROR,
+    MODEL_NAME,
+    SECONDS,
+    TEXT,
+    Parser,
+    choice,
+    integer,
+    integer_or,
+)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "expected"),
+    [
+        (BOOLEAN, "TRUE", True),
+        (BOOLEAN, "yes", True),
+        (BOOLEAN, "On", True),
+        (BOOLEAN, "1", True),
+        (BOOLEAN, "False ", False),
+        (BOOLEAN, "no", False),
+        (BOOLEAN, "OFF", False),
+        (BOOLEAN, "0", False),
+        (integer(1, 10), " 10 ", 10),
+        (integer(0), "+007", 7),
+        (integer_or("max", 1), "MAX", "max"),
+        (integer_or("max", 1), "4", 4),
+        (SECONDS, "1.5", 1.5),
+        (SECONDS, "120\t", 120.0),
+        (SECONDS, "1e3", 1000.0),
+        (DTYPE, "FP16", "float16"),
+        (DTYPE, "bf16", "bfloat16"),
+        (DTYPE, "fp32", "float32"),
+        (DTYPE, "bfloat16", "bfloat16"),
+        (DTYPE, "half", "float16"),
+        (DTYPE, "auto", "auto"),
+        (choice(("json", "sse")), "Json", "json"),
+        (TEXT, " a b ", "a b"),
+        (MODEL_NAME, "my-model_1.0", "my-model_1.0"),
+        (HTTP_ERROR, "429", 429),
+        (HEADER_NAME, "X-Request-Id", "X-Request-Id"),
+    ],
+)
+def test_a_parser_takes_what_it_allows(parser: Parser, text: str, expected: Any) -> None:
+    value = parser(text)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (BOOLEAN, ""),
+        (BOOLEAN, "2"),
+        (BOOLEAN, "maybe"),
+        (integer(1, 10), "0"),
+        (integer(1, 10), "11"),
+        (integer(1), "1.0"),
+        (integer(1), "1_000"),
+        (integer(1), "\u0661"),
+        (integer(1), "9" * 5000),
+        (integer(1), ""),
+        (integer_or("max", 1), "min"),
+        (integer_or("max", 1), "0"),
+        (SECONDS, "0"),
+        (SECONDS, "-1"),
+        (SECONDS, "nan"),
+        (SECONDS, "inf"),
+        (SECONDS, "1e999"),
+        (SECONDS, "2 s"),
+        (DTYPE, "int8"),
+        (DTYPE, "fp8"),
+        (TEXT, " "),
+        (MODEL_NAME, "a/b"),
+        (HTTP_ERROR, "200"),
+        (HEADER_NAME, "a b"),
+        (HEADER_NAME, "a\r\nb"),
+    ],
+)
+def test_a_parser_refuses_what_it_does_not_allow(parser: Parser, text: str) -> None:
+    with pytest.raises(ValueError):
+        parser(text)
