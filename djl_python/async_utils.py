@@ -1,4 +1,4 @@
-"""Answers of handlers in async mode (contracts/lmi.md section 7.1)."""
+"""Answers of handlers in async mode."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ async def handle_streaming_response(
     accumulate_chunks: bool = False,
     **kwargs: Any,
 ) -> AsyncGenerator[Output, None]:
-    """Each chunk of `response` as an Output, up to the one that the formatter calls the last.
+    """Each chunk of `response` as an Output, up to the one that the formatter marks as the last.
 
-    The formatter is called with a chunk and `kwargs` and returns `(text, last)`; with `accumulate_chunks` it is also
-    given `history` and returns `(text, last, history)`. When it fails, a last chunk with status 424 says so.
+    The formatter is called with a chunk and `kwargs` and returns `(text, last)`; with `accumulate_chunks` it also gets
+    `history` and returns `(text, last, history)`. When it fails, the last chunk is an error with status 424.
     """
     history: Any = []
     async for chunk in response:

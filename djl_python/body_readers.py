@@ -1,10 +1,14 @@
-"""Bodies of text formats, images and MessagePack. What is wrong with a body is said in a ValueError."""
+"""Bodies by content type: which kind one is, and readers of text, images and MessagePack.
+
+Readers raise ValueError for a broken body, and ImportError without the package that they need.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from djl_python.lazy_import import require
@@ -14,7 +18,65 @@ if TYPE_CHECKING:
 
 Body = bytes | bytearray
 _MISSING_CELLS = 1_000_000
-"""Cells of CSV that rows may lack in comparison with the header. Each is made, although nothing was sent for it."""
+"""Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it."""
+
+
+class Kind(Enum):
+    """How a body is read."""
+
+    UNKNOWN = auto()
+    """No content type was given."""
+    JSON_LINES = auto()
+    JSON = auto()
+    CSV = auto()
+    PLAIN = auto()
+    TEXT = auto()
+    """Any other `text/*`."""
+    IMAGE = auto()
+    AUDIO = auto()
+    NPZ = auto()
+    ND_LIST = auto()
+    NPY = auto()
+    FORM = auto()
+    MSGPACK = auto()
+    BYTES = auto()
+
+
+_EXACT = {
+    "application/jsonlines": Kind.JSON_LINES,
+    "application/x-jsonlines": Kind.JSON_LINES,
+    "application/x-ndjson": Kind.JSON_LINES,
+    "tensor/ndlist": Kind.ND_LIST,
+    "application/x-npy": Kind.NPY,
+    "application/x-www-form-urlencoded": Kind.FORM,
+    "application/msgpack": Kind.MSGPACK,
+    "application/x-msgpack": Kind.MSGPACK,
+}
+_CONTAINED = {
+    "application/json": Kind.JSON,
+    "text/csv": Kind.CSV,
+    "text/plain": Kind.PLAIN,
+    "tensor/npz": Kind.NPZ,
+}
+_PREFIXES = {
+    "text/": Kind.TEXT,
+    "image/": Kind.IMAGE,
+    "audio/": Kind.AUDIO,
+}
+
+
+def kind_of(content_type: str | None) -> Kind:
+    """The kind of content; parameters such as `; charset=utf-8` and the case of letters do not matter."""
+    if not content_type:
+        return Kind.UNKNOWN
+    text = content_type.strip().lower()
+    exact = _EXACT.get(text.partition(";")[0].rstrip())
+    if exact:
+        return exact
+    for part, kind in _CONTAINED.items():
+        if part in text:
+            return kind
+    return next((kind for prefix, kind in _PREFIXES.items() if text.startswith(prefix)), Kind.BYTES)
 
 
 def read_text(body: Body) -> str:
@@ -60,14 +122,14 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
     """The names of the header, and rows by them. A cell that a row lacks is None.
 
     Raises:
-        ValueError: it is not CSV, or so many cells are missing that short rows below a long header would fill memory.
+        ValueError: it is not CSV, or too many cells are missing: short rows below a long header would fill memory.
     """
     try:
         reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
         names, rows, cells = list(reader.fieldnames or ()), [], 0
         for row in reader:
             cells += len(names)
-            # A cell that was sent takes a character at least: its separator.
+            # Each cell that was sent has at least one character, its separator.
             if cells > len(text) + _MISSING_CELLS:
                 raise ValueError(f"The body is not CSV: rows lack too many of the header's {len(names)} columns")
             rows.append(row)
@@ -97,7 +159,7 @@ def _read_msgpack_with_msgspec(body: Body) -> Any:
 
 
 def read_image(body: Body) -> Image:
-    """A Pillow image. Decoded now: Pillow would otherwise report a broken image only when its pixels are used."""
+    """A Pillow image, decoded, because Pillow reports a broken image only when it decodes it."""
     pillow = require("PIL.Image", "an image body", "Pillow")
     try:
         image: Image = pillow.open(io.BytesIO(body))

@@ -1,4 +1,4 @@
-"""Bodies by content type: what came in, and what goes out (contracts/lmi.md sections 3.1 and 5.3)."""
+"""Decodes requests and encodes predictions by content type."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from djl_python.body_readers import read_csv_text
-from djl_python.content_types import Kind, kind_of
+from djl_python.body_readers import Kind, kind_of, read_csv_text
 from djl_python.inputs import Input
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
@@ -51,7 +50,7 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
-    """Adds a prediction in the form that the client accepts; NDList where it is none of JSON, CSV and npz.
+    """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList.
 
     Raises:
         ValueError, TypeError: the prediction cannot be written in that form.

@@ -1,6 +1,6 @@
-"""Decorators for the functions of a customer's `model.py` (contracts/lmi.md section 8.1).
+"""Decorators for the functions of a customer's `model.py`.
 
-They only mark the function; `djl_python.service_loader` finds it by the mark.
+They mark the function; `djl_python.service_loader` finds it by the mark.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
-"""The request header that names a LoRA adapter (section 9.4)."""
+"""The request header that names a LoRA adapter."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -1,7 +1,4 @@
-"""What a handler is called with: properties, and content read as the handler wants it.
-
-Source: contracts/lmi.md section 7.2.
-"""
+"""The input of a handler: properties, and content that it can read in several forms."""
 
 from __future__ import annotations
 
@@ -9,8 +6,16 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from djl_python import wire
-from djl_python.body_readers import read_csv, read_image, read_json, read_json_lines, read_msgpack, read_text
-from djl_python.content_types import Kind, kind_of
+from djl_python.body_readers import (
+    Kind,
+    kind_of,
+    read_csv,
+    read_image,
+    read_json,
+    read_json_lines,
+    read_msgpack,
+    read_text,
+)
 from djl_python.np_util import from_nd_list, from_npz
 from djl_python.pair_list import PairList
 
@@ -55,7 +60,7 @@ class Input:
         return self.content.get(key) is not None
 
     def is_empty(self) -> bool:
-        """No content entries: the call that initializes the handler."""
+        """Whether there is no content, as in the call that initializes the handler."""
         return self.content.is_empty()
 
     def is_batch(self) -> bool:
@@ -95,7 +100,7 @@ class Input:
         return batch[index]
 
     def get_data(self, key: str | None = None) -> Any:
-        """The content as its content type says: see `docs/handler_sdk.md` for the table.
+        """The content in the form of its content type; `docs/handler_sdk.md` has the table.
 
         Raises:
             KeyError: there is nothing under the key.
@@ -185,7 +190,7 @@ class Input:
 
 
 def _as_bytes(value: Any) -> bytes:
-    """Content that was put there by a test or by another handler rather than by a client."""
+    """The bytes of content that a test or another handler has added."""
     if isinstance(value, memoryview):
         return bytes(value)
     return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8")

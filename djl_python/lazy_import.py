@@ -1,7 +1,6 @@
 """Imports of packages that only some methods need.
 
-A handler may run under an interpreter that has none of them, so nothing but the standard library is imported before
-such a method is called.
+A handler may run under an interpreter that has none of them, so such a package is imported when the method is called.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ def require(module: str, purpose: str, package: str | None = None) -> Any:
     """The module, imported now.
 
     Raises:
-        ImportError: it is not installed; the message names the package and what needs it.
+        ImportError: it is not installed; the message names the package, and `purpose` as what needs it.
     """
     try:
         return importlib.import_module(module)

@@ -1,7 +1,7 @@
 """NDList, npz and npy: arrays as bytes.
 
-Source: contracts/lmi.md section 7.5. Nothing here unpickles: an array of Python objects is refused. What a body claims
-about its size is compared with what was sent before anything is made of it.
+Bodies are not trusted: arrays of Python objects are refused, since they would be unpickled, and the size that a body
+declares is checked before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _npz_limit() -> int:
 
 
 def _check_members(members: list[zipfile.ZipInfo], limit: int) -> None:
-    # Of these two kinds zipfile decompresses no more than is asked for; of the others whatever a block expands to.
+    # Of these two kinds zipfile decompresses only what is read; of others, all that a block expands to.
     if any(member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} for member in members):
         raise ValueError("it is compressed in a way that numpy does not use")
     # zipfile ends a member at the size that it declares, so this bounds what is read.
@@ -174,7 +174,7 @@ def _short_string(text: str) -> bytes:
 
 
 class _Reader:
-    """Reads on from where it is; what is not there is a ValueError."""
+    """Reads bytes in order. Raises ValueError at their end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -187,7 +187,7 @@ class _Reader:
         return self._data[start : self._at]
 
     def skip(self, size: int) -> None:
-        """Goes on behind the next bytes."""
+        """Skips the next bytes."""
         end = self._at + size
         if size < 0 or end > len(self._data):
             raise ValueError(f"NDList ends too early: {size} bytes wanted at {self._at} of {len(self._data)}")
@@ -202,7 +202,7 @@ class _Reader:
         return self.take(self.integer("h")).decode("utf-8")
 
     def skip_string(self) -> None:
-        """Goes on behind the next string."""
+        """Skips the next string."""
         self.skip(self.integer("h"))
 
 

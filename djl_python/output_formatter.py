@@ -1,48 +1,28 @@
-"""The decorator for custom output formatters, and the choice of a formatter (contracts/lmi.md sections 4.3 and 8)."""
+"""Output formatters: the built-in ones, the decorator for custom ones, and the choice between them.
+
+A formatter makes text of the tokens of a rolling-batch request: one document, JSON lines, or server-sent events. The
+built-in ones have LMI's private names, which its own tests and some customers' code import.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from djl_python.chat_formatters import format_chat_json as _json_chat_output_formatter
-from djl_python.chat_formatters import format_chat_json_lines as _jsonlines_chat_output_formatter
-from djl_python.chat_formatters import format_chat_sse as _sse_chat_output_formatter
-from djl_python.chat_formatters import prompt_token_count
 from djl_python.request_io import NextToken, RequestOutput, Sequence, TextGenerationOutput, Token
-from djl_python.text_formatters import format_json as _json_output_formatter
-from djl_python.text_formatters import format_json_lines as _jsonlines_output_formatter
-from djl_python.text_formatters import format_sse as sse_response_formatter
-from djl_python.text_formatters import generated_text as _generated_text
-from djl_python.three_p_formatters import format_3p as _json_3p_output_formatter
-from djl_python.three_p_formatters import format_3p_stream as _jsonlines_3p_output_formatter
+from djl_python.utils import wait_till_generation_finished
 
 Formatter = Callable[..., str]
 LegacyArguments = tuple[Token | None, bool, bool, dict[str, Any], str, Any]
 """`(token, first_token, last_token, details, generated_text, request_id)`"""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# LMI's own tests and some customers' code import these names.
-_sse_output_formatter = sse_response_formatter
-
 _OUTPUT_TYPES = {"RequestOutput", "TextGenerationOutput"}
-_JSON = "application/json"
-_JSON_LINES = "application/jsonlines"
-_EVENTS = "text/event-stream"
-_BUILT_IN: dict[str, tuple[Formatter, str]] = {
-    "json": (_json_output_formatter, _JSON),
-    "jsonlines": (_jsonlines_output_formatter, _JSON_LINES),
-    "sse": (sse_response_formatter, _EVENTS),
-    "json_chat": (_json_chat_output_formatter, _JSON),
-    "jsonlines_chat": (_jsonlines_chat_output_formatter, _JSON_LINES),
-    "sse_chat": (_sse_chat_output_formatter, _EVENTS),
-    "3p": (_json_3p_output_formatter, _JSON),
-    "3p_stream": (_jsonlines_3p_output_formatter, _JSON_LINES),
-}
-WHOLE_DOCUMENT = frozenset({_json_output_formatter, _json_chat_output_formatter, _json_3p_output_formatter})
-"""Formatters that say everything in one call; the other built-in ones make one record in each."""
+_ERROR_CODE = 400
 
 
 def output_formatter(function: _Function) -> _Function:
@@ -51,17 +31,12 @@ def output_formatter(function: _Function) -> _Function:
     return function
 
 
-def get_generated_text(sequence: Sequence, request_output: TextGenerationOutput) -> str:
-    """A sequence's text, behind the prompt if the request wants the full text."""
-    return _generated_text(request_output, sequence)
-
-
 def get_output_formatter(
     output_formatter: Formatter | str | None, stream: bool, tgi_compat: bool
 ) -> tuple[Formatter, str | None]:
-    """The formatter and its content type, which a custom formatter does not have.
+    """The formatter and its content type; a custom formatter has no content type.
 
-    An unknown name is logged, and the default taken: JSON, or when streaming JSON lines, or events for TGI clients.
+    For an unknown name, which is logged, and for None: JSON, or when streaming JSON lines, or events for TGI clients.
     """
     if callable(output_formatter):
         return output_formatter, None
@@ -74,11 +49,16 @@ def get_output_formatter(
     return _BUILT_IN["sse" if tgi_compat else "jsonlines"]
 
 
+def get_generated_text(sequence: Sequence, request_output: TextGenerationOutput) -> str:
+    """A sequence's text, behind the prompt if the request wants the full text."""
+    return _prefix(request_output) + "".join(token.text for token in sequence.tokens)
+
+
 def takes_request_output(function: Callable[..., Any]) -> bool:
     """Whether an output formatter is called with the output; one of the legacy kind is called with single tokens.
 
-    Section 8.2: by the annotation of its first parameter, which may be text. A function of one parameter cannot be of
-    the legacy kind.
+    The annotation of its first parameter decides, which may be text. A function of one parameter cannot be of the
+    legacy kind.
 
     Raises:
         ValueError, TypeError: the callable has no signature.
@@ -93,27 +73,23 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 
 
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
-    """What a formatter of the legacy kind is called with for a token that `Sequence.advance` has returned.
+    """The arguments of a legacy formatter for a token that `Sequence.advance` has returned.
 
-    Section 8.2: the details are filled if the request asks for them, or has failed. The text is that of all tokens at
-    the last one; before, it is empty, or the prompt if the request wants the full text.
+    The details are filled if the request asks for them, or has failed. The text is that of all tokens at the last one;
+    before, it is empty, or the prompt if the request wants the full text.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence
-    text = _generated_text(request_output, sequence) if is_last else _prefix(request_output)
+    text = get_generated_text(sequence, request_output) if is_last else _prefix(request_output)
     return token, is_first, is_last, _legacy_details(request_output), text, request_output.request_id
 
 
 def adapt_legacy_output_formatter(request_output: TextGenerationOutput) -> str:
-    """Calls a formatter of the legacy kind, with a token and what belongs to it, for each unread token."""
+    """Calls a legacy formatter for each unread token."""
     request, sequence, text = request_output.input, request_output.best_sequence, ""
     while sequence.has_next_token():
         text += request.output_formatter(*legacy_call_arguments(request_output, sequence.advance()))
     return text
-
-
-def _prefix(output: TextGenerationOutput) -> str:
-    return str(output.input.input_text) if output.input.parameters.get("return_full_text") else ""
 
 
 def _legacy_details(output: TextGenerationOutput) -> dict[str, Any]:
@@ -126,25 +102,267 @@ def _legacy_details(output: TextGenerationOutput) -> dict[str, Any]:
         "generated_tokens": len(sequence.tokens),
         "inputs": output.input.input_text,
         "parameters": parameters,
-        "prompt_tokens": prompt_token_count(output),
+        "prompt_tokens": _prompt_token_count(output),
     }
 
 
-__all__ = [
-    "WHOLE_DOCUMENT",
-    "_json_3p_output_formatter",
-    "_json_chat_output_formatter",
-    "_json_output_formatter",
-    "_jsonlines_3p_output_formatter",
-    "_jsonlines_chat_output_formatter",
-    "_jsonlines_output_formatter",
-    "_sse_chat_output_formatter",
-    "_sse_output_formatter",
-    "adapt_legacy_output_formatter",
-    "get_generated_text",
-    "get_output_formatter",
-    "legacy_call_arguments",
-    "output_formatter",
-    "sse_response_formatter",
-    "takes_request_output",
-]
+# LMI's own schema, and TGI's.
+
+
+def _json_output_formatter(output: TextGenerationOutput) -> str:
+    """One document when the request has finished, else nothing."""
+    sequence = output.best_sequence
+    _read_all(sequence)
+    if not output.finished:
+        return ""
+    if wait_till_generation_finished(output.input.parameters):
+        return _in_tgi_array(output, _several_sequences(output))
+    details = _details(output, with_tokens=True)
+    if sequence.finish_reason == "error":
+        error = _error_message(sequence)
+        return _to_json({"generated_text": None, "error": error, "code": _ERROR_CODE, "details": details})
+    document: dict[str, Any] = {"generated_text": get_generated_text(sequence, output)}
+    if details:
+        document["details"] = details
+    return _in_tgi_array(output, document)
+
+
+def _jsonlines_output_formatter(output: TextGenerationOutput) -> str:
+    """The record of the next token; the last one carries the whole text. Nothing if there is no token."""
+    sequence = output.best_sequence
+    token, _, _, is_last = sequence.advance()
+    if token is None:
+        return ""
+    record: dict[str, Any] = {"token": token.as_tgi_dict() if output.input.tgi_compat else token.as_dict()}
+    if is_last:
+        record["generated_text"] = get_generated_text(sequence, output)
+        details = _details(output, with_tokens=False)
+        if details:
+            record["details"] = details
+    return _to_json(record) + "\n"
+
+
+def sse_response_formatter(output: TextGenerationOutput) -> str:
+    """The record of the next token as a server-sent event."""
+    return _as_event(_jsonlines_output_formatter(output))
+
+
+_sse_output_formatter = sse_response_formatter
+
+
+def _details(output: TextGenerationOutput, with_tokens: bool) -> dict[str, Any]:
+    sequence, parameters = output.best_sequence, output.input.parameters
+    if not parameters.get("details", output.input.tgi_compat):
+        return {"finish_reason": "error"} if sequence.finish_reason == "error" else {}
+    details: dict[str, Any] = {
+        "finish_reason": sequence.finish_reason,
+        "generated_tokens": len(sequence.tokens),
+        "inputs": output.input.input_text,
+    }
+    if with_tokens:
+        details["tokens"] = output.get_tokens_as_dict(output.best_sequence_index)
+    return details | _prefill_and_top_tokens(output, output.best_sequence_index)
+
+
+def _several_sequences(output: TextGenerationOutput) -> dict[str, Any]:
+    details = {"inputs": output.input.input_text, **_sequence_details(output, output.best_sequence_index)}
+    others = [
+        _sequence_details(output, index) | {"generated_text": get_generated_text(output.sequences[index], output)}
+        for index in output.other_sequences_indices
+    ]
+    if others:
+        details["best_of_sequences"] = others
+    return {"generated_text": get_generated_text(output.best_sequence, output), "details": details}
+
+
+def _sequence_details(output: TextGenerationOutput, index: int) -> dict[str, Any]:
+    sequence = output.sequences[index]
+    return {
+        "finish_reason": sequence.finish_reason,
+        "generated_tokens": len(sequence.tokens),
+        "tokens": output.get_tokens_as_dict(index),
+    } | _prefill_and_top_tokens(output, index)
+
+
+def _prefill_and_top_tokens(output: TextGenerationOutput, index: int) -> dict[str, Any]:
+    parameters, shown = output.input.parameters, dict[str, Any]()
+    if parameters.get("decoder_input_details"):
+        shown["prefill"] = output.get_prompt_tokens_as_dict()
+    if (parameters.get("top_n_tokens") or 0) > 0:
+        shown["top_tokens"] = output.get_top_tokens_as_dict(index)
+    return shown
+
+
+def _in_tgi_array(output: TextGenerationOutput, document: dict[str, Any]) -> str:
+    return _to_json([document] if output.input.tgi_compat else document)
+
+
+# Chat, with the oddities that LMI's clients know.
+
+
+def _json_chat_output_formatter(output: TextGenerationOutput) -> str:
+    """One `chat.completion` when the request has finished, else nothing."""
+    sequence = output.best_sequence
+    _read_all(sequence)
+    if not output.finished:
+        return ""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": get_generated_text(sequence, output)},
+        "logprobs": None,
+        "finish_reason": sequence.finish_reason,
+    }
+    if _wants_logprobs(output):
+        choice["logprobs"] = {"content": [_logprob(token, token.text) for token in sequence.tokens]}
+    prompt_tokens, completion_tokens = _prompt_token_count(output), len(sequence.tokens)
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    return _to_json(_chat_head(output, "chat.completion") | {"choices": [choice], "usage": usage})
+
+
+def _jsonlines_chat_output_formatter(output: TextGenerationOutput) -> str:
+    """The `chat.completion.chunk` of the next token. Nothing if there is no token."""
+    return _next_chat_chunk(output)[0]
+
+
+def _sse_chat_output_formatter(output: TextGenerationOutput) -> str:
+    """The next chunk as a server-sent event, and `[DONE]` behind the last one."""
+    chunk, is_last = _next_chat_chunk(output)
+    return _as_event(chunk) + ("data: [DONE]\n\n" if is_last else "")
+
+
+def _next_chat_chunk(output: TextGenerationOutput) -> tuple[str, bool]:
+    token, _, is_first, is_last = output.best_sequence.advance()
+    if token is None:
+        return "", False
+    delta = {"content": token.text} | ({"role": "assistant"} if is_first else {})
+    choice = {
+        "index": 0,
+        "delta": delta,
+        # An array here, and a number as the alternative's text, as in LMI's tests and documentation.
+        "logprobs": [{"content": [_logprob(token, token.log_prob)]}] if _wants_logprobs(output) else None,
+        "finish_reason": output.best_sequence.finish_reason if is_last else None,
+    }
+    return _to_json(_chat_head(output, "chat.completion.chunk") | {"choices": [choice]}) + "\n", is_last
+
+
+def _wants_logprobs(output: TextGenerationOutput) -> bool:
+    parameters = output.input.parameters
+    return bool(parameters.get("logprobs") or parameters.get("top_logprobs"))
+
+
+def _chat_head(output: TextGenerationOutput, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{id(output)}", "object": kind, "created": int(time.time())}
+
+
+def _logprob(token: Token, top_token: Any) -> dict[str, Any]:
+    code_points = [ord(character) for character in token.text] or None
+    return {
+        "token": token.text,
+        "logprob": token.log_prob,
+        "bytes": code_points,
+        "top_logprobs": [{"token": top_token, "logprob": token.log_prob, "bytes": code_points}],
+    }
+
+
+# Bedrock's schema, called `3p`.
+
+
+def _json_3p_output_formatter(output: TextGenerationOutput) -> str:
+    """One document when the request has finished, else nothing."""
+    sequence = output.best_sequence
+    _read_all(sequence)
+    if not output.finished:
+        return ""
+    prompt_tokens, new_tokens = _prompt_token_count(output), len(sequence.tokens)
+    failed = sequence.finish_reason == "error"
+    document: dict[str, Any] = {
+        "body": {
+            "generation": None if failed else get_generated_text(sequence, output),
+            "prompt_token_count": 0 if failed else prompt_tokens,
+            "generation_token_count": 0 if failed else new_tokens,
+            "stop_reason": sequence.finish_reason,
+        },
+        "metering": {"inputTokenCount": prompt_tokens, "outputTokenCount": new_tokens},
+        "content_type": "application/json",
+    }
+    return _to_json(document | (_3p_error(sequence) if failed else {}))
+
+
+def _jsonlines_3p_output_formatter(output: TextGenerationOutput) -> str:
+    """The record of the next token; the prompt is counted on the first. Nothing if there is no token."""
+    sequence = output.best_sequence
+    token, index, is_first, is_last = sequence.advance()
+    if token is None:
+        return ""
+    prompt_tokens = _prompt_token_count(output) if is_first else None
+    metering = {"outputTokenCount": index + 1} | ({"inputTokenCount": prompt_tokens} if is_first else {})
+    reason = sequence.finish_reason if is_last else None
+    record: dict[str, Any] = {
+        "body": {
+            "generation": token.text,
+            "prompt_token_count": prompt_tokens,
+            "generation_token_count": index + 1,
+            "stop_reason": reason,
+        },
+        "metering": metering,
+        "content_type": "application/jsonlines",
+    }
+    return _to_json(record | (_3p_error(sequence) if reason == "error" else {})) + "\n"
+
+
+def _3p_error(sequence: Sequence) -> dict[str, Any]:
+    return {"error": {"error_code": _ERROR_CODE, "error_msg": _error_message(sequence)}}
+
+
+# What they have in common.
+
+
+def _to_json(document: Any) -> str:
+    """JSON with blanks after separators and non-ASCII characters as they are."""
+    return json.dumps(document, ensure_ascii=False)
+
+
+def _as_event(record: str) -> str:
+    """A line as a server-sent event; nothing stays nothing."""
+    return f"data: {record}\n" if record else ""
+
+
+def _prefix(output: TextGenerationOutput) -> str:
+    """The prompt, if the request wants the full text."""
+    return str(output.input.input_text) if output.input.parameters.get("return_full_text") else ""
+
+
+def _read_all(sequence: Sequence) -> None:
+    """Marks all tokens as read: the document is made of the sequence itself."""
+    while sequence.has_next_token():
+        sequence.advance()
+
+
+def _error_message(sequence: Sequence) -> str | None:
+    """The message of the token that stands for a failure."""
+    last = sequence.get_last_token() or (sequence.tokens[-1] if sequence.tokens else None)
+    return last.error_msg if last else None
+
+
+def _prompt_token_count(output: TextGenerationOutput) -> int:
+    """The length of the prompt, as far as it is known."""
+    return len(output.prompt_tokens_details) or len(getattr(output.input, "input_ids", ()))
+
+
+_JSON, _JSON_LINES, _EVENTS = "application/json", "application/jsonlines", "text/event-stream"
+_BUILT_IN: dict[str, tuple[Formatter, str]] = {
+    "json": (_json_output_formatter, _JSON),
+    "jsonlines": (_jsonlines_output_formatter, _JSON_LINES),
+    "sse": (sse_response_formatter, _EVENTS),
+    "json_chat": (_json_chat_output_formatter, _JSON),
+    "jsonlines_chat": (_jsonlines_chat_output_formatter, _JSON_LINES),
+    "sse_chat": (_sse_chat_output_formatter, _EVENTS),
+    "3p": (_json_3p_output_formatter, _JSON),
+    "3p_stream": (_jsonlines_3p_output_formatter, _JSON_LINES),
+}
+WHOLE_DOCUMENT = frozenset({_json_output_formatter, _json_chat_output_formatter, _json_3p_output_formatter})
+"""Formatters that make one document; the other built-in ones make one record in each call."""

@@ -1,7 +1,4 @@
-"""What a handler returns: status, headers, and content or a stream.
-
-Source: contracts/lmi.md section 7.3.
-"""
+"""The output of a handler: status, headers, and content or a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ StreamFormatter = Callable[[Any], Any]
 
 
 class _JsonEncoder(json.JSONEncoder):
-    """Also knows dates, and numpy's scalars and arrays."""
+    """Writes dates as text, and numpy's scalars and arrays as numbers."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, (datetime.datetime, datetime.date)):
@@ -62,26 +59,23 @@ class Output:
         return json.dumps(shown, indent=2, default=str)
 
     def set_code(self, code: int) -> Self:
-        """The HTTP status."""
+        """Sets the HTTP status."""
         self.code = code
         return self
 
     def set_message(self, message: str) -> Self:
-        """The reason phrase."""
+        """Sets the reason phrase."""
         self.message = message
         return self
 
     def error(self, error: str, code: int = 424, message: str = "invoke handler failure") -> Self:
-        """Makes this an error with LMI's JSON body (section 1.6, E3).
-
-        What UTF-8 cannot hold becomes `?`: the text is mostly that of an exception, which may repeat a client's.
-        """
+        """Makes this an error with LMI's JSON body. Characters that UTF-8 does not have become `?`."""
         self.set_code(code).set_message(message)
         self.add_property("content-type", "application/json")
         return self.add_as_json({"code": code, "message": message, "error": wire.sendable(error)})
 
     def add_property(self, key: str, val: Any) -> Self:
-        """A response header; sent as `str(val)`."""
+        """Sets a response header, which is sent as `str(val)`."""
         self.properties[key] = val
         return self
 
@@ -130,19 +124,19 @@ class Output:
     ) -> Self:
         """Streams the items as they come, each through the formatter.
 
-        Without a formatter strings and bytes go out as they are, and anything else as JSON.
+        Without a formatter strings and bytes are sent as they are, and anything else as JSON.
         """
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
         return self
 
     def stream_chunks(self) -> Iterator[bytes]:
-        """The bytes of each streamed item. What the iterator or the formatter raises comes through."""
+        """The bytes of each streamed item. Raises whatever the iterator or the formatter raises."""
         for item in self.stream_content or ():
             yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
-        """A function to call once the answer has been sent."""
+        """Sets a function that is called once the answer has been sent."""
         self.finalize_function = finalize_function
         self.finalize_args = args
         return self
@@ -171,9 +165,7 @@ class Output:
 
     @classmethod
     def encode_value(cls, value: Any) -> bytes:
-        """The bytes that `send` writes for a value of `content` or of a stream, whoever has put it there.
-
-        A string is UTF-8, bytes are as they are, anything else is JSON.
+        """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON.
 
         Raises:
             ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
@@ -182,7 +174,7 @@ class Output:
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
-        """A flat map in the binary form of rolling-batch and async answers (sections 7.1 and 7.7).
+        """A flat map in the binary form of rolling-batch and async answers.
 
         Values are written as `str(value)`, so a flag is `True` or `False`.
         """

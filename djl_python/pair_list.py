@@ -1,4 +1,4 @@
-"""A list of key-value pairs that keeps order and allows a key more than once (contracts/lmi.md section 7.4)."""
+"""A list of key-value pairs that keeps order and allows a key more than once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PairList:
         return len(self.keys)
 
     def is_empty(self) -> bool:
-        """No pairs."""
+        """Whether there are no pairs."""
         return not self.keys
 
     def get(self, key: str | None) -> Any:

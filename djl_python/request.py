@@ -1,7 +1,4 @@
-"""One request of a rolling batch: what came, what has been generated, what is to be sent.
-
-Source: contracts/lmi.md sections 8.2 and 8.4.
-"""
+"""One request of a rolling batch: its input, the generated tokens, and the text to send."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Request:
         self.parameters: dict[str, Any] = request_input.server_parameters
         name = self.parameters.pop("output_formatter", request_input.output_formatter)
         stream = bool(self.parameters.pop("stream", False))
-        # How the answer looks is not the engine's business.
+        # The engine has no use for the form of the answer.
         self.parameters.pop("details", None)
         self.output_formatter, self.content_type = get_output_formatter(name, stream, request_input.tgi_compat)
         request_input.output_formatter = self.output_formatter
@@ -57,21 +54,21 @@ class Request:
             self.request_output.finished = True
 
     def get_next_token(self) -> str:
-        """What is to be sent now; the same text until `reset_next_token`.
+        """The text to send now; the same until `reset_next_token`.
 
         Raises:
-            RuntimeError: a custom formatter of a streamed request does not go on to the next token.
+            RuntimeError: a custom formatter of a streamed request does not read the next token.
         """
         if not self._next_text:
             self._next_text = self._format()
         return self._next_text
 
     def reset_next_token(self) -> None:
-        """The text has been sent."""
+        """Marks the text as sent."""
         self._next_text = ""
 
     def is_last_token(self) -> bool:
-        """The request has finished."""
+        """Whether the request has finished."""
         return self.last_token
 
     def get_content_type(self) -> str | None:
@@ -83,7 +80,7 @@ class Request:
         return self._error_message
 
     def set_error_message(self, error_message: str) -> None:
-        """Why inference failed."""
+        """Sets why inference failed."""
         self._error_message = error_message
 
     def get_error_code(self) -> int | None:
@@ -91,7 +88,7 @@ class Request:
         return self._error_code
 
     def set_error_code(self, code: int) -> None:
-        """The HTTP status of a failure."""
+        """Sets the HTTP status of a failure."""
         self._error_code = code
 
     def get_client_request_id(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Tokens, requests and outputs as custom formatters see them (contracts/lmi.md section 8.4)."""
+"""Tokens, requests and outputs as custom formatters see them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Token:
         return f"Token({self.id}, {self.text!r}, {self.log_prob})"
 
     def as_dict(self) -> dict[str, Any]:
-        """The token in LMI's schema (section 4.1)."""
+        """The token in LMI's schema."""
         shown: dict[str, Any] = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
         if self.special_token:
             shown["special_token"] = self.special_token
@@ -43,7 +43,7 @@ class Token:
         return shown
 
     def as_tgi_dict(self) -> dict[str, Any]:
-        """The token in TGI's schema (section 4.1)."""
+        """The token in TGI's schema."""
         shown: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.log_prob}
         if self.special_token:
             shown["special"] = self.special_token
@@ -61,7 +61,7 @@ class NextToken(NamedTuple):
 
 @dataclass
 class Sequence:
-    """One generated sequence; who reads it goes through the tokens once, from the first to the last."""
+    """One generated sequence, whose tokens are read once, from the first to the last."""
 
     tokens: list[Token] = field(default_factory=list)
     top_tokens: list[list[Token]] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Sequence:
 
 @dataclass
 class RequestInput:
-    """What every request has; `parameters` are the client's, `server_parameters` what the engine gets."""
+    """The fields of every request; `parameters` are the client's, `server_parameters` the engine's."""
 
     request_id: Any = None
     client_request_id: str | None = None
@@ -153,7 +153,7 @@ class TextInput(RequestInput):
 
 @dataclass
 class RequestOutput:
-    """What every output has."""
+    """The fields of every output."""
 
     request_id: Any
     input: Any
@@ -162,7 +162,7 @@ class RequestOutput:
 
 @dataclass
 class TextGenerationOutput(RequestOutput):
-    """Generated sequences by index; index 0 is there from the beginning."""
+    """Generated sequences by index; the best one exists from the beginning."""
 
     sequences: dict[int, Sequence] = field(default_factory=dict)
     best_sequence_index: int = 0
@@ -191,11 +191,11 @@ class TextGenerationOutput(RequestOutput):
         self._sequence(sequence_index).set_next_top_tokens(top_tokens)
 
     def set_best_sequence_index(self, sequence_index: int) -> None:
-        """Which sequence the answer is about."""
+        """Sets the sequence that the answer is about."""
         self.best_sequence_index = sequence_index
 
     def set_finish_reason(self, finish_reason: str, sequence_index: int = 0) -> None:
-        """Why a sequence ended. Raises KeyError if there is no such sequence."""
+        """Sets why a sequence ended. Raises KeyError if there is no such sequence."""
         self.sequences[sequence_index].finish_reason = finish_reason
 
     def get_tokens_as_dict(self, sequence_index: int = 0) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Loads a customer's Python file and finds functions in it (contracts/lmi.md sections 7.1, 8.1 and 8.5)."""
+"""Loads a customer's Python file and finds functions in it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def load_model_service(
 ) -> ModelService:
     """Runs the entry point: a file, or the name of an installed module. A file is run anew each time.
 
-    `namespace` keeps apart the modules of adapters. What a file imports from its own directory is found only if that
-    directory is on `sys.path`, which the process that serves the model sees to.
+    `namespace` keeps apart the modules of adapters. A file can import from its own directory only if that directory is
+    on `sys.path`, where the process that serves the model puts it.
 
     Raises:
         ValueError: there is no such file, or the model is a TorchServe archive.
@@ -79,10 +79,10 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
-    """The first callable, in the order of names, that a decorator has marked: of a module that has been imported.
+    """The first callable of an imported module, in the order of names, that a decorator has marked.
 
-    `decorator_attribute` is the mark, such as `is_output_formatter`. `get_annotated_function` looks for functions of
-    SageMaker's script mode, too.
+    `decorator_attribute` is the mark, such as `is_output_formatter`. `get_annotated_function` also finds functions of
+    SageMaker's script mode.
     """
     found = (getattr(module, name) for name in dir(module))
     return next((each for each in found if callable(each) and getattr(each, decorator_attribute, None) is True), None)

@@ -1,4 +1,4 @@
-"""A client's session: values that stay on disk between requests (contracts/lmi.md section 10)."""
+"""A client's session: values that stay on disk between requests."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 EXPIRATION = ".expiration_ts"
 """The key under which a session's end is kept, in seconds since the epoch."""
 PARTIAL = ".put-"
-"""How the name of a file begins in which a value is being written."""
-# An array's bytes may be a client's. They have names of their own, so that they are never unpickled.
+"""Prefix of the files in which a value is being written."""
+# An array may hold a client's bytes. Arrays have an ending of their own, so that they are never unpickled.
 _VALUE, _ARRAY = ".value", ".array"
 
 
 class Session:
     """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array.
 
-    Values are pickled: only what the handler itself has put into the directory is ever read from it. A value and an
-    array may have the same key.
+    Values are pickled, so only the handler itself may write into the directory. A value and an array may have the same
+    key.
     """
 
     def __init__(self, session_id: str, session_root: str, expiration_ts: float | None = None) -> None:
-        """`expiration_ts` is in seconds since the epoch; without it, what the directory says holds."""
+        """`expiration_ts` is in seconds since the epoch; by default, it is read from the directory."""
         self.session_id = session_id
         self.files_path = os.path.join(session_root, session_id)
         self.expiration_ts: float | None = self._kept_expiration() if expiration_ts is None else expiration_ts

@@ -1,4 +1,4 @@
-"""SageMaker's telemetry log: the few log lines that it wants, in the form it wants (contracts/lmi.md section 11.3)."""
+"""SageMaker's telemetry log: the records that are metrics, in SageMaker's form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from djl_python.version import __version__
+from djl_python import __version__
 
 TELEMETRY_FILE = "SM_TELEMETRY_LOG_REV_2022_12"
 """Environment variable that names the telemetry log's file."""
@@ -24,7 +24,7 @@ class SMLogFilter(logging.Filter):
         self.counter: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> logging.LogRecord | bool:  # type: ignore[override]
-        """The rewritten record, or False; a record with such a tag in another form is logged as a warning."""
+        """The rewritten record, or False. A record with a known tag that is malformed is logged as a warning."""
         message = _message(record)
         if not message.startswith(tuple(f"{marker}:" for marker in self.sm_log_markers)):
             return False
@@ -49,9 +49,9 @@ class SMLogFilter(logging.Filter):
 
 
 class TelemetryHandler(logging.FileHandler):
-    """Writes what the filter lets through, as the filter has rewritten it.
+    """Writes the records that the filter has rewritten.
 
-    Before Python 3.12 a handler takes no more from its filters than yes or no.
+    Before Python 3.12 a filter of a handler cannot replace a record, so this calls the filter itself.
     """
 
     def __init__(self, filename: str) -> None:

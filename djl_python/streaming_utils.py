@@ -1,22 +1,22 @@
-"""Token streaming of a transformers model for dynamic-batch handlers (contracts/lmi.md sections 5.5 and 7.5)."""
+"""Token streaming of a transformers model for dynamic-batch handlers."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
 from djl_python.lazy_import import require
-from djl_python.token_sampler import TokenSampler
 
 DEFAULT_MAX_NEW_TOKENS = 50
 _PURPOSE = "Token streaming"
+_SAMPLING = ("temperature", "top_p", "top_k", "typical_p")
 
 
 class StreamingUtils:
-    """The functions under the name that customers' handlers import."""
+    """The functions, as customers' handlers import them."""
 
     DEFAULT_MAX_NEW_TOKENS = DEFAULT_MAX_NEW_TOKENS
 
@@ -42,7 +42,7 @@ class StreamingUtils:
 def stream_tokens(
     model: Any, tokenizer: Any, inputs: str | list[str], device: Any = None, **parameters: Any
 ) -> Iterator[list[str]]:
-    """Texts of each step, one for each prompt; a prompt that has finished goes on with the padding token's text.
+    """Texts of each step, one for each prompt; a prompt that has finished continues with the padding token's text.
 
     Takes `max_new_tokens` (50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`, `repetition_penalty` and
     `manual_seed`.
@@ -54,7 +54,7 @@ def stream_tokens(
     device = device or model.device
     limit = int(parameters.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
     encoded = _encode(tokenizer, _prompts(inputs), device)
-    sampler = TokenSampler(parameters, device)
+    sampler = _TokenSampler(parameters, device)
     steps = _Steps(model, encoded)
     ends = _end_tokens(model, tokenizer, device)
     unfinished = torch.ones((encoded["input_ids"].shape[0], 1), dtype=torch.bool, device=device)
@@ -110,8 +110,49 @@ class _Steps:
         return {"position_ids": (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -count:]}
 
 
+class _TokenSampler:
+    """Chooses tokens from logits: the likeliest, or samples where a request asks for it."""
+
+    def __init__(self, parameters: Mapping[str, Any], device: Any) -> None:
+        """Raises ValueError for a parameter that is out of its range."""
+        self._torch = require("torch", "Sampling")
+        asked = any(parameters.get(name) is not None for name in _SAMPLING) or bool(parameters.get("do_sample"))
+        self._samples = asked and parameters.get("temperature") != 0
+        self._processors = _processors(parameters, self._samples)
+        self._generator = None
+        if parameters.get("manual_seed") is not None:
+            self._generator = self._torch.Generator(device).manual_seed(int(parameters["manual_seed"]))
+
+    def choose(self, tokens: Any, logits: Any) -> Any:
+        """The next token of each prompt, as a column; `tokens` are those before it."""
+        scores = self._processors(tokens, logits)
+        if not self._samples:
+            return scores.argmax(-1, keepdim=True)
+        return self._torch.multinomial(scores.softmax(-1), num_samples=1, generator=self._generator)
+
+
+def _processors(parameters: Mapping[str, Any], samples: bool) -> Any:
+    transformers = require("transformers", "Sampling")
+    chosen = transformers.LogitsProcessorList()
+    penalty = parameters.get("repetition_penalty")
+    if penalty not in (None, 1.0):
+        chosen.append(transformers.RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
+    if not samples:
+        return chosen
+    temperature, top_k = parameters.get("temperature"), parameters.get("top_k")
+    if temperature not in (None, 1.0):
+        chosen.append(transformers.TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        chosen.append(transformers.TopKLogitsWarper(int(top_k)))
+    for name, warper in (("top_p", transformers.TopPLogitsWarper), ("typical_p", transformers.TypicalLogitsWarper)):
+        value = parameters.get(name)
+        if value is not None and value < 1.0:
+            chosen.append(warper(float(value)))
+    return chosen
+
+
 class _Streamer:
-    """What `generate` tells each step's tokens; its own streamers take one prompt only."""
+    """The streamer for `generate`; those of transformers take only one prompt."""
 
     def __init__(self, tokenizer: Any, texts: SimpleQueue[Any]) -> None:
         self._tokenizer = tokenizer
@@ -142,7 +183,7 @@ def _stream_generate(
             model.generate(
                 **encoded, streamer=_Streamer(tokenizer, texts), stopping_criteria=[stop_when_abandoned], **parameters
             )
-        except Exception as error:  # it belongs to whoever reads the stream
+        except Exception as error:  # raised again where the stream is read
             texts.put(error)
 
     threading.Thread(target=generate, name="generate", daemon=True).start()

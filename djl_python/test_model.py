@@ -1,4 +1,4 @@
-"""Runs a handler without a server, from the command line or from tests (contracts/lmi.md section 7.6)."""
+"""Runs a handler without a server, from the command line or from tests."""
 
 from __future__ import annotations
 
@@ -8,32 +8,37 @@ import inspect
 import json
 import logging
 import os
+import random
 import re
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from djl_python.handler_io import (
-    create_3p_request,
-    create_concurrent_batch_request,
-    create_json_request,
-    create_npz_request,
-    create_numpy_request,
-    create_request,
-    create_text_request,
-    decode_encoded_output_binary,
-    extract_output_as_bytes,
-    extract_output_as_input,
-    extract_output_as_npz,
-    extract_output_as_numpy,
-    extract_output_as_string,
-)
+from djl_python import wire
 from djl_python.inputs import Input
+from djl_python.np_util import to_nd_list, to_npz
 from djl_python.outputs import Output
 from djl_python.service_loader import ModelService, load_model_service
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _ENVIRONMENT_PREFIX = "OPTION_"
+_JSON = "application/json"
+_TEXT = "text/plain"
+_CONTENT_TYPES = {
+    ".json": _JSON,
+    ".txt": _TEXT,
+    ".gif": "image/gif",
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".ndlist": "tensor/ndlist",
+    ".npz": "tensor/npz",
+}
+_KEY = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_SEED_LIMIT = 2**31
 _PROPERTY = re.compile(r"([^=:\s]+)\s*[=:]?\s*(.*)")
 
 
@@ -74,7 +79,7 @@ class TestHandler:
         self._initialized = False
         if not isinstance(entry_point, str):
             self.service = ModelService(entry_point, model_dir)
-            # A module that another test has used begins anew.
+            # Another test may have used the module already.
             if hasattr(entry_point, "_service"):
                 entry_point._service.initialized = False
             return
@@ -87,7 +92,7 @@ class TestHandler:
         self.service = load_model_service(model_dir, entry_point)
 
     def inference(self, inputs: Input) -> Output | None:
-        """What the handler answers. The chunks of an async generator come as one Output with a stream.
+        """The handler's answer. The chunks of an async generator become one Output with a stream.
 
         Raises:
             RuntimeError: the handler could not be initialized.
@@ -116,7 +121,7 @@ class TestHandler:
     ) -> dict[int, str]:
         """Calls a rolling-batch handler until all requests have finished; the whole text of each.
 
-        After the first call requests come without data and properties, as the server sends them (section 7.7).
+        After the first call requests come without data and properties, as the server sends them.
 
         Raises:
             RuntimeError: the handler failed, or answered another number of requests.
@@ -162,7 +167,7 @@ class TestHandler:
 
 
 async def _completed(answer: Any) -> Any:
-    """What a handler of async mode comes to, with all its chunks."""
+    """The answer of a handler in async mode, with all its chunks."""
     if inspect.isawaitable(answer):
         answer = await answer
     if not isinstance(answer, AsyncIterator):
@@ -180,6 +185,138 @@ def _joined(outputs: Sequence[Output]) -> Output:
             joined.set_code(int(chunk["code"])).set_message(chunk.get("error", ""))
     joined.properties = dict(outputs[0].properties) if outputs else {}
     return joined.add_stream_content(texts, None)
+
+
+def create_request(input_files: Sequence[str], parameters: Iterable[str] | None = None) -> Input:
+    """A request from `[key=]file-or-text` entries and `k=v` properties.
+
+    The content type is that of the entry `data`, or else of the first: by the file's extension; text in braces is
+    JSON, and other text is plain.
+
+    Raises:
+        ValueError: a property has no `=`.
+    """
+    request = _request(None)
+    for parameter in parameters or ():
+        name, separator, value = parameter.partition("=")
+        if not separator:
+            raise ValueError(f"Invalid model parameter: {parameter}")
+        request.properties[name] = value
+    content_types: dict[str | None, str] = {}
+    for entry in input_files:
+        named = None if os.path.exists(entry) else _KEY.fullmatch(entry)
+        key, source = (named[1], named[2]) if named else (None, entry)
+        content, content_type = _read(source)
+        request.content.add(key, content)
+        content_types.setdefault(key, content_type)
+    chosen = content_types.get("data") or next(iter(content_types.values()), "")
+    if chosen:
+        request.properties["content-type"] = chosen
+    return request
+
+
+def create_json_request(json_data: Any, key: str | None = None) -> Input:
+    """A request with a JSON document."""
+    return _request(_JSON, Output().add_as_json(json_data).content.value_at(0), key)
+
+
+def create_text_request(text: str, key: str | None = None) -> Input:
+    """A request with plain text."""
+    return _request(_TEXT, text.encode("utf-8"), key)
+
+
+def create_numpy_request(list: Any, key: str | None = None) -> Input:
+    """A request with arrays as NDList."""
+    return _request("tensor/ndlist", to_nd_list(list), key)
+
+
+def create_npz_request(list: Any, key: str | None = None) -> Input:
+    """A request with arrays as npz."""
+    return _request("tensor/npz", to_npz(list), key)
+
+
+def create_3p_request(json_data: Any, stream: bool = False, key: str | None = None) -> Input:
+    """A Bedrock-compatible request."""
+    request = create_json_request(json_data, key)
+    request.properties["X-Amzn-SageMaker-Forwarded-Api"] = (
+        "InvokeEndpointWithResponseStream" if stream else "InvokeEndpoint"
+    )
+    return request
+
+
+def create_concurrent_batch_request(
+    inputs: Sequence[Any],
+    properties: Sequence[Mapping[str, Any]] | None = None,
+    serving_properties: Mapping[str, Any] | None = None,
+) -> Input:
+    """Several requests as one Input: a JSON document, or bytes as they are, for each, and its properties.
+
+    A request that has data also gets a seed. Properties of the server belong to the whole batch.
+    """
+    request = Input()
+    request.properties = {**(serving_properties or {}), "batch_size": len(inputs)}
+    request.function_name = request.properties.get("handler", "handle")
+    for index, own in enumerate(properties or ()):
+        for name, value in own.items():
+            request.properties[f"batch_{index:03d}_{name}"] = value
+    for index, document in enumerate(inputs):
+        encoded = document if isinstance(document, bytes) else bytes(create_json_request(document).get_as_bytes())
+        request.content.add(f"batch_{index:03d}_data", encoded)
+        if encoded:
+            request.content.add(f"batch_{index:03d}_seed", str(random.randrange(_SEED_LIMIT)).encode())
+    return request
+
+
+def extract_output_as_input(outputs: Output) -> Input:
+    """An answer as an `Input`, whose methods read its content."""
+    inputs = Input()
+    inputs.properties, inputs.content = outputs.properties, outputs.content
+    return inputs
+
+
+def extract_output_as_bytes(outputs: Output, key: str | None = None) -> Any:
+    """An answer's content as bytes. Raises KeyError."""
+    return extract_output_as_input(outputs).get_as_bytes(key)
+
+
+def extract_output_as_numpy(outputs: Output, key: str | None = None) -> list[NDArray[Any]]:
+    """An answer's content as arrays of NDList. Raises KeyError and ValueError."""
+    return extract_output_as_input(outputs).get_as_numpy(key)
+
+
+def extract_output_as_npz(outputs: Output, key: str | None = None) -> list[NDArray[Any]]:
+    """An answer's content as arrays of npz. Raises KeyError and ValueError."""
+    return extract_output_as_input(outputs).get_as_npz(key)
+
+
+def extract_output_as_string(outputs: Output, key: str | None = None) -> str:
+    """An answer's content as text. Raises KeyError and ValueError."""
+    return extract_output_as_input(outputs).get_as_string(key)
+
+
+def decode_encoded_output_binary(binary: bytes | bytearray) -> dict[str, str]:
+    """The map that `Output.binary_encode` has encoded, with text values. Raises ValueError if the bytes are broken."""
+    try:
+        return wire.read_string_map(binary)[0]
+    except ValueError as error:
+        raise ValueError(f"The encoded answer is broken: {error}") from error
+
+
+def _request(content_type: str | None, content: bytes | bytearray | None = None, key: str | None = None) -> Input:
+    request = Input()
+    request.properties["device_id"] = "-1"
+    if content_type:
+        request.properties["content-type"] = content_type
+    request.content.add(key, content)
+    return request
+
+
+def _read(source: str) -> tuple[bytes, str]:
+    if not os.path.isfile(source):
+        is_json = source.startswith("{") and source.endswith("}")
+        return source.encode("utf-8"), _JSON if is_json else _TEXT
+    with open(source, "rb") as file:
+        return file.read(), _CONTENT_TYPES.get(os.path.splitext(source)[1].lower(), "")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -203,26 +340,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parameters", nargs="+", help="properties of the request, k=v")
     return parser
 
-
-__all__ = [
-    "TestHandler",
-    "create_3p_request",
-    "create_concurrent_batch_request",
-    "create_json_request",
-    "create_npz_request",
-    "create_numpy_request",
-    "create_request",
-    "create_text_request",
-    "decode_encoded_output_binary",
-    "extract_output_as_bytes",
-    "extract_output_as_input",
-    "extract_output_as_npz",
-    "extract_output_as_numpy",
-    "extract_output_as_string",
-    "load_properties",
-    "run",
-    "update_properties_with_env_vars",
-]
 
 if __name__ == "__main__":
     run()

@@ -1,4 +1,4 @@
-"""Small functions that LMI handlers import under this module's name (contracts/lmi.md section 7.5)."""
+"""Small functions that LMI's handlers import from this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IdCounter:
         self.id = 0
 
     def get_id(self) -> int:
-        """The number that comes next."""
+        """The next number, which is not taken."""
         return self.id
 
     def next_id(self) -> int:
@@ -44,27 +44,27 @@ def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
 
 
 def is_best_of(parameters: Mapping[str, Any]) -> bool:
-    """The best of several sequences is wanted."""
+    """Whether the best of several sequences is requested."""
     return _above_one(parameters, "best_of")
 
 
 def is_beam_search(parameters: Mapping[str, Any]) -> bool:
-    """Beam search is wanted."""
+    """Whether beam search is requested."""
     return _above_one(parameters, "num_beams")
 
 
 def is_multiple_sequences(parameters: Mapping[str, Any]) -> bool:
-    """Several sequences are wanted."""
+    """Whether several sequences are requested."""
     return _above_one(parameters, "n")
 
 
 def is_streaming(parameters: Mapping[str, Any]) -> bool:
-    """Token streaming is wanted."""
+    """Whether token streaming is requested."""
     return bool(parameters.get("stream"))
 
 
 def wait_till_generation_finished(parameters: Mapping[str, Any]) -> bool:
-    """Nothing can be sent before all sequences have finished (section 4.4)."""
+    """Whether no text can be sent before all sequences have finished."""
     return is_best_of(parameters) or is_multiple_sequences(parameters) or is_beam_search(parameters)
 
 

@@ -1,7 +1,6 @@
 """The binary form in which LMI's server and its Python workers exchange requests and answers.
 
-All integers are big-endian. A string is an int32 byte length, -1 for None, and UTF-8. Source: contracts/lmi.md
-sections 7.2 and 7.3.
+All integers are big-endian. A string is an int32 byte length, -1 for None, and UTF-8.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ STREAMED_CONTENT = -1
 
 
 class Receiver(Protocol):
-    """What is read from: a connected socket."""
+    """A connected socket, for reading."""
 
     def recv(self, size: int, /) -> bytes:
         """At most `size` bytes; none once the other side has closed."""
 
 
 class Sender(Protocol):
-    """What is written to: a connected socket."""
+    """A connected socket, for writing."""
 
     def sendall(self, data: Any, /) -> Any:
         """Sends all bytes."""
 
 
 def read_exactly(connection: Receiver, size: int) -> bytearray:
-    """As many bytes as asked for. Raises ValueError if the connection ends first."""
+    """The next `size` bytes. Raises ValueError if the connection ends first."""
     data = bytearray()
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -71,7 +70,7 @@ def utf8(text: str | None) -> bytes:
 
 
 def sendable(text: str) -> str:
-    """An error's text without halves of surrogate pairs, which it may repeat from a client's JSON; UTF-8 has none."""
+    """The text with `?` for lone surrogates, which UTF-8 cannot encode and a client's JSON may contain."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -83,3 +82,24 @@ def sized(data: bytes | bytearray) -> bytes:
 def string_map(entries: Mapping[Any, Any]) -> bytes:
     """A count, then keys and values as `str()` writes them."""
     return int16(len(entries)) + b"".join(utf8(str(key)) + utf8(str(value)) for key, value in entries.items())
+
+
+def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
+    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes.
+
+    Raises:
+        ValueError: the bytes end too early, or are not UTF-8.
+    """
+    texts: list[str] = []
+    try:
+        (count,), at = struct.unpack_from(">h", data), 2
+        for _ in range(2 * count):
+            (length,) = struct.unpack_from(">i", data, at)
+            text = bytes(data[at + 4 : at + 4 + max(length, 0)])
+            if len(text) < length:
+                raise ValueError(f"{length} bytes of text wanted at {at}, {len(text)} left")
+            texts.append(text.decode("utf-8"))
+            at += 4 + len(text)
+    except struct.error as error:
+        raise ValueError(str(error)) from error
+    return dict(zip(texts[::2], texts[1::2], strict=True)), at

@@ -1,6 +1,6 @@
-"""The adapters of one model: their names, where they are from, and what may be done with them.
+"""The adapters of one model: registered, updated and unregistered under their names.
 
-Who keeps them, an engine or the workers of a custom handler, is the `AdapterHost`. Source: contracts/lmi.md section 9.
+An `AdapterHost`, an engine or the workers of a custom handler, loads them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from handlers.errors import AdapterConflict, AdapterError, AdapterFailed, Invali
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "adapters"
-"""Adapters that come with a model are in directories below this one."""
+"""Directory of a model in which its own adapters are, each in a directory."""
 
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
-"""Not `.` or `..`: clients resolve them in a path, and could never remove such an adapter."""
+"""Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed."""
 _SHOWN = 200
-"""Characters of what a client sent that a message repeats."""
+"""Characters of a client's text that a message repeats."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOrder:
-    """What a client orders: to register an adapter, or to change it."""
+    """A client's order to register or to update an adapter. None: not given."""
 
     name: str
     src: str | None = None
     """A directory; a relative one is below the model's."""
     preload: bool | None = None
-    """Load it now, rather than for its first request. None: not said."""
+    """Load it now, not with its first request."""
     pin: bool | None = None
-    """Keep it in memory. None: not said."""
+    """Keep it in memory."""
     alias: str = ""
-    """What messages call it instead of its name."""
+    """Its name in messages."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Anything else, for a custom handler."""
+    """All other parameters, for a custom handler."""
 
     @property
     def shown(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.alias or self.name
 
 
@@ -57,10 +57,10 @@ class Adapter:
 
     name: str
     src: str
-    """As it was ordered."""
+    """As the client gave it."""
     path: Path
     id: int
-    """At least 1, and of no other adapter, former ones of its name included."""
+    """At least 1, and unique among all adapters of the model, former ones included."""
     preload: bool = True
     pin: bool = False
     alias: str = ""
@@ -68,28 +68,28 @@ class Adapter:
 
 
 class AdapterHost(Protocol):
-    """Keeps the adapters of one model. Messages of a host take the place of ours; they may be empty.
+    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one.
 
-    All methods may raise AdapterError, which leaves everything as it was.
+    All may raise AdapterError, which leaves everything as it was.
     """
 
     async def register(self, adapter: Adapter) -> str:
-        """Make an adapter usable, in the place of one of the same name if there is any."""
+        """Make an adapter usable; it replaces a former one of its name."""
 
     async def update(self, adapter: Adapter) -> str:
-        """Take over what has changed of an adapter."""
+        """Apply the changes of an adapter."""
 
     async def unregister(self, adapter: Adapter) -> str:
-        """Let no new request have the adapter, and free it when none has it any more."""
+        """Refuse new requests for the adapter, and release it when its last request has ended."""
 
     async def stop(self) -> None:
-        """End what goes on in the background."""
+        """End background work."""
 
 
 class AdapterRegistry:
-    """What is registered. For the event loop alone.
+    """The registered adapters. For the event loop alone.
 
-    An order, once begun, is carried out whether or not its client waits for the answer.
+    An order that has begun is completed even if its client leaves.
     """
 
     def __init__(
@@ -99,8 +99,7 @@ class AdapterRegistry:
         reserved: Collection[str] = (),
         faults: Callable[[Path], Sequence[str]] | None = None,
     ) -> None:
-        """`reserved`: names that requests give the model itself. `faults`: why a directory may not be one of an
-        adapter here; may block."""
+        """`reserved`: the names of the model itself. `faults`: reasons why a directory is not allowed; may block."""
         self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
         self._faults = faults
         self._adapters: dict[str, Adapter] = {}
@@ -112,22 +111,22 @@ class AdapterRegistry:
         return name in self._adapters
 
     def all(self) -> tuple[Adapter, ...]:
-        """Every adapter, in the order of registration."""
+        """All adapters, in the order of registration."""
         return tuple(self._adapters.values())
 
     def get(self, name: str) -> Adapter:
         """The adapter of this name.
 
         Raises:
-            UnknownAdapter: there is none.
+            UnknownAdapter: no adapter has this name.
         """
         return self._known(name, name)
 
     async def preload(self, model_dirs: Sequence[Path]) -> None:
-        """Register the adapters that come with the model: what is in `adapters/` below these directories.
+        """Register the adapters in `adapters/` below these directories.
 
         Raises:
-            AdapterError, InvalidRequest: one of them cannot be used, or is not allowed here; it is named.
+            AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
         """
         found: dict[str, Path] = {}
         for directory in model_dirs:
@@ -143,11 +142,11 @@ class AdapterRegistry:
     async def register(self, order: AdapterOrder, *, replacing: bool = False) -> str:
         """Make an adapter usable. Returns the host's message, or "".
 
-        `replacing`: one of the same name gives way, once the new one is there; its requests are carried to their end.
+        `replacing`: one of the same name is replaced once the new one is loaded; its running requests are completed.
 
         Raises:
-            AdapterError: it cannot be; nothing is registered, and what was is as before.
-            InvalidRequest: its directory is not allowed here.
+            AdapterError: it cannot be registered; everything is as before.
+            InvalidRequest: its directory is not allowed.
         """
         path = self._path(order)
         if not _NAME.fullmatch(order.name):
@@ -170,14 +169,15 @@ class AdapterRegistry:
             options=order.options,
         )
         _check_pin(adapter)
-        return await self._alone(order.name, self._register(adapter))
+        self._check_free(order.name)
+        return await self._complete(self._register(adapter), busy=order.name)
 
     async def update(self, order: AdapterOrder) -> str:
-        """Change whether an adapter is loaded ahead or pinned. Returns the host's message, or "".
+        """Change whether an adapter is preloaded or pinned, and its options. Returns the host's message, or "".
 
         Raises:
-            UnknownAdapter: there is none of this name.
-            AdapterError: it cannot be done; everything is as before.
+            UnknownAdapter: no adapter has this name.
+            AdapterError: it cannot be changed; everything is as before.
         """
         adapter = self._known(order.name, order.shown)
         if order.src is not None and order.src != adapter.src:
@@ -194,22 +194,25 @@ class AdapterRegistry:
             options={**adapter.options, **order.options},
         )
         _check_pin(changed)
-        return await self._alone(order.name, self._update(changed))
+        self._check_free(order.name)
+        return await self._complete(self._update(changed), busy=order.name)
 
     async def unregister(self, name: str, alias: str = "") -> str:
-        """Forget an adapter: new requests for it are refused at once, those that run keep it. Returns as above.
+        """Remove an adapter: new requests for it are refused at once, running ones are completed.
+
+        Returns the host's message, or "".
 
         Raises:
-            UnknownAdapter: there is none of this name.
-            AdapterError: a custom handler refuses; it stays registered.
+            UnknownAdapter: no adapter has this name.
+            AdapterError: a custom handler refuses; the adapter stays registered.
         """
         adapter = self._known(name, alias or name)
         self._check_free(name)
         del self._adapters[name]  # at once, so that no other order finds it
-        return await self._outliving(self._unregister(adapter, alias or adapter.alias))
+        return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
-        """End what goes on in the background."""
+        """End background work."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -237,30 +240,21 @@ class AdapterRegistry:
         logger.info("adapter %s unregistered", adapter.name)
         return message
 
-    async def _alone(self, name: str, work: Coroutine[Any, Any, str]) -> str:
-        """One order for a name at a time. An adapter that is on its way out is in the way of none."""
-        try:
-            self._check_free(name)
-        except AdapterConflict:
-            work.close()
-            raise
-        self._busy.add(name)
-        return await self._outliving(work, lambda: self._busy.discard(name))
-
     def _check_free(self, name: str) -> None:
         if name in self._busy:
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
-    async def _outliving(self, work: Coroutine[Any, Any, str], done: Callable[[], None] = lambda: None) -> str:
-        """What comes of the work, which is done even if nobody waits for it any more."""
+    async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
+        """Wait for the work, which is completed even if this is cancelled; until then the name `busy` is not free."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
+        self._busy.add(busy)
 
         def ended(_: object) -> None:
-            done()
+            self._busy.discard(busy)
             self._tasks.discard(task)
             if not task.cancelled():
-                task.exception()  # seen: the client may have gone
+                task.exception()  # mark it as retrieved: the client may have gone
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
@@ -271,10 +265,10 @@ class AdapterRegistry:
         return adapter
 
     def _path(self, order: AdapterOrder) -> Path:
-        """Where the adapter is.
+        """The adapter's directory.
 
         Raises:
-            AdapterConflict: `src` is a URL of a kind that is not served.
+            AdapterConflict: `src` is a URL that names no directory of this machine.
         """
         src = order.src or ""
         if _SCHEME.match(src):

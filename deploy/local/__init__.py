@@ -1,1 +1,1 @@
-"""SageMaker's runtime API in front of a container on this machine, for its unmodified clients."""
+"""SageMaker's runtime API in front of a container on this machine, for unmodified clients."""

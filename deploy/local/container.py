@@ -1,4 +1,4 @@
-"""The container as a child process: started on a port of its own, told to stop with us, watched."""
+"""The container behind the endpoints: connections to it, and its process where we start it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ import httpx
 
 _CONNECT_SECONDS, _WRITE_SECONDS, _POOL_SECONDS = 5.0, 60.0, 5.0
 _IDLE_SECONDS = 4.0
-"""Less than what servers commonly keep an idle connection for (uvicorn: 5), so that we end it, not they."""
+"""Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that it is closed from this side."""
+_LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+_WATCH_SECONDS = 0.1
 
 
 class ContainerUnreachable(Exception):
-    """No connection could be opened; the container has seen nothing of the call."""
+    """No connection could be opened; the container has not seen the call."""
 
 
 class ContainerBroken(Exception):
@@ -42,7 +45,7 @@ class ContainerClient:
             follow_redirects=False,
             trust_env=False,
         )
-        # The container gets the headers that it would get on the platform, not those of this client.
+        # The container gets the caller's headers, as on the platform, and none of httpx's.
         for name in ("accept", "accept-encoding", "user-agent"):
             del self._http.headers[name]
 
@@ -57,7 +60,7 @@ class ContainerClient:
         Raises:
             ContainerUnreachable, ContainerBroken, ContainerBusy: also from within the block, while the body is read.
         """
-        # Text that is not ASCII is what httpx would refuse; HTTP has it as the bytes that came.
+        # As bytes: httpx would refuse text that is not ASCII.
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         try:
             async with self._http.stream(method, target, headers=raw, content=body) as response:
@@ -78,50 +81,42 @@ async def read_up_to(response: httpx.Response, limit: int) -> bytes | None:
     """The whole body, or None if it has more than `limit` bytes."""
     pieces, size = [], 0
     async for piece in response.aiter_raw():
+        pieces.append(piece)
         size += len(piece)
         if size > limit:
             return None
-        pieces.append(piece)
     return b"".join(pieces)
 
 
-_LOOPBACK = "127.0.0.1"
-_PARENT_DEATH_SIGNAL = 1
-_WATCH_SECONDS = 0.1
-
-
 class ContainerProcess:
-    """`python -m container serve`, with this process's environment, save for the address."""
+    """`python -m container serve` as a child, on a free port, otherwise with this process's environment."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """`arguments`: of `serve`, without address and port."""
         port = _free_port()
         self.url = f"http://{_LOOPBACK}:{port}"
+        # The address is in the variables because they take precedence over a command line.
+        environment = {**os.environ, "SERVING_HOST": _LOOPBACK, "SERVING_PORT": str(port)}
+        environment.pop("SAGEMAKER_BIND_TO_PORT", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "container", "serve", *arguments],
-            env=_environment(port),
-            # A session of its own: Ctrl-C reaches us alone, and the container once, through `stop`.
+            env=environment,
+            # A session of its own, so that Ctrl-C reaches the container only once, through `stop`.
             start_new_session=True,
             preexec_fn=_end_with(os.getpid()),
         )
 
     def stop(self) -> None:
-        """Have it drain; a second time: have it end at once."""
+        """Have it drain; when called again, have it end at once."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     async def wait(self) -> int:
-        """Wait for its end. A death by signal n gives 128 + n, as in a shell."""
+        """Wait for its end; returns its exit code, or 128 + n after a death by signal n, as in a shell."""
         while self._process.poll() is None:
             await asyncio.sleep(_WATCH_SECONDS)
         code: int = self._process.returncode
         return code if code >= 0 else 128 - code
-
-
-def _environment(port: int) -> dict[str, str]:
-    """Ours, with the address in the variables: they go before a command line."""
-    given = {name: value for name, value in os.environ.items() if name != "SAGEMAKER_BIND_TO_PORT"}
-    return given | {"SERVING_HOST": _LOOPBACK, "SERVING_PORT": str(port)}
 
 
 def _free_port() -> int:
@@ -132,11 +127,11 @@ def _free_port() -> int:
 
 
 def _end_with(parent: int) -> Callable[[], None]:
-    """Have the kernel send SIGTERM to the child when its parent dies without a word."""
-    prctl = ctypes.CDLL(None).prctl
+    """Have the kernel send SIGTERM to the child when its parent dies."""
+    prctl = ctypes.CDLL(None).prctl  # before the fork, after which little may be done
 
     def prepare() -> None:
-        prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(128 + signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Errors of the runtime API, in AWS's words. Source: contracts/sagemaker_hosting.md section 4."""
+"""Errors of SageMaker's runtime API, in AWS's words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 ACCOUNT, REGION = "000000000000", "us-east-1"
-"""Appear in messages and ARNs; there is no account."""
+"""Placeholders in messages and ARNs: the local endpoint has no account."""
 
 MAX_ORIGINAL_MESSAGE = 2048
 """Characters of a container's error that the API shows."""
@@ -18,7 +18,7 @@ _TIMED_OUT = (
 
 
 class RuntimeApiError(Exception):
-    """What a caller gets in place of an answer."""
+    """An error reply of the API."""
 
     def __init__(self, name: str, status: int, message: str, more: Mapping[str, str | int] | None = None) -> None:
         """`name`: the exception of the service model; `more`: further keys of the body."""
@@ -45,7 +45,7 @@ def constraint_violation(field: str, value: str, constraint: str) -> RuntimeApiE
 
 
 def endpoint_not_found(name: str) -> RuntimeApiError:
-    """There is no endpoint of this name."""
+    """No endpoint has this name."""
     return validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
 
 
@@ -55,29 +55,27 @@ def payload_too_large(limit: int) -> RuntimeApiError:
 
 
 def payload_timed_out(seconds: float) -> RuntimeApiError:
-    """A request's body did not go on."""
+    """No more of a request's body came for `seconds`."""
     return RuntimeApiError("ValidationError", 408, f"Nothing of the body's rest has come for {seconds:g} seconds.")
 
 
-def model_error(endpoint: str, status: int, body: str | None) -> RuntimeApiError:
-    """The container answered with a status that is no success.
-
-    `body`: None if there was more of it than the API reads.
-    """
+def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiError:
+    """The container answered with an error status; `body` is None if it is longer than the API reads."""
+    text = None if body is None else body.decode(errors="replace")
     side, code = ("client", "CLIENT_ERROR") if 400 <= status < 500 else ("server", "INTERNAL_FAILURE")
-    text = "and could not load the entire response body" if body is None else f'with message "{body}"'
-    original = (body or "")[:MAX_ORIGINAL_MESSAGE]
-    return _model_error(endpoint, status, f"Received {side} error ({status}) from primary {text}.", original, code)
+    shown = "and could not load the entire response body" if text is None else f'with message "{text}"'
+    original = (text or "")[:MAX_ORIGINAL_MESSAGE]
+    return _model_error(endpoint, status, f"Received {side} error ({status}) from primary {shown}.", original, code)
 
 
 def model_timed_out(endpoint: str) -> RuntimeApiError:
     """The container did not answer in time."""
-    return _without_answer(endpoint, _TIMED_OUT)
+    return _no_answer(endpoint, _TIMED_OUT)
 
 
 def model_without_response(endpoint: str) -> RuntimeApiError:
     """The container closed the connection before its answer was complete."""
-    return _without_answer(
+    return _no_answer(
         endpoint,
         f"Amazon SageMaker could not get a response from the {endpoint} endpoint. This can occur when CPU or memory "
         "utilization is high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance "
@@ -85,7 +83,7 @@ def model_without_response(endpoint: str) -> RuntimeApiError:
     )
 
 
-def _without_answer(endpoint: str, reason: str) -> RuntimeApiError:
+def _no_answer(endpoint: str, reason: str) -> RuntimeApiError:
     message = f'Received server error (0) from primary with message "{reason}".'
     return _model_error(endpoint, 0, message, reason, "INTERNAL_FAILURE")
 
@@ -107,14 +105,14 @@ def _model_error(endpoint: str, status: int, message: str, original: str, code: 
 
 
 def model_not_ready(endpoint: str) -> RuntimeApiError:
-    """The container is there, but its model is still loading."""
+    """The container runs, but its model is still loading."""
     return RuntimeApiError(
         "ModelNotReadyException", 429, f"Model for endpoint {endpoint} is not ready for inference yet. Please retry."
     )
 
 
 def service_unavailable(message: str) -> RuntimeApiError:
-    """The container cannot be reached, or there is no room for the call."""
+    """The container cannot be reached, or a limit is exhausted."""
     return RuntimeApiError("ServiceUnavailable", 503, message)
 
 
@@ -124,5 +122,5 @@ def internal_failure() -> RuntimeApiError:
 
 
 def unknown_operation(method: str, path: str) -> RuntimeApiError:
-    """Nothing of the runtime API has this method and path."""
+    """The runtime API has no such method and path."""
     return RuntimeApiError("UnknownOperationException", 404, f"{method} {path} is no operation of the runtime API.")

@@ -1,7 +1,4 @@
-"""One call of an endpoint: to the container and back, whole or as an event stream.
-
-Source: contracts/sagemaker_hosting.md sections 4, 5 and 12.
-"""
+"""One call of an endpoint: to the container and back, whole or as AWS's event stream."""
 
 from __future__ import annotations
 
@@ -9,17 +6,16 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from struct import pack
-from typing import Any, Literal
+from typing import Any
 from zlib import crc32
 
 import httpx
 
-from container.http.protocol import BREAK_OFF
 from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable, read_up_to
-from deploy.local.endpoints import Endpoints
+from deploy.local.endpoints import Endpoints, LocalSettings
 from deploy.local.errors import (
     RuntimeApiError,
     internal_failure,
@@ -30,159 +26,22 @@ from deploy.local.errors import (
     service_unavailable,
 )
 from deploy.local.parameters import Headers, Parameters, reply_headers
-from deploy.local.settings import LocalSettings
 
 logger = logging.getLogger(__name__)
 
-CONTENT_TYPE = "application/vnd.amazon.eventstream"
-
-StreamErrorCode = Literal["ModelInvocationTimeExceeded", "StreamBroken"]
-
-_STRING = 7
-_MAX_NAME, _MAX_VALUE = 255, 65535
-
-
-def encode_headers(headers: Sequence[tuple[str, str]]) -> bytes:
-    """The headers part of a message; every value is a string.
-
-    Raises:
-        ValueError: a name has no or more than 255 bytes, or a value more than 65535.
-    """
-    parts = []
-    for name, value in headers:
-        raw_name, raw_value = name.encode(), value.encode()
-        if not 0 < len(raw_name) <= _MAX_NAME:
-            raise ValueError(f"a header's name has {len(raw_name)} bytes; 1 to {_MAX_NAME} are allowed")
-        if len(raw_value) > _MAX_VALUE:
-            raise ValueError(f"header {name} has {len(raw_value)} bytes; at most {_MAX_VALUE} are allowed")
-        parts.append(pack(">B", len(raw_name)) + raw_name + pack(">BH", _STRING, len(raw_value)) + raw_value)
-    return b"".join(parts)
-
-
-def encode_message(headers: bytes, payload: bytes) -> bytes:
-    """A message with headers that `encode_headers` made."""
-    prelude = pack(">II", 16 + len(headers) + len(payload), len(headers))
-    head = prelude + pack(">I", crc32(prelude)) + headers
-    return b"".join((head, payload, pack(">I", crc32(payload, crc32(head)))))
-
-
-_PAYLOAD_PART = encode_headers(
-    (
-        (":event-type", "PayloadPart"),
-        (":content-type", "application/octet-stream"),
-        (":message-type", "event"),
-    )
-)
-
-
-def payload_part(data: bytes) -> bytes:
-    """A piece of the model's reply."""
-    return encode_message(_PAYLOAD_PART, data)
-
-
-def model_stream_error(message: str, code: StreamErrorCode) -> bytes:
-    """The model failed after the first byte; nothing comes after this message."""
-    return _exception("ModelStreamError", {"ErrorCode": code, "Message": message})
-
-
-def internal_stream_failure(message: str) -> bytes:
-    """The platform failed after the first byte; nothing comes after this message."""
-    return _exception("InternalStreamFailure", {"Message": message})
-
-
-def _exception(name: str, document: dict[str, str]) -> bytes:
-    headers = encode_headers(
-        (
-            (":exception-type", name),
-            (":content-type", "application/json"),
-            (":message-type", "exception"),
-        )
-    )
-    return encode_message(headers, json.dumps(document).encode())
-
-
-_PING_SECONDS = 2.0
-_REGISTER_SECONDS = 60.0
-_MAX_ANSWER = 65536
-_CONFLICT = 409
-_LOADING = frozenset({207, 503})
-"""What containers answer while a model loads; any other failure is the model's own, and a call will show it."""
-
-
-class Readiness:
-    """Remembers that a container has come into service, so that calls do not ask for it each time."""
-
-    def __init__(self, container: ContainerClient, adapters: Mapping[str, str]) -> None:
-        """`adapters`: name and source of those that the container is to load; see `POST /adapters`."""
-        self._container = container
-        self._adapters = {name: source for name, source in adapters.items() if source}
-        self._in_service = False
-        self._asking = asyncio.Lock()
-
-    async def check(self, endpoint: str) -> None:
-        """Let a call pass, or not.
-
-        Raises:
-            RuntimeApiError: ModelNotReadyException, the model is still loading.
-            ContainerUnreachable, ContainerBroken, ContainerBusy: there is no asking.
-        """
-        if self._in_service:
-            return
-        async with self._asking:
-            if self._in_service:
-                return
-            try:
-                async with (
-                    asyncio.timeout(_PING_SECONDS),
-                    self._container.request("GET", "/ping", (), b"") as response,
-                ):
-                    status = response.status_code
-                    await read_up_to(response, _MAX_ANSWER)  # so that the connection can serve the call
-            except TimeoutError:
-                raise model_not_ready(endpoint) from None
-            if status in _LOADING:
-                raise model_not_ready(endpoint)
-            if status == 200:
-                for name, source in self._adapters.items():
-                    await self._register(name, source)
-                self._in_service = True
-
-    def lost(self) -> None:
-        """The container could not be reached, or serve: it may be starting again, and then has no adapters yet."""
-        self._in_service = False
-
-    async def _register(self, name: str, source: str) -> None:
-        """Have an adapter loaded. A failure is logged: calls for the adapter get the container's own error."""
-        body = json.dumps({"name": name, "src": source}).encode()
-        headers = [("content-type", "application/json")]
-        try:
-            async with (
-                asyncio.timeout(_REGISTER_SECONDS),
-                self._container.request("POST", "/adapters", headers, body) as response,
-            ):
-                answer = await read_up_to(response, _MAX_ANSWER) or b""
-        except TimeoutError:
-            logger.error("adapter %s: the container did not load it within %g s", name, _REGISTER_SECONDS)
-            return
-        if response.status_code == _CONFLICT:
-            # As a rule it has the adapter from an earlier time; if not, calls for it show what else is wrong.
-            logger.info("adapter %s: %s", name, answer[:500].decode(errors="replace"))
-        elif response.is_success:
-            logger.info("adapter %s is registered, from %s", name, source)
-        else:
-            logger.error(
-                "adapter %s: POST /adapters answered %d: %s",
-                name,
-                response.status_code,
-                answer[:500].decode(errors="replace"),
-            )
-
-
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_NOT_FOUND, _UNAVAILABLE = 404, 503
-_MAX_ERROR_BYTES = 65536
+_EVENT_STREAM = (b"content-type", b"application/vnd.amazon.eventstream")
+_NOT_FOUND, _CONFLICT, _UNAVAILABLE = 404, 409, 503
+_LOADING = frozenset({207, _UNAVAILABLE})
+"""What containers answer to a ping while a model loads; any other failure is the model's own, and a call shows it."""
+_MAX_ANSWER = 65536
+"""Bytes that are read of an error, and of the answer to a ping or a registration."""
+_MAX_LOGGED = 500
+_PING_SECONDS = 2.0
+_REGISTER_SECONDS = 60.0
 _LAST_WORD_SECONDS = 5.0
+"""Time in which the caller has to take the message that ends a failed stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +62,7 @@ class Answer:
 
 
 class Invoker:
-    """Makes calls to the container and turns what becomes of them into the API's terms."""
+    """Makes calls to the container and translates its answers and failures into the API's."""
 
     def __init__(self, settings: LocalSettings, container: ContainerClient) -> None:
         self._settings = settings
@@ -215,7 +74,7 @@ class Invoker:
         """The whole answer, within `seconds` and with at most `most` bytes (default: the limits of a real-time call).
 
         Raises:
-            RuntimeApiError: there is no good answer.
+            RuntimeApiError: the call is refused or fails.
         """
         try:
             async with (
@@ -224,11 +83,11 @@ class Invoker:
             ):
                 body = await read_up_to(response, most or self._settings.max_payload)
         except TimeoutError:
-            if self.endpoints.loading(invocation.parameters):
+            if self.endpoints.models.loading(invocation.parameters.get("targetModel")):
                 raise model_not_ready(invocation.endpoint) from None
             raise model_timed_out(invocation.endpoint) from None
         except ContainerBroken as error:
-            raise self._broken(invocation, error) from error
+            raise _broken(invocation, error) from error
         if body is None:
             raise model_error(invocation.endpoint, response.status_code, None)
         return Answer(reply_headers(invocation.parameters.api, response.headers.raw), body)
@@ -236,48 +95,44 @@ class Invoker:
     async def stream(self, invocation: Invocation, common: Headers, send: Send, break_off: Callable[[], None]) -> None:
         """Send the answer as an event stream while it comes. `common`: headers that every reply has.
 
-        The reply begins with the first bytes of the container's; what goes wrong later is the stream's last message.
-        `break_off` drops the caller's connection, where it does not take that message.
+        The reply begins with the first bytes of the container's; a later failure is the stream's last message.
+        `break_off` drops the caller's connection if it does not take that message.
 
         Raises:
-            RuntimeApiError: something went wrong before the first bytes.
+            RuntimeApiError: the call is refused or fails before the first bytes.
         """
         begun, last = False, b""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.stream_timeout
+        deadline = asyncio.get_running_loop().time() + self._settings.stream_timeout
         try:
             async with (
                 asyncio.timeout(min(self._settings.answer_timeout, self._settings.stream_timeout)) as limit,
                 self._reply(invocation) as response,
             ):
                 pieces = response.aiter_raw()
-                first = await anext(pieces, b"")
+                piece = await anext(pieces, b"")
                 limit.reschedule(deadline)
-                await send(_start(common, reply_headers(invocation.parameters.api, response.headers.raw)))
+                headers = [_EVENT_STREAM, *common, *reply_headers(invocation.parameters.api, response.headers.raw)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-                if first:
-                    await send(_part(first))
-                async for piece in pieces:
-                    await send(_part(piece))
+                while piece:
+                    await send({"type": "http.response.body", "body": payload_part(piece), "more_body": True})
+                    piece = await anext(pieces, b"")
         except TimeoutError:
             if not begun:
                 raise model_timed_out(invocation.endpoint) from None
-            last = model_stream_error(
-                f"The model did not finish its response within {self._settings.stream_timeout:g} seconds.",
-                "ModelInvocationTimeExceeded",
-            )
+            message = f"The model did not finish its response within {self._settings.stream_timeout:g} seconds."
+            last = stream_exception("ModelStreamError", ErrorCode="ModelInvocationTimeExceeded", Message=message)
         except ContainerBroken as error:
             if not begun:
-                raise self._broken(invocation, error) from error
+                raise _broken(invocation, error) from error
             logger.warning("endpoint %s: the container broke a stream off: %s", invocation.endpoint, error)
-            last = model_stream_error(
-                "The connection between the endpoint and the model was reset or closed.", "StreamBroken"
-            )
+            message = "The connection between the endpoint and the model was reset or closed."
+            last = stream_exception("ModelStreamError", ErrorCode="StreamBroken", Message=message)
         except Exception:
             if not begun:
                 raise
             logger.exception("endpoint %s: internal error in the middle of a stream", invocation.endpoint)
-            last = internal_stream_failure(internal_failure().message)
+            last = stream_exception("InternalStreamFailure", Message=internal_failure().message)
         try:
             async with asyncio.timeout(_LAST_WORD_SECONDS if last else None):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -286,32 +141,29 @@ class Invoker:
 
     @contextlib.asynccontextmanager
     async def _reply(self, invocation: Invocation) -> AsyncIterator[httpx.Response]:
-        """A container's successful reply, its body still unread.
+        """The container's successful reply, its body still unread.
 
         Raises:
             RuntimeApiError: the call is refused, here or by the container, or does not reach it.
             ContainerBroken: the connection broke.
         """
-        name = invocation.endpoint
+        name, model = invocation.endpoint, invocation.parameters.get("targetModel")
         try:
             await self._readiness.check(name)
             async with contextlib.AsyncExitStack() as replies:
                 response = await replies.enter_async_context(await self._request(invocation))
-                if response.status_code == _NOT_FOUND and await self.endpoints.lost(invocation.parameters):
-                    # Unloaded by somebody else, or the container was started again; it has not seen the call.
+                if response.status_code == _NOT_FOUND and await self.endpoints.models.lost(model):
+                    # Another client has unloaded the model, or the container was restarted; no model has seen the call.
                     await replies.aclose()
                     response = await replies.enter_async_context(await self._request(invocation))
                 if response.status_code == _UNAVAILABLE:
                     self._readiness.lost()
                 if not response.is_success:
-                    body = await read_up_to(response, _MAX_ERROR_BYTES)
-                    text = None if body is None else body.decode(errors="replace")
-                    raise model_error(name, response.status_code, text)
+                    raise model_error(name, response.status_code, await read_up_to(response, _MAX_ANSWER))
                 yield response
         except ContainerUnreachable as error:
             self._readiness.lost()
-            if self.endpoints.target_models is not None:
-                self.endpoints.target_models.forget()
+            self.endpoints.models.forget()
             raise service_unavailable(
                 f"The container of endpoint {name} at {self._settings.container} cannot be reached: {error}"
             ) from error
@@ -324,21 +176,104 @@ class Invoker:
         route = await self.endpoints.route(invocation.endpoint, invocation.parameters)
         return self._container.request("POST", route.path, route.headers, invocation.body)
 
-    def _broken(self, invocation: Invocation, error: ContainerBroken) -> RuntimeApiError:
-        logger.warning("endpoint %s: the container broke a call off: %s", invocation.endpoint, error)
-        return model_without_response(invocation.endpoint)
+
+def _broken(invocation: Invocation, error: ContainerBroken) -> RuntimeApiError:
+    logger.warning("endpoint %s: the container broke a call off: %s", invocation.endpoint, error)
+    return model_without_response(invocation.endpoint)
 
 
-def break_off_of(scope: MutableMapping[str, Any]) -> Callable[[], None]:
-    """What drops the connection of a request at once; on servers that cannot, nothing does."""
-    found: Callable[[], None] = scope.get("extensions", {}).get(BREAK_OFF, lambda: None)
-    return found
+class Readiness:
+    """Whether the container is in service. Asked once; the adapters are registered then."""
+
+    def __init__(self, container: ContainerClient, adapters: Mapping[str, str]) -> None:
+        """`adapters`: names and sources; one without a source is in the container already."""
+        self._container = container
+        self._adapters = {name: source for name, source in adapters.items() if source}
+        self._in_service = False
+        self._asking = asyncio.Lock()
+
+    async def check(self, endpoint: str) -> None:
+        """Ask the container, unless it is known to be in service.
+
+        Raises:
+            RuntimeApiError: ModelNotReadyException, the model is still loading.
+            ContainerUnreachable, ContainerBroken, ContainerBusy: the container cannot be asked.
+        """
+        async with self._asking:
+            if self._in_service:
+                return
+            try:
+                status, _ = await self._ask(_PING_SECONDS, "GET", "/ping", b"")
+            except TimeoutError:
+                raise model_not_ready(endpoint) from None
+            if status in _LOADING:
+                raise model_not_ready(endpoint)
+            if status == 200:
+                for name, source in self._adapters.items():
+                    await self._register(name, source)
+                self._in_service = True
+
+    def lost(self) -> None:
+        """Ask again before the next call: the container may be restarting, and then has no adapters."""
+        self._in_service = False
+
+    async def _register(self, name: str, source: str) -> None:
+        """Have an adapter loaded. A failure is only logged: calls for the adapter get the container's own error."""
+        body = json.dumps({"name": name, "src": source}).encode()
+        try:
+            status, answer = await self._ask(_REGISTER_SECONDS, "POST", "/adapters", body)
+        except TimeoutError:
+            logger.error("adapter %s: the container did not load it within %g s", name, _REGISTER_SECONDS)
+            return
+        shown = answer[:_MAX_LOGGED].decode(errors="replace")
+        if 200 <= status < 300:
+            logger.info("adapter %s is registered, from %s", name, source)
+        elif status == _CONFLICT:
+            # Usually the adapter is registered since an earlier start; if something else is wrong, calls show it.
+            logger.info("adapter %s: %s", name, shown)
+        else:
+            logger.error("adapter %s: POST /adapters answered %d: %s", name, status, shown)
+
+    async def _ask(self, seconds: float, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        headers = [("content-type", "application/json")] if body else []
+        async with asyncio.timeout(seconds), self._container.request(method, path, headers, body) as response:
+            # The whole body is read so that the connection can serve another call.
+            return response.status_code, await read_up_to(response, _MAX_ANSWER) or b""
 
 
-def _start(common: Headers, headers: Headers) -> MutableMapping[str, Any]:
-    framing = (b"content-type", CONTENT_TYPE.encode())
-    return {"type": "http.response.start", "status": 200, "headers": [framing, *common, *headers]}
+# AWS's event stream ("Event stream encoding" in the Amazon Transcribe developer guide): each message is its length,
+# that of its headers, a checksum of both, the headers, the payload, and a checksum of all.
+
+_STRING = 7
+"""The type of a header's value."""
 
 
-def _part(data: bytes) -> MutableMapping[str, Any]:
-    return {"type": "http.response.body", "body": payload_part(data), "more_body": True}
+def encode_headers(headers: Mapping[str, str]) -> bytes:
+    """The headers of a message."""
+    return b"".join(
+        pack(">B", len(name.encode())) + name.encode() + pack(">BH", _STRING, len(value.encode())) + value.encode()
+        for name, value in headers.items()
+    )
+
+
+def encode_message(headers: bytes, payload: bytes) -> bytes:
+    """A message with headers that `encode_headers` made."""
+    prelude = pack(">II", 16 + len(headers) + len(payload), len(headers))
+    head = prelude + pack(">I", crc32(prelude)) + headers
+    return b"".join((head, payload, pack(">I", crc32(payload, crc32(head)))))
+
+
+_PAYLOAD_PART = encode_headers(
+    {":event-type": "PayloadPart", ":content-type": "application/octet-stream", ":message-type": "event"}
+)
+
+
+def payload_part(data: bytes) -> bytes:
+    """The message for a piece of the model's reply."""
+    return encode_message(_PAYLOAD_PART, data)
+
+
+def stream_exception(name: str, **document: str) -> bytes:
+    """The last message of a stream that fails after its first byte."""
+    headers = {":exception-type": name, ":content-type": "application/json", ":message-type": "exception"}
+    return encode_message(encode_headers(headers), json.dumps(document).encode())

@@ -1,6 +1,6 @@
-"""A call's parameters: the headers that the runtime API knows, checked, and what the container sees of them.
+"""A call's parameters: the headers of the runtime API, checked as its service model says, and those of its replies.
 
-All other headers of the client stop here, as on the platform. Source: contracts/sagemaker_hosting.md sections 3 to 5.
+The container gets some of them, and no other header of the client, as on the platform.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = r"[a-zA-Z0-9](-*[a-zA-Z0-9])*"
 
 
 class Api(Enum):
-    """An operation of the runtime API; the value is what the container is told in `Forwarded-Api`."""
+    """An operation of the runtime API; the value is what the container gets in `X-Amzn-SageMaker-Forwarded-Api`."""
 
     INVOKE = "InvokeEndpoint"
     STREAM = "InvokeEndpointWithResponseStream"
@@ -35,13 +35,12 @@ class _Parameter:
     least: int = 0
     most: int = 1024
     to_container: str | None = None
-    """The header in which the container gets it; None: it is the platform's alone."""
+    """The header in which the container gets it; None: it does not."""
 
     def check(self, value: str) -> str:
         if not self.least <= len(value) <= self.most:
-            bound = f"less than or equal to {self.most}"
-            if len(value) < self.least:
-                bound = f"greater than or equal to {self.least}"
+            short = len(value) < self.least
+            bound = f"greater than or equal to {self.least}" if short else f"less than or equal to {self.most}"
             raise constraint_violation(self.field, value, f"Member must have length {bound}")
         if not re.fullmatch(self.pattern, value):
             raise constraint_violation(
@@ -104,7 +103,7 @@ class Parameters:
 
     api: Api
     values: Mapping[str, str]
-    """By the name that AWS's messages have for them, such as `targetModel`; those given alone."""
+    """Those that were given, by their names in AWS's messages, such as `targetModel`."""
     forwarded: tuple[tuple[str, str], ...]
     """Headers for the container."""
 
@@ -116,7 +115,7 @@ class Parameters:
         """A whole number of seconds.
 
         Raises:
-            RuntimeApiError: ValidationError, it is outside of what is allowed.
+            RuntimeApiError: ValidationError, it is not between `least` and `most`.
         """
         text = self.values.get(field)
         if text is None:
@@ -146,7 +145,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
 
 
 VARIANT = "AllTraffic"
-"""What the SDKs call an endpoint's only production variant."""
+"""The SDKs' name for an endpoint's only production variant."""
 
 _SESSION = re.compile(rb"[a-zA-Z0-9](-*[a-zA-Z0-9])*;\sExpires=.+")
 _RETURNED = {
@@ -157,9 +156,9 @@ _RETURNED = {
 
 
 def reply_headers(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """What the caller sees of a container's reply headers.
+    """The caller's headers for a container's reply.
 
-    A new session of LMI's comes in `X-Amzn-SageMaker-Session-Id` and leaves in the header of the standard.
+    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`; the caller gets it in the platform's own header.
     """
     reply: Headers = [(b"x-amzn-invoked-production-variant", VARIANT.encode())]
     lmi_session: bytes | None = None

@@ -1,1 +1,1 @@
-"""From a model to an endpoint on Amazon SageMaker: a pure plan of API calls, and what executes it."""
+"""From a model to an endpoint on Amazon SageMaker: one CloudFormation stack, and commands that drive it."""

@@ -89,23 +89,17 @@ def _text(line: bytes) -> Iterator[str]:
     except ValueError:
         yield shown + "\n"
         return
-    if isinstance(record, dict) and record.get("error"):
-        raise StreamBroken(f"the model failed: {shown}")
-    text = _text_of(record) if isinstance(record, dict) else None
-    yield shown + "\n" if text is None else text
-
-
-def _text_of(record: dict[str, Any]) -> str | None:
-    token = record.get("token")
-    if isinstance(token, dict) and isinstance(token.get("text"), str):
-        return str(token["text"])
-    choices = record.get("choices")
-    if isinstance(choices, list):
-        first = choices[0] if choices and isinstance(choices[0], dict) else {}
-        delta = first.get("delta")
-        content = delta.get("content") if isinstance(delta, dict) else first.get("text")
-        return content if isinstance(content, str) else ""
-    return None
+    match record:
+        case {"error": error} if error:
+            raise StreamBroken(f"the model failed: {shown}")
+        case {"token": {"text": str(text)}}:
+            yield text
+        case {"choices": [{"delta": {"content": str(text)}}, *_]} | {"choices": [{"text": str(text)}, *_]}:
+            yield text
+        case {"choices": list()}:
+            return
+        case _:
+            yield shown + "\n"
 
 
 def _parameters(endpoint: str, request: bytes, component: str | None) -> dict[str, Any]:

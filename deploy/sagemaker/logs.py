@@ -13,7 +13,6 @@ from deploy.sagemaker.aws import error_in_words, is_missing
 
 FOLLOW_INTERVAL = 2.0
 """Seconds."""
-_MOST_PAGES = 100
 _OVERLAP = 60_000
 """Milliseconds that are read again: CloudWatch's records may come late."""
 
@@ -32,7 +31,6 @@ class Line:
     id: str
     milliseconds: int
     """Since 1970."""
-    stream: str
     text: str
 
     def __str__(self) -> str:
@@ -40,14 +38,9 @@ class Line:
         return f"{when} {self.text}"
 
 
-def group_of_endpoint(name: str) -> str:
-    """Where containers of an endpoint without components log."""
-    return f"/aws/sagemaker/Endpoints/{name}"
-
-
-def group_of_component(name: str) -> str:
-    """Where the copies of an inference component log."""
-    return f"/aws/sagemaker/InferenceComponents/{name}"
+def group(endpoint: str, component: str | None = None) -> str:
+    """Where the containers of an endpoint log, or the copies of an inference component."""
+    return f"/aws/sagemaker/InferenceComponents/{component}" if component else f"/aws/sagemaker/Endpoints/{endpoint}"
 
 
 def read(logs: Any, group: str, since: int) -> Iterator[Line]:
@@ -59,21 +52,14 @@ def read(logs: Any, group: str, since: int) -> Iterator[Line]:
     """
     from botocore.exceptions import ClientError
 
-    token: dict[str, Any] = {}
-    for _ in range(_MOST_PAGES):
-        parameters = {"logGroupName": group, "startTime": max(since, 0), "interleaved": True, **token}
-        try:
-            answer = logs.filter_log_events(**parameters)
-        except ClientError as error:
-            if is_missing(error):
-                raise NoLog(group) from None
-            raise
-        for event in answer.get("events", ()):
-            text = str(event["message"]).rstrip()
-            yield Line(str(event["eventId"]), int(event["timestamp"]), str(event["logStreamName"]), text)
-        if not answer.get("nextToken"):
-            return
-        token = {"nextToken": answer["nextToken"]}
+    pages = logs.get_paginator("filter_log_events").paginate(logGroupName=group, startTime=max(since, 0))
+    try:
+        for event in (event for page in pages for event in page["events"]):
+            yield Line(event["eventId"], event["timestamp"], event["message"].rstrip())
+    except ClientError as error:
+        if is_missing(error):
+            raise NoLog(group) from None
+        raise
 
 
 def follow(logs: Any, group: str, since: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:

@@ -5,7 +5,6 @@ Needs the extra `slipway[sagemaker]`. `sagemaker` here is the SDK's package; our
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from deploy.sagemaker.stack import Conflict, Stack
@@ -31,18 +30,14 @@ def endpoint(name: str, session: boto3.Session) -> Any:
         SdkMissing: the extra is not installed.
         deploy.sagemaker.stack.Conflict: there is no stack of the endpoint, or it is not finished.
     """
-    resources = _resources()
-    client: Any = session.client("cloudformation")
-    status = Stack(client, name).status()
-    if status is None or not status.endswith("_COMPLETE") or status == "ROLLBACK_COMPLETE":
-        raise Conflict(f"there is no finished stack of {name}" + (f": it is {status}" if status else ""))
-    return resources.Endpoint.get(endpoint_name=name, session=session, region=session.region_name)
-
-
-def _resources() -> Any:
     try:
-        return importlib.import_module("sagemaker.core.resources")
+        from sagemaker.core.resources import Endpoint
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("sagemaker"):
             raise SdkMissing from None
         raise
+    client: Any = session.client("cloudformation")
+    status = Stack(client, name).status()
+    if status is None or not status.endswith("_COMPLETE") or status == "ROLLBACK_COMPLETE":
+        raise Conflict(f"there is no finished stack of {name}" + (f": it is {status}" if status else ""))
+    return Endpoint.get(endpoint_name=name, session=session, region=session.region_name)

@@ -18,14 +18,10 @@ POLL = 5.0
 """Seconds between two looks at what takes minutes."""
 
 _STACK = "AWS::CloudFormation::Stack"
-_NOT_MADE = frozenset({"REVIEW_IN_PROGRESS"})
+_NOT_MADE = "REVIEW_IN_PROGRESS"
 """A change set was proposed, and nothing has been made of it yet."""
-_DELETABLE = frozenset({"CREATE_IN_PROGRESS", *_NOT_MADE})
-"""Of what is in progress; the rest has to end first."""
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
 """A stack that can only be deleted."""
-_WHOLE = frozenset({"CREATE_COMPLETE", "UPDATE_COMPLETE"})
-_GONE = frozenset({"DELETE_COMPLETE"})
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
 """What has containers in it, which log."""
 
@@ -49,7 +45,8 @@ class Wanted:
     """What the stack is to be."""
 
     template: Mapping[str, Any]
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str | None]
+    """None: the value that the stack has already."""
     tags: Mapping[str, str]
 
 
@@ -111,14 +108,17 @@ class Stack:
         if found is None:
             return None
         tags = {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
-        if found["StackStatus"] not in _NOT_MADE and tags.get(ENDPOINT_TAG) != self._endpoint:
-            raise Conflict(f"the stack {self.name} is there and was not made by Slipway (it has no tag {ENDPOINT_TAG})")
+        if found["StackStatus"] != _NOT_MADE and tags.get(ENDPOINT_TAG) != self._endpoint:
+            raise Conflict(
+                f"the stack {self.name} exists and was not made by Slipway (it has no tag {ENDPOINT_TAG}); choose "
+                "another name for the endpoint"
+            )
         return found
 
     def status(self) -> str | None:
         """Such as "CREATE_COMPLETE"; None if there is no stack, or nothing has been made of it."""
         found = self.description()
-        return None if found is None or found["StackStatus"] in _NOT_MADE else str(found["StackStatus"])
+        return None if found is None or found["StackStatus"] == _NOT_MADE else str(found["StackStatus"])
 
     def resources(self) -> list[str]:
         """What belongs to it: "AWS::SageMaker::Endpoint my-llm"."""
@@ -148,9 +148,9 @@ class Stack:
         """
         status = self.status()
         if status is None:
-            raise Conflict(f"there is no stack {self.name}; `slipway deploy` makes it")
+            raise Conflict(f"there is no stack {self.name}; `slipway deploy` creates it")
         if status in _DEAD:
-            raise Conflict(f"the stack {self.name} is {status} and cannot be updated; `slipway deploy` makes it anew")
+            raise Conflict(f"the stack {self.name} is {status} and cannot be updated; `slipway deploy` creates it anew")
         if status == "UPDATE_ROLLBACK_FAILED":
             raise Conflict(
                 f"the stack {self.name} is {status}: put right what its events name, then run "
@@ -177,8 +177,38 @@ class Stack:
             Failed: CloudFormation cannot do it.
             botocore.exceptions.ClientError: it refused.
         """
-        given = [{"ParameterKey": key, "ParameterValue": value} for key, value in wanted.parameters.items()]
-        return self._propose(wanted.template, given, wanted.tags, rollback=rollback)
+        from botocore.exceptions import ClientError
+
+        creates = self.status() is None
+        on_failure = {"OnStackFailure": "DELETE" if rollback else "DO_NOTHING"} if creates else {}
+        try:
+            made = self._client.create_change_set(
+                StackName=self.name,
+                ChangeSetName=f"slipway-{time.time_ns()}",
+                TemplateBody=_body(wanted.template),
+                Parameters=[_parameter(name, value) for name, value in wanted.parameters.items()],
+                Capabilities=["CAPABILITY_IAM"],
+                Tags=[{"Key": key, "Value": value} for key, value in wanted.tags.items()],
+                ChangeSetType="CREATE" if creates else "UPDATE",
+                **on_failure,
+            )
+        except ClientError as error:
+            if _is_no_change(str(error)):
+                return None
+            raise
+        change = ChangeSet(made["Id"], made["StackId"], (), creates)
+        while True:
+            found = self._client.describe_change_set(ChangeSetName=change.id)
+            if found["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
+                break
+            self._sleep(POLL)
+        if found["Status"] != "CREATE_COMPLETE":
+            self.discard(change)
+            reason = str(found.get("StatusReason", "no reason was given"))
+            if _is_no_change(reason):
+                return None
+            raise Failed(f"CloudFormation cannot make this change: {reason}")
+        return ChangeSet(change.id, change.stack, tuple(self._changes(change.id)), creates)
 
     def discard(self, change: ChangeSet) -> None:
         """Forget a proposal; the stack that it was to make goes with it."""
@@ -197,7 +227,10 @@ class Stack:
             self._carry_out(change)
         except KeyboardInterrupt:
             if not rollback:
-                raise Failed(f"interrupted; CloudFormation goes on making {self.name}", interrupted=True) from None
+                raise Failed(
+                    f"interrupted; CloudFormation goes on creating {self.name}: `slipway status` shows it",
+                    interrupted=True,
+                ) from None
             self._tell("interrupted: deleting the stack")
             self.delete()
             raise Failed("interrupted; what was made is deleted", interrupted=True) from None
@@ -211,19 +244,23 @@ class Stack:
         Raises:
             Failed: it failed or was interrupted.
         """
-        running = self._template()
+        body = self._client.get_template(StackName=self.name, TemplateStage="Original")["TemplateBody"]
+        running: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
         if not _changes_scaled_instances(running, wanted.template):
             return self._update(change)
         self.discard(change)
         self._tell("releasing the scaling while the instance type changes")
-        kept = {name: each for name, each in running["Resources"].items() if each["Type"] not in SCALING_TYPES}
+        kept = {name: each for name, each in running["Resources"].items() if not each["Type"].startswith(SCALING_TYPES)}
         try:
             self._update_to({**running, "Resources": kept})
             again = self.propose(wanted)
             return self._update(again) if again else ()
         except Failed as error:
             if error.interrupted:
-                raise Failed(f"{error}; run `slipway update` again to have it scaled", interrupted=True) from None
+                raise Failed(
+                    "interrupted; run `slipway update` again when CloudFormation has ended, to have it scaled",
+                    interrupted=True,
+                ) from None
             self._set_scaling_again(running, error)
             raise
 
@@ -233,16 +270,15 @@ class Stack:
         Raises:
             Failed: something could not be deleted.
         """
-        found = self._described()
-        if found and found["StackStatus"].endswith("_IN_PROGRESS") and found["StackStatus"] not in _DELETABLE:
+        if self.status() != "CREATE_IN_PROGRESS":  # which can be deleted; the rest has to end first
             self.settle()
-            found = self._described()
+        found = self._described()
         if found is None:
             return
-        self._mark(found["StackId"])
+        self._new_events(found["StackId"])  # what has happened so far is not told
         self._client.delete_stack(StackName=found["StackId"])
-        if found["StackStatus"] not in _NOT_MADE:
-            self._follow(found["StackId"], _GONE)
+        if found["StackStatus"] != _NOT_MADE:
+            self._follow(found["StackId"], "DELETE_COMPLETE")
 
     def _described(self) -> dict[str, Any] | None:
         from botocore.exceptions import ClientError
@@ -255,17 +291,12 @@ class Stack:
             raise
         return found
 
-    def _template(self) -> dict[str, Any]:
-        body = self._client.get_template(StackName=self.name, TemplateStage="Original")["TemplateBody"]
-        found: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
-        return found
-
     def _update_to(self, template: Mapping[str, Any]) -> None:
         """Update the stack to a template of the same parameters and tags."""
         found = self._described()
         assert found is not None
-        same = [{"ParameterKey": name, "UsePreviousValue": True} for name in template["Parameters"]]
-        change = self._propose(template, same, {tag["Key"]: tag["Value"] for tag in found["Tags"]})
+        tags = {tag["Key"]: tag["Value"] for tag in found["Tags"]}
+        change = self.propose(Wanted(template, dict.fromkeys(template["Parameters"]), tags))
         if change:
             self._update(change)
 
@@ -283,67 +314,21 @@ class Stack:
         try:
             return self._carry_out(change)
         except KeyboardInterrupt:
-            raise Failed("interrupted; CloudFormation goes on with the update", interrupted=True) from None
-
-    def _propose(
-        self,
-        template: Mapping[str, Any],
-        parameters: list[dict[str, Any]],
-        tags: Mapping[str, str],
-        *,
-        rollback: bool = True,
-    ) -> ChangeSet | None:
-        from botocore.exceptions import ClientError
-
-        creates = self.status() is None
-        kind: dict[str, Any] = {"ChangeSetType": "UPDATE"}
-        if creates:
-            kind = {"ChangeSetType": "CREATE", "OnStackFailure": "DELETE" if rollback else "DO_NOTHING"}
-        try:
-            made = self._client.create_change_set(
-                StackName=self.name,
-                ChangeSetName=f"slipway-{time.time_ns()}",
-                TemplateBody=_body(template),
-                Parameters=parameters,
-                Capabilities=["CAPABILITY_IAM"],
-                Tags=[{"Key": key, "Value": value} for key, value in tags.items()],
-                **kind,
-            )
-        except ClientError as error:
-            if _is_no_change(str(error)):
-                return None
-            raise
-        change = ChangeSet(made["Id"], made["StackId"], (), creates)
-        while (found := self._client.describe_change_set(ChangeSetName=change.id))["Status"] in (
-            "CREATE_PENDING",
-            "CREATE_IN_PROGRESS",
-        ):
-            self._sleep(POLL)
-        if found["Status"] != "CREATE_COMPLETE":
-            self.discard(change)
-            reason = str(found.get("StatusReason", "no reason was given"))
-            if _is_no_change(reason):
-                return None
-            raise Failed(f"CloudFormation cannot make this change: {reason}")
-        return ChangeSet(change.id, change.stack, tuple(self._changes(change.id)), creates)
+            raise Failed(
+                "interrupted; CloudFormation goes on with the update: `slipway status` shows it", interrupted=True
+            ) from None
 
     def _changes(self, id: str) -> Iterator[Change]:
-        for page in self._client.get_paginator("describe_change_set").paginate(ChangeSetName=id):
-            for entry in page["Changes"]:
-                change = entry["ResourceChange"]
-                yield Change(
-                    change["Action"],
-                    change["LogicalResourceId"],
-                    change["ResourceType"],
-                    change.get("Replacement", ""),
-                )
+        pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=id)
+        for each in (entry["ResourceChange"] for page in pages for entry in page["Changes"]):
+            yield Change(each["Action"], each["LogicalResourceId"], each["ResourceType"], each.get("Replacement", ""))
 
     def _carry_out(self, change: ChangeSet) -> tuple[str, ...]:
-        self._mark(change.stack)
+        self._new_events(change.stack)  # what has happened so far is not told
         self._client.execute_change_set(ChangeSetName=change.id)
-        return self._follow(change.stack, _WHOLE)
+        return self._follow(change.stack, "CREATE_COMPLETE", "UPDATE_COMPLETE")
 
-    def _follow(self, stack: str, wanted: frozenset[str]) -> tuple[str, ...]:
+    def _follow(self, stack: str, *wanted: str) -> tuple[str, ...]:
         """Tell of each event until the stack is at rest; gives what failed although the stack is as wanted.
 
         Raises:
@@ -367,35 +352,32 @@ class Stack:
                     started = started or kind in _STARTING
             self._sleep(POLL)
 
-    def _mark(self, stack: str) -> None:
-        """Events up to now are not new."""
-        found = self._client.describe_stack_events(StackName=stack)["StackEvents"]
-        self._last_event = found[0]["EventId"] if found else ""
-
     def _new_events(self, stack: str) -> list[dict[str, Any]]:
         """The events since the last look, oldest first; CloudFormation gives the newest first."""
         found: list[dict[str, Any]] = []
-        for page in self._client.get_paginator("describe_stack_events").paginate(StackName=stack):
-            for event in page["StackEvents"]:
-                if event["EventId"] == self._last_event:
-                    return self._seen(found)
-                found.append(event)
-        return self._seen(found)
-
-    def _seen(self, newest_first: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if newest_first:
-            self._last_event = newest_first[0]["EventId"]
-        return newest_first[::-1]
+        pages = self._client.get_paginator("describe_stack_events").paginate(StackName=stack)
+        for event in (event for page in pages for event in page["StackEvents"]):
+            if event["EventId"] == self._last_event:
+                break
+            found.append(event)
+        if found:
+            self._last_event = found[0]["EventId"]
+        return found[::-1]
 
 
 def _is_no_change(reason: str) -> bool:
     return "didn't contain changes" in reason or "No updates are to be performed" in reason
 
 
+def _parameter(name: str, value: str | None) -> dict[str, Any]:
+    return {"ParameterKey": name, **({"UsePreviousValue": True} if value is None else {"ParameterValue": value})}
+
+
 def _changes_scaled_instances(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     kinds = {each["Type"] for each in running["Resources"].values()}
     copies_are_scaled = "AWS::SageMaker::InferenceComponent" in kinds
-    return bool(SCALING_TYPES & kinds) and not copies_are_scaled and _instances(running) != _instances(wanted)
+    scaled = any(kind.startswith(SCALING_TYPES) for kind in kinds)
+    return scaled and not copies_are_scaled and _instances(running) != _instances(wanted)
 
 
 def _instances(template: Mapping[str, Any]) -> tuple[Any, Any]:

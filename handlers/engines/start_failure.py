@@ -1,9 +1,8 @@
-"""Why an engine could not start, and whether it was for want of memory.
+"""The reason why an engine could not start, and whether it was too little memory.
 
-Memory is the reason by the type of the error or by a text that the version of vLLM or PyTorch raises it with, never by
-a word in passing: SageMaker unloads other models where it hears of it. Texts of vLLM 0.32, in
-`v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`; its executor and its
-engine manager know no more than a text of what has failed in another process.
+SageMaker unloads other models where memory is the reason, so an error counts as that only by its type, or by a whole
+message of vLLM or PyTorch. vLLM's are in `v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `gpu_model_runner.py` and
+`cpu_worker.py`; of what has failed in another process its executor and engine manager pass on a text alone.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ _KILLED = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """What one process says of its failure."""
+    """The failure of one process, in its own words."""
 
     reason: str
     out_of_memory: bool
 
     def error(self, what: str) -> EngineStartError:
-        """The same as an exception; `what` could not be done."""
+        """Return an exception that says that `what` could not be done."""
         kind = EngineOutOfMemory if self.out_of_memory else EngineStartError
         return kind(f"{what}: {self.reason}")
 
 
 def failure_of(error: Exception) -> StartFailure:
-    """What an exception says."""
+    """Read an exception."""
     reason = _reason(error)[:_SHOWN] or type(error).__name__
     if _KILLED.search(reason):
         return StartFailure("its engine process was killed (SIGKILL), as the kernel does when memory runs out", True)
@@ -62,7 +61,7 @@ def _is_memory(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """pydantic's own text goes on to show all arguments, and where to read about it."""
+    """Return the text of an error; of pydantic's only what is wrong, without all arguments and links."""
     if not isinstance(error, ValidationError):
         return str(error)
     parts = error.errors(include_url=False, include_context=False, include_input=False)

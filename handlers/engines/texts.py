@@ -1,10 +1,10 @@
-"""From a request's prompt to token ids, with any Hugging Face tokenizer; bounded in time and memory."""
+"""Between texts and token ids, with any Hugging Face tokenizer; bounded in time and memory."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,22 +19,22 @@ LONG_TEXT = 4096
 _LONG_IDS = 4096
 _TRUNCATION_SIDE = "left"
 _CHARACTERS_PER_TOKEN = 256
-"""No token is longer, where the tokenizer does not say how long its longest is."""
+"""The most characters that a token has, where the tokenizer does not say it."""
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """What is in the wrapper of a tokenizer of `tokenizers`; None for one that is not of that library."""
+    """Return the tokenizer of the library `tokenizers` that a wrapper holds; None for one of another library."""
     fast = getattr(tokenizer, "_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None
 
 
 def copied(tokenizer: Any) -> Any:
-    """A tokenizer that shares no truncation and no padding with the given one; others have no such state."""
+    """Return a copy, whose truncation and padding are its own; a tokenizer without such state is returned as it is."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
 class ModelTexts:
-    """Texts to token ids, and back. `tokenizer`: one that no other code changes."""
+    """A model's texts to token ids, and back. `tokenizer`: one that no other code changes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -52,25 +52,21 @@ class ModelTexts:
 
     @cached_property
     def vocabulary_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
         return len(self.tokenizer)
 
     @property
     def truncation_side(self) -> str:
-        """Where prompts are truncated.
-
-        vLLM sets its tokenizers to this for every model that generates, whatever the model's files say, and it is what
-        all engines here do; the attribute of transformers' own tokenizers, mostly `right`, is not heeded by anything.
-        """
+        """The side on which prompts are truncated, with every engine, whatever the model's files say."""
         return _TRUNCATION_SIDE
 
     @property
     def longest_token(self) -> int:
-        """Characters that no token exceeds."""
+        """The most characters that a token has."""
         return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids. `special`: with the special tokens that the model wants around a text.
+        """Return token ids. `special`: with the special tokens that the model wants around a text.
 
         Whatever the tokenizer raises passes through.
         """
@@ -86,26 +82,26 @@ class ModelTexts:
         return ids
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Token ids, and between which characters of the text each is; None if the tokenizer does not know."""
+        """Return token ids, and the characters of the text that each spans; None if the tokenizer does not know."""
         if self._fast is None:
             return self.encode(text, special=special), None
         encoding = self._fast.encode_batch([text], add_special_tokens=special)[0]
         return encoding.ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all ids, special tokens included."""
+        """Return the text of all ids, special tokens included."""
         fast, ids = self._fast, list(token_ids)
         if fast is None or len(ids) <= _LONG_IDS or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return str(self.tokenizer.decode(ids))
         return str(fast.decode_batch([ids], skip_special_tokens=False)[0])  # `decode` would hold the lock, too
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's entry for each id."""
+        """Return the vocabulary's entry for each id."""
         return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can be called."""
+        """The model has a chat template, so that `chat` can be called."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def chat(
@@ -114,9 +110,9 @@ class ModelTexts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
     ) -> str:
-        """The prompt that the model's template makes of a conversation.
+        """Return the prompt that the model's template makes of a conversation.
 
-        A template is the model's own code, and says in any way, by any exception, that it does not take them.
+        A template is the model's own code, and may refuse the messages with any exception.
         """
         return str(
             self.tokenizer.apply_chat_template(
@@ -141,10 +137,118 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
         )
 
 
-_CONTEXT = 16
+_PROMPT_CONTEXT = 16
 """Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds."""
+_CONTEXT = 8
+"""Tokens that a slow tokenizer needs to see in front of the next one."""
 _INVALID_PREFIX = "Invalid prefix encountered"
-"""How `tokenizers` begins to say that its stream has lost its place."""
+"""The beginning of the message of `tokenizers` for a stream that has lost its place."""
+
+
+class TokenTexts:
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete.
+
+    The texts, joined, are the text of the answer where it follows that of `prompt_ids`. `spaces`: special tokens that
+    are shown have blanks between them.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, spaces: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._fast: Any = fast_tokenizer(tokenizer)
+        self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
+        self._known = len(self._window)
+        self._hidden: frozenset[int] = frozenset()
+        if self._fast is not None:
+            self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
+        elif skip_special:
+            self._hidden = frozenset(tokenizer.all_special_ids)
+        self._joined: Mapping[int, str] = {}
+        if not spaces and not skip_special:
+            self._joined = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self._after_added = False
+
+    def add(self, token_id: int) -> str:
+        """Return the text of the next token."""
+        text = self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
+        if not self._joined:
+            return text
+        added = self._joined.get(token_id)
+        joined = added is not None and self._after_added
+        self._after_added = added is not None
+        return added if joined and added is not None else text
+
+    def _step_fast(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._fast, token_id) or ""
+        except Exception as error:
+            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            return self._stream.step(self._fast, token_id) or ""
+
+    def _step_slow(self, token_id: int) -> str:
+        """Decode with the tokens before, since a token's text may depend on them."""
+        if token_id in self._hidden:
+            return ""  # it has no text, and a row of such tokens would make the window grow and grow
+        self._window.append(token_id)
+        before, whole = self._decode(self._window[: self._known]), self._decode(self._window)
+        if whole.endswith("\ufffd") or len(whole) <= len(before):
+            return ""
+        self._window = self._window[max(self._known - _CONTEXT, 0) :]
+        self._known = len(self._window)
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
+
+
+def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
+    """Return what of a prompt a decoder has to see in front of the answer: its end, on which token texts may depend.
+
+    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
+    character's rest, and then give the prompt as if it were part of the answer.
+    """
+    end = list(prompt_ids[-_PROMPT_CONTEXT:])
+    text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
+    return [] if text.endswith("\ufffd") else end
+
+
+class HeldTokens:
+    """Tokens of an answer that wait until their text may be shown: its end may be the beginning of a stop string."""
+
+    __slots__ = ("_free", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens: list[Token] = []
+        self._free = 0  # characters that may be shown and that no token has taken yet
+
+    def add(self, token: Token) -> None:
+        """Let a token wait."""
+        self._tokens.append(token)
+
+    def take_all(self) -> list[Token]:
+        """Return all that wait."""
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def release(self, characters: int, finished: bool) -> list[Token]:
+        """Return the tokens whose text may be shown now that so many more characters may.
+
+        `finished`: return all, without the text that belongs to a stop string.
+        """
+        tokens = self._tokens
+        self._free += characters
+        released = 0
+        for token in tokens:
+            if len(token.text) > self._free:
+                if not finished:
+                    break
+                token.text = token.text[: self._free]
+            self._free -= len(token.text)
+            released += 1
+        self._tokens = tokens[released:]
+        return tokens[:released]
 
 
 def split_text(
@@ -154,55 +258,28 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
+    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
 
     A character that takes several tokens comes whole with the last of them.
     """
-    prompt_ids = decoding_context(tokenizer, prompt_ids, skip_special_tokens)
-    fast = fast_tokenizer(tokenizer)
-    if fast is not None:
-        texts = _split_fast(fast, token_ids, skip_special_tokens, prompt_ids)
-    else:
-        texts = _split_slow(tokenizer, token_ids, skip_special_tokens, prompt_ids)
-    return [Token(i, text, None, i in special_ids) for i, text in zip(token_ids, texts, strict=True)]
+    texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
+    return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
 
 
-def decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
-    """What of a prompt a decoder has to see in front of the answer: its end, for a token's text may depend on it.
-
-    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
-    character's rest, and then give the prompt as if it were part of the answer.
-    """
-    end = prompt_ids[-_CONTEXT:]
-    text: str = tokenizer.decode(end, skip_special_tokens=skip_special_tokens) if end else ""
-    return () if text.endswith("\ufffd") else end
-
-
-def _split_fast(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
-    stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip)
-    texts = []
-    for token_id in token_ids:
-        try:
-            texts.append(stream.step(tokenizer, token_id) or "")
-        except Exception as error:
-            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
-            if not str(error).startswith(_INVALID_PREFIX):
-                raise
-            stream = DecodeStream(skip_special_tokens=skip)
-            texts.append(stream.step(tokenizer, token_id) or "")
-    return texts
-
-
-def _split_slow(tokenizer: Any, token_ids: Sequence[int], skip: bool, prompt_ids: Sequence[int]) -> list[str]:
-    before = list(prompt_ids)
-    length = len(tokenizer.decode(before, skip_special_tokens=skip)) if before else 0
-    texts = []
-    for end in range(1, len(token_ids) + 1):
-        text = tokenizer.decode([*before, *token_ids[:end]], skip_special_tokens=skip)
-        complete = not text.endswith("\ufffd")
-        texts.append(text[length:] if complete else "")
-        length = len(text) if complete else length
-    return texts
+def prompt_tokens(
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    special_ids: frozenset[int],
+    logprobs: Iterable[float],
+    ranks: Iterable[int] = (),
+) -> list[Token]:
+    """Return a prompt's tokens; `logprobs`, `ranks`: theirs from the second token on, or none."""
+    tokens = split_text(tokenizer, prompt_ids, special_ids, skip_special_tokens=False)
+    for token, value in zip(tokens[1:], logprobs, strict=False):
+        token.logprob = value
+    for token, rank in zip(tokens[1:], ranks, strict=False):
+        token.rank = rank
+    return tokens
 
 
 class PromptTokenizer:
@@ -215,7 +292,7 @@ class PromptTokenizer:
         self._most_characters = max_model_len * texts.longest_token
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """The request's prompt as token ids, truncated as it asks.
+        """Return the request's prompt as token ids, truncated as it asks.
 
         Raises:
             InvalidRequest: it is empty, or too long for the model.

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
-"""What trainers leave beside the weights; vLLM skips the same names."""
+"""Files of trainers beside the weights; vLLM skips the same names."""
 
 
 def weight_files(model: Path | str) -> tuple[Path, ...]:

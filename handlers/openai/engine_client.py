@@ -5,8 +5,7 @@ Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside
 a token. For each step of a request vLLM's output processor calls `logprobs_processor.update_from_output`; that is
 where its tokens are counted, at the price of one call.
 
-Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, for each request
-where it can be seen only there, and by tests/live/test_openai_seam.py:
+It relies on internals of vLLM (`handlers.engines.vllm.seam`, tests/live/test_openai_seam.py):
 - `AsyncLLM.add_request(request_id, prompt, params)` gives a `RequestOutputCollector` with the `output` that waits;
 - `output_processor.request_states` has a state for each sequence by then, unless it has ended, and `external_req_ids`
   names them by the request's id; a state has `queue`, the collector, `logprobs_processor` and `prompt_len`;
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import math
 import time
 from collections.abc import AsyncGenerator, Iterable
@@ -27,19 +25,19 @@ from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreEventType
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
-from handlers.engines.protocol import EngineStartError
 from handlers.engines.texts import check_token_ids
 from handlers.engines.vllm.lora import Claim, VllmAdapters, has_prompt_logprobs
-from handlers.engines.vllm.sampling import MAX_LISTED_TOKENS, MAX_STOP_TOKENS, NO_PROMPT_LOGPROBS, check_bad_words
-from handlers.engines.vllm.typical import ARGUMENT as TYPICAL_P
+from handlers.engines.vllm.sampling import (
+    MAX_LISTED_TOKENS,
+    MAX_STOP_TOKENS,
+    NO_PROMPT_LOGPROBS,
+    TYPICAL_P,
+    check_bad_words,
+)
 from handlers.errors import (
     AdapterUnusable,
     EngineDead,
@@ -126,35 +124,6 @@ def _check_typical_p(value: Any, refusal: str) -> None:
         raise InvalidParameter(TYPICAL_P, "must be a number above 0 and at most 1")
 
 
-def check_seam() -> None:
-    """Refuse to start on a vLLM whose internals have moved.
-
-    Raises:
-        EngineStartError: naming what is missing.
-    """
-    wanted: tuple[tuple[Any, tuple[str, ...]], ...] = (
-        (AsyncLLM.add_request, ("request_id", "prompt", "params")),
-        (AsyncLLM.abort, ("request_id", "internal")),
-        (RequestState.__init__, ("external_req_id", "logprobs_processor", "queue")),
-        (LogprobsProcessor.update_from_output, ("output",)),
-        (RequestOutputCollector.put, ("output",)),
-        (RequestOutputCollector.get_nowait, ()),
-    )
-    for function, parameters in wanted:
-        missing = [name for name in parameters if name not in inspect.signature(function).parameters]
-        if missing:
-            raise _moved(f"{function.__qualname__} has no parameter {', '.join(missing)}")
-    processor, state = OutputProcessor(None, log_stats=False), RequestOutputCollector(RequestOutputKind.DELTA, "check")
-    for thing, names in ((processor, ("request_states", "external_req_ids")), (state, ("output", "request_id"))):
-        missing = [name for name in names if not hasattr(thing, name)]
-        if missing:
-            raise _moved(f"{type(thing).__name__} has no attribute {', '.join(missing)}")
-
-
-def _moved(what: str) -> EngineStartError:
-    return EngineStartError(f"this vLLM is not one that Slipway knows: {what}")
-
-
 class EngineClient:
     """What vLLM's serving classes take for their engine; whatever is not here is `AsyncLLM`'s.
 
@@ -170,8 +139,6 @@ class EngineClient:
         max_prompt_tokens: int | None = None,
         adapters: VllmAdapters | None = None,
     ) -> None:
-        """Raises EngineStartError on a vLLM that it is not written for."""
-        check_seam()
         self._llm, self._meter, self._predict_timeout = llm, meter, predict_timeout
         self._max_prompt_tokens, self._adapters = max_prompt_tokens, adapters
         self._tokenizer = llm.get_tokenizer()
@@ -342,7 +309,7 @@ def _ended(output: Any) -> bool:
 
 
 class _StepCounter:
-    """Stands where a sequence's `update_from_output` stands, and counts what comes by."""
+    """Takes the place of a sequence's `update_from_output`, and counts its tokens."""
 
     __slots__ = ("_begun_at", "_last_at", "_meter", "_queued_at", "_request", "_update")
 

@@ -4,8 +4,7 @@ vLLM's `build_app` would bring its own listener, health, metrics and management 
 the parts that answer OpenAI's clients, and leave the rest to `container`: the routers, the exception handlers, and
 the state that `init_app_state` makes around an engine client.
 
-Written for vLLM 0.32. What it relies on is checked as the model is loaded, and by
-tests/live/test_openai_live.py:
+It relies on internals of vLLM, which are looked for as the model is loaded, and by tests/live/test_openai_live.py:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;
@@ -35,6 +34,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.vllm.seam import unknown_vllm
 
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
@@ -131,7 +131,7 @@ async def build(
     except EngineStartError:
         raise
     except (ImportError, AttributeError) as error:
-        raise EngineStartError(f"this vLLM is not one that Slipway knows: its front end has moved ({error})") from error
+        raise unknown_vllm(f"its front end has moved ({error})") from error
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app

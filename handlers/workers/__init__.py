@@ -1,1 +1,1 @@
-"""A customer's handler in worker processes: the server's side of them."""
+"""A customer's handler in worker processes, seen from the server."""

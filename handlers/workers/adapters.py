@@ -1,4 +1,4 @@
-"""Adapters that a customer's handler looks after: each worker is told of each. Source: contracts/lmi.md section 9.2."""
+"""Adapters that a customer's handler manages: each worker is told of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from handlers.adapters import Adapter
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import AdapterError, AdapterFailed, NoRoomForAdapter
-from handlers.workers.runtime.messages import InputMessage, OutputMessage
+from handlers.workers.runtime.channel import InputMessage, OutputMessage
 from handlers.workers.worker import Worker
 
 logger = logging.getLogger("handlers.workers")
@@ -18,18 +18,18 @@ REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister
 """Functions of the customer's module."""
 _FAILED, _OUT_OF_MEMORY = 300, 507
 _NOTHING_SAID = frozenset({"", "OK", "No content"})
-"""Messages of an `Output` that nobody wrote."""
+"""The default messages of an `Output`."""
 
 
 class WorkerAdapters:
-    """See `handlers.adapters.AdapterHost`."""
+    """Implements `handlers.adapters.AdapterHost` with the workers of one model."""
 
     def __init__(self, workers: Callable[[], Collection[Worker]], patience: float) -> None:
-        """`workers`: those that take calls. `patience`: seconds that each may take to answer, what it does before
-        included."""
+        """`workers`: those that take requests. `patience`: seconds that each may take to answer, including the calls
+        that it has to finish before."""
         self._workers, self._patience = workers, patience
         self._known: dict[int, Adapter] = {}
-        """What a worker that starts is told of."""
+        """The adapters that a starting worker is told of, by id."""
 
     async def register(self, adapter: Adapter) -> str:
         if not await asyncio.to_thread(_exists, adapter):
@@ -37,7 +37,7 @@ class WorkerAdapters:
         former = [known for known in self._known.values() if known.name == adapter.name]
         self._known[adapter.id] = adapter
         try:
-            # A worker that is ready only later has been told of it by `introduce`.
+            # Workers that are not ready yet hear of it from `introduce`.
             message = _said(await self._tell_some(self._workers(), REGISTER, adapter))
         except asyncio.CancelledError:  # the workers are about to end
             del self._known[adapter.id]
@@ -56,17 +56,17 @@ class WorkerAdapters:
         return message
 
     async def unregister(self, adapter: Adapter) -> str:
-        """See `AdapterHost.unregister`. A worker that ends instead of answering has let go of it, too."""
         answers = await self._tell_all(UNREGISTER, adapter)
+        # A worker that ends instead of answering has let go of the adapter, too.
         message = _said([answer for answer in answers if not isinstance(answer, _WorkerLost)])
         self._known.pop(adapter.id, None)
         return message
 
     async def stop(self) -> None:
-        """Nothing goes on in the background."""
+        """Do nothing: there is no background work."""
 
     async def introduce(self, worker: Worker) -> None:
-        """Tell a worker that has just started of all adapters, those included that come meanwhile.
+        """Tell a worker that has just started of all adapters, also of those that come meanwhile.
 
         Raises:
             EngineStartError: it has refused one.
@@ -74,7 +74,7 @@ class WorkerAdapters:
         told: dict[int, Adapter] = {}
         try:
             while self._known.keys() != told.keys():
-                # What has gone first: an adapter that has come since may have its name.
+                # Removals first: a newer adapter may have the same name.
                 for adapter in [adapter for id_, adapter in told.items() if id_ not in self._known]:
                     await self._tell(worker, UNREGISTER, adapter)
                     del told[adapter.id]
@@ -86,7 +86,7 @@ class WorkerAdapters:
             raise EngineStartError(f"{worker.name} did not take the model's adapters: {error.message}") from None
 
     async def _tell_all(self, function: str, adapter: Adapter) -> list[str | BaseException]:
-        """The answers of all workers, those included that become ready meanwhile: they were told of the adapter."""
+        """The answers of all workers, also of those that become ready meanwhile."""
         told: set[Worker] = set()
         answers: list[str | BaseException] = []
         while late := [worker for worker in self._workers() if worker not in told]:
@@ -102,7 +102,7 @@ class WorkerAdapters:
         )
 
     async def _take_back(self, adapter: Adapter, former: Collection[Adapter]) -> None:
-        """Undo a registration that some workers may have taken, in the place of a former one of its name."""
+        """Undo a registration that some workers may have carried out, and restore the former adapter of its name."""
         orders = [(UNREGISTER, adapter), *((REGISTER, known) for known in former)]
         for function, subject in orders:
             for answer in await self._tell_some(self._workers(), function, subject):
@@ -110,10 +110,10 @@ class WorkerAdapters:
                     logger.info("adapter %s: %s", subject.name, answer)
 
     async def _tell(self, worker: Worker, function: str, adapter: Adapter) -> str:
-        order = _Order(asyncio.get_running_loop().create_future())
-        call = worker.call(_message(function, adapter), order)
+        receiver = _AnswerReceiver()
+        call = worker.call(_message(function, adapter), receiver)
         try:
-            output = await asyncio.wait_for(order.answer, self._patience)
+            output = await asyncio.wait_for(receiver.answer, self._patience)
         except TimeoutError:
             worker.cancel(call)
             raise AdapterFailed(
@@ -127,36 +127,32 @@ class WorkerAdapters:
         return said
 
 
-class _Order:
+class _AnswerReceiver:
     """Waits for one answer; implements `handlers.workers.worker.Receiver`."""
 
-    def __init__(self, answer: asyncio.Future[OutputMessage]) -> None:
-        self.answer = answer
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[OutputMessage] = asyncio.get_running_loop().create_future()
 
     def on_output(self, output: OutputMessage, size: int) -> None:
-        """Called by the worker."""
         if not self.answer.done():
             self.answer.set_result(output)
 
     def on_chunk(self, chunk: bytes) -> None:
-        """Nobody reads a stream here."""
+        """Ignore the stream: the output before it is the answer."""
 
     def on_stream_end(self, failure: OutputMessage | None) -> None:
-        """Called by the worker; async mode tells of exceptions so."""
-        if failure is not None:
+        if failure is not None:  # an exception in async mode
             self.on_output(failure, 0)
 
     def on_done(self) -> None:
-        """Called by the worker."""
-        self._fail("ended without an answer")
+        self._fail(AdapterFailed("the handler's worker ended without an answer"))
 
     def on_lost(self, reason: str) -> None:
-        """Called by the worker."""
-        self._fail(reason, _WorkerLost)
+        self._fail(_WorkerLost(f"the handler's worker {reason}"))
 
-    def _fail(self, reason: str, kind: type[AdapterFailed] = AdapterFailed) -> None:
+    def _fail(self, error: AdapterFailed) -> None:
         if not self.answer.done():
-            self.answer.set_exception(kind(f"the handler's worker {reason}"))
+            self.answer.set_exception(error)
 
 
 class _WorkerLost(AdapterFailed):
@@ -164,7 +160,11 @@ class _WorkerLost(AdapterFailed):
 
 
 def _said(answers: Collection[str | BaseException]) -> str:
-    """What the first worker says; every one has answered before the first failure is raised."""
+    """The first message.
+
+    Raises:
+        BaseException: the first failure.
+    """
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer

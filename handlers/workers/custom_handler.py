@@ -1,4 +1,4 @@
-"""A customer's `model.py`, run in worker processes. Source: contracts/lmi.md sections 1.3, 1.5 to 1.8, 2.15, 5.1, 7."""
+"""A customer's `model.py`, run in worker processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from handlers.errors import UnknownAdapter
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.reply import ReplyWriter, Running
 from handlers.workers.adapters import WorkerAdapters
-from handlers.workers.batch_messages import MAX_BATCH
-from handlers.workers.job import Job
-from handlers.workers.lanes import BatchLane, LaneSettings, SingleLane
+from handlers.workers.batching import MAX_BATCH, BatchSettings, DynamicBatcher, Request, Unbatched
 from handlers.workers.packages import prepare_interpreter, variables_of
-from handlers.workers.pool import MakeLane, Pool, PoolSettings, PoolStatus
-from handlers.workers.reply import Delivery
-from handlers.workers.rolling_lane import RollingLane
-from handlers.workers.runtime.messages import InputMessage, LoadOrder
+from handlers.workers.pool import MakeBatcher, Pool, PoolSettings, PoolStatus
+from handlers.workers.reply import HandlerReply
+from handlers.workers.rolling_batch import RollingBatcher
+from handlers.workers.runtime.channel import InputMessage, LoadOrder
 from handlers.workers.worker import ProcessPlan, WorkerPlan
 
 
 class CustomHandler:
-    """Implements `handlers.reply.Handler` with the workers of one model.
+    """Implements `handlers.reply.Handler` with the workers of one model, on the event loop that runs `start`.
 
-    `queue_size` calls may wait while all workers are busy. Everything happens on the event loop that runs `start`.
+    `queue_size` calls may wait while all workers are busy.
     """
 
     def __init__(
@@ -41,50 +39,45 @@ class CustomHandler:
         self._queue_size = queue_size
         self._overload_status, self._unavailable_status = overload_status, unavailable_status
         self.grace = 5.0
-        """Seconds that `stop` gives a worker to finish its call."""
+        """Seconds that `stop` gives a worker to finish its calls."""
         self.client_patience = 120.0
-        """Seconds that a client may take nothing of its stream; then its worker is freed for others."""
+        """Seconds that a client may take nothing of its stream before its call is cancelled."""
         self._pool: Pool | None = None
         self.adapter_host = WorkerAdapters(
             lambda: self._pool.workers if self._pool is not None else (), settings.predict_timeout
         )
         self.adapters: Container[str] | None = None
-        """Names that a call's `adapter` may have; None: calls are not looked at."""
+        """Names that a call's `adapter` may have; None: not checked."""
 
     async def start(self) -> None:
         """Install the model's requirements, start `min_workers` workers and have them load the handler.
 
         Raises:
-            EngineStartError: the handler cannot be loaded; the message has the cause, with file and line where the
-                customer's code is to blame.
+            EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
+                customer's code where that is at fault.
         """
         python = await prepare_interpreter(self._settings.model_dir, self._handler)
-        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_lane(), self.adapter_host.introduce)
+        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_batcher(), self.adapter_host.introduce)
         await pool.start()
         self._pool = pool
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        """Answer a call through `writer`; returns what cancels it.
-
-        Raises:
-            ContractError: the call is malformed, the queue is full, or there is no worker.
-        """
-        # Reading a long form takes seconds.
+        # A long form takes seconds to read.
         slow = len(call.body) > LONG_BODY and is_form(call.content_type)
         given = await asyncio.to_thread(input_of, call) if slow else input_of(call)
         self._check_adapter(given)
-        job = Job(InputMessage(given.properties, given.contents), Delivery(writer), priority_of(given), 0)
+        request = Request(InputMessage(given.properties, given.contents), HandlerReply(writer), priority_of(given))
         pool = self._running_pool()
-        pool.submit(job)
-        return _RunningCall(pool, job)
+        pool.submit(request)
+        return _RunningRequest(pool, request)
 
     def _check_adapter(self, given: HandlerInput) -> None:
-        """Refuse a call for an adapter that is not registered. Source: contracts/lmi.md section 9.4."""
+        """Refuse a call for an adapter that is not registered."""
         if self.adapters is None:
             return
-        named = next((value for key, value in given.contents if key == "adapter"), b"").decode("utf-8", "replace")
-        if named and named not in self.adapters:
-            error = UnknownAdapter(named)
+        name = next((value for key, value in given.contents if key == "adapter"), b"").decode("utf-8", "replace")
+        if name and name not in self.adapters:
+            error = UnknownAdapter(name)
             raise ContractError(unknown_adapter(error), error.message)
 
     def health(self) -> EngineHealth:
@@ -93,15 +86,15 @@ class CustomHandler:
         return EngineHealth(not failed, failed)
 
     def status(self) -> PoolStatus:
-        """Workers and queue."""
+        """The state of the workers and of the queue."""
         return self._running_pool().status()
 
     def scale(self, min_workers: int, max_workers: int) -> None:
-        """Have other numbers of workers from now on."""
+        """Change the numbers of workers."""
         self._running_pool().scale(min_workers, max_workers)
 
     async def stop(self) -> None:
-        """End all workers with all that they started; calls that run have a few seconds to finish."""
+        """End all workers and all that they started; running calls have a few seconds to finish."""
         if self._pool is not None:
             await self._pool.stop(self.grace)
 
@@ -141,44 +134,42 @@ class CustomHandler:
             parallel_loading=handler.properties.get("parallel_loading", "").lower() == "true",
         )
 
-    def _make_lane(self) -> MakeLane:
+    def _make_batcher(self) -> MakeBatcher:
         settings, handler = self._settings, self._handler
-        lane_settings = LaneSettings(
+        batching = BatchSettings(
             predict_timeout=settings.predict_timeout,
             client_patience=self.client_patience,
             unavailable_status=self._unavailable_status,
             async_mode=handler.async_mode,
-            # Calls of an async handler run at once, so that the queue's bound is theirs.
+            # An async handler runs all calls at once, as many as the queue would hold.
             concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
             batch_size=_batch_size(settings, handler),
             max_batch_delay=settings.max_batch_delay,
             max_rolling_batch_size=settings.rolling_batch_size,
         )
-        if handler.async_mode:
-            return lambda worker, on_free: SingleLane(worker, lane_settings, on_free)
-        if handler.rolling_batch:
-            return lambda worker, on_free: RollingLane(worker, lane_settings, on_free)
-        if lane_settings.batch_size > 1:
-            return lambda worker, on_free: BatchLane(worker, lane_settings, on_free)
-        return lambda worker, on_free: SingleLane(worker, lane_settings, on_free)
+        kind: type[Unbatched | DynamicBatcher | RollingBatcher] = Unbatched
+        if handler.rolling_batch and not handler.async_mode:
+            kind = RollingBatcher
+        elif batching.batch_size > 1:
+            kind = DynamicBatcher
+        return lambda worker, on_free: kind(worker, batching, on_free)
 
 
-class _RunningCall:
+class _RunningRequest:
     """Implements `handlers.reply.Running`."""
 
-    __slots__ = ("_job", "_pool")
+    __slots__ = ("_pool", "_request")
 
-    def __init__(self, pool: Pool, job: Job) -> None:
-        self._pool, self._job = pool, job
+    def __init__(self, pool: Pool, request: Request) -> None:
+        self._pool, self._request = pool, request
 
     def cancel(self) -> None:
-        """The client has gone. Harmless when the reply is complete."""
-        if self._job.delivery.open:
-            self._pool.cancel(self._job)
+        if self._request.reply.open:
+            self._pool.cancel(self._request)
 
 
 def _batch_size(settings: ModelSettings, handler: HandlerSettings) -> int:
-    """Calls that are gathered into one; async and rolling-batch handlers see each call as it comes."""
+    """Requests that are gathered into one call; async and rolling-batch handlers get each as it comes."""
     if handler.async_mode or handler.rolling_batch:
         return 1
     return min(settings.batch_size, MAX_BATCH)

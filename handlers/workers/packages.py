@@ -1,7 +1,7 @@
 """The packages of a model's `requirements.txt`, in an environment of the model's own.
 
 LMI installs them into the server's interpreter. Here the server's packages never change: each set of requirements has
-a virtual environment, which sees the interpreter's packages behind its own. Source: contracts/lmi.md section 2.15.
+a virtual environment, which falls back to the interpreter's packages.
 """
 
 from __future__ import annotations
@@ -28,114 +28,55 @@ from handlers.model_settings import HandlerSettings
 
 logger = logging.getLogger("handlers.workers")
 
-# What would lead another interpreter to our packages, or away from its own.
-_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-
-
-def interpreter_of(settings: HandlerSettings) -> str:
-    """The interpreter that the settings ask for, before any environment of the model's own."""
-    return settings.python_executable or sys.executable
-
-
-def variables_of(settings: HandlerSettings) -> Mapping[str, str]:
-    """Our variables and those of `option.env`; another interpreter gets none that concern our packages."""
-    inherited = dict(os.environ)
-    if settings.python_executable is not None:
-        for name in _OURS:
-            inherited.pop(name, None)
-    return inherited | dict(settings.environment)
-
-
-_WORD = re.compile(r"[^\s=@]+")
-_FORMAT = "1"
-
-
-def requirements_key(model_dir: Path, interpreter: Iterable[str]) -> str:
-    """A name for the environment: it changes with the interpreter, the requirements, and every local file they name."""
-    digest = hashlib.sha256(_FORMAT.encode())
-    for text in interpreter:
-        digest.update(text.encode() + b"\0")
-    for path in sorted(_files(model_dir)):
-        digest.update(str(path.relative_to(model_dir)).encode() + b"\0")
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:32]
-
-
-def _files(model_dir: Path) -> set[Path]:
-    """The requirements, the folder of wheels, and whatever in the model's folder the requirements name."""
-    seen: set[Path] = set()
-    pending = [model_dir / "requirements.txt", model_dir / "requirements"]
-    while pending:
-        for path in _all_in(pending.pop()):
-            if path in seen:
-                continue
-            seen.add(path)
-            if path.suffix == ".txt":
-                pending += _named_in(path, model_dir)
-    return seen
-
-
-def _named_in(requirements: Path, model_dir: Path) -> Iterator[Path]:
-    for word in _WORD.findall(requirements.read_text("utf-8", "replace")):
-        path = (requirements.parent / word.partition("[")[0].removeprefix("file:")).resolve()
-        if path != model_dir.resolve() and path.is_relative_to(model_dir.resolve()) and _exists(path):
-            yield model_dir / path.relative_to(model_dir.resolve())
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a URL, say, that is too long for a file's name
-        return False
-
-
-def _all_in(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        yield from (file for file in path.rglob("*") if file.is_file())
-
-
 REQUIREMENTS = "requirements.txt"
 
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that would lead another interpreter to our packages, or away from its own."""
+_PIP_VARIABLES = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
 _DESCRIBE = (
     "import json, sys; "
     "print(json.dumps([sys.executable, sys.version, [p for p in sys.path if p.endswith('-packages')]]))"
 )
-_PTH = "slipway_parent.pth"
 _COMPLETE = "complete"
+_FORMAT = "1"
+"""Of the environments; another one makes all of them anew."""
 _LAST_LINES = 5
-"""Of pip's output, in the reason why the model cannot be served."""
+"""Of pip's output, in the error message."""
+_WORD = re.compile(r"[^\s=@]+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    code: int
-    output: str
+def variables_of(settings: HandlerSettings) -> Mapping[str, str]:
+    """Our variables and those of `option.env`; another interpreter gets none that concern our packages."""
+    foreign = settings.python_executable is not None
+    inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _OURS)}
+    return inherited | dict(settings.environment)
+
+
+def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
+    """Whether anything is to be installed for the model."""
+    return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
 
 
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
-    """The interpreter for the model's workers; installs the requirements first, unless that has been done before.
+    """The interpreter for the model's workers. Installs the requirements, unless that has been done before.
 
     Raises:
-        EngineStartError: the interpreter cannot be run, can make no environment, or pip fails: with what it said last.
+        EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails.
     """
-    python = interpreter_of(settings)
+    python = settings.python_executable or sys.executable
     if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python
-    await asyncio.to_thread(_check_directory, model_dir)
-    variables = dict(variables_of(settings)) | {
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_ROOT_USER_ACTION": "ignore",
-        "PIP_NO_INPUT": "1",
-    }
+    if not await asyncio.to_thread(model_dir.is_dir):
+        raise EngineStartError(
+            f"packages are to be installed (STANDARD_PIP_ARGS), but there is no directory {model_dir}"
+        )
+    variables = {**variables_of(settings), **_PIP_VARIABLES}
     answer = await _run([python, "-c", _DESCRIBE], model_dir, variables)
     if answer.code:
         raise EngineStartError(f"{python} cannot be used for the handler: {answer.output}")
     executable, version, packages = json.loads(answer.output.splitlines()[-1])
     arguments = _pip_arguments(model_dir, settings)
-    key = await asyncio.to_thread(requirements_key, model_dir, (executable, version, *packages, *arguments))
+    key = await asyncio.to_thread(_requirements_key, model_dir, (executable, version, *packages, *arguments))
     environments = cache_dir() / "environments"
     try:
         environments.mkdir(parents=True, exist_ok=True)
@@ -148,47 +89,8 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
         return await _build(folder, python, packages, model_dir, arguments, variables)
 
 
-async def _build(
-    folder: Path,
-    python: str,
-    packages: list[str],
-    model_dir: Path,
-    arguments: Sequence[str],
-    variables: Mapping[str, str],
-) -> str:
-    """Make the environment; it counts once the file `complete` is there."""
-    await asyncio.to_thread(shutil.rmtree, folder, True)
-    made = await _run([python, "-m", "venv", "--without-pip", str(folder)], model_dir, variables)
-    if made.code:
-        raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.output}")
-    own_python = str(folder / "bin" / "python")
-    site = next((folder / "lib").glob("python*/site-packages"))
-    lines = [f"import site; site.addsitedir({path!r})" for path in packages]
-    (site / _PTH).write_text("\n".join(lines) + "\n")
-    if arguments:
-        try:
-            await _install(own_python, model_dir, arguments, variables)
-        except EngineStartError:
-            await asyncio.to_thread(shutil.rmtree, folder)
-            raise
-    (folder / _COMPLETE).touch()
-    return own_python
-
-
-def _check_directory(model_dir: Path) -> None:
-    if not model_dir.is_dir():
-        raise EngineStartError(
-            f"packages are to be installed (STANDARD_PIP_ARGS), but there is no directory {model_dir}"
-        )
-
-
-def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
-    """Whether anything is to be installed for the model."""
-    return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
-
-
 def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
-    """What follows `pip install`; empty where nothing is to be installed. Source: sagemaker_hosting.md section 10."""
+    """The arguments of `pip install`; empty where nothing is to be installed."""
     if not needs_packages(model_dir, settings):
         return []
     if settings.pip_arguments:
@@ -198,6 +100,33 @@ def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
         if (model_dir / "requirements").is_dir():
             arguments += ["--find-links", str(model_dir / "requirements")]
     return arguments + (["--no-index", "--no-build-isolation"] if settings.offline else [])
+
+
+async def _build(
+    folder: Path,
+    python: str,
+    packages: list[str],
+    model_dir: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+) -> str:
+    """Make the environment; it is valid once the file `complete` exists. Returns its interpreter."""
+    await asyncio.to_thread(shutil.rmtree, folder, True)
+    made = await _run([python, "-m", "venv", "--without-pip", str(folder)], model_dir, variables)
+    if made.code:
+        raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.output}")
+    own_python = str(folder / "bin" / "python")
+    site = next((folder / "lib").glob("python*/site-packages"))
+    lines = [f"import site; site.addsitedir({path!r})" for path in packages]
+    (site / "slipway_parent.pth").write_text("\n".join(lines) + "\n")
+    if arguments:
+        try:
+            await _install(own_python, model_dir, arguments, variables)
+        except EngineStartError:
+            await asyncio.to_thread(shutil.rmtree, folder)
+            raise
+    (folder / _COMPLETE).touch()
+    return own_python
 
 
 async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -214,8 +143,14 @@ async def _install(python: str, model_dir: Path, arguments: Sequence[str], varia
     logger.info("installed the packages of %s:\n%s", model_dir, result.output)
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    code: int
+    output: str
+
+
 async def _run(command: list[str], directory: Path, variables: Mapping[str, str]) -> _Result:
-    """Run a command to its end; if we are cancelled it ends, too."""
+    """Run a command to its end. When this is cancelled, the command is killed."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -231,8 +166,56 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
     try:
         output, _ = await process.communicate()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and something that left its group has its output
+        with contextlib.suppress(ProcessLookupError):  # it has ended, but a process outside of its group has its output
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
     return _Result(process.returncode or 0, output.decode("utf-8", "replace").strip())
+
+
+def _requirements_key(model_dir: Path, interpreter: Iterable[str]) -> str:
+    """A name for the environment: it changes with the interpreter, the requirements, and every local file they name."""
+    digest = hashlib.sha256(_FORMAT.encode())
+    for text in interpreter:
+        digest.update(text.encode() + b"\0")
+    for path in sorted(_files(model_dir)):
+        digest.update(str(path.relative_to(model_dir)).encode() + b"\0")
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def _files(model_dir: Path) -> set[Path]:
+    """The requirements, the folder of wheels, and all files of the model's folder that the requirements name."""
+    seen: set[Path] = set()
+    pending = [model_dir / REQUIREMENTS, model_dir / "requirements"]
+    while pending:
+        for path in _all_in(pending.pop()):
+            if path in seen:
+                continue
+            seen.add(path)
+            if path.suffix == ".txt":
+                pending += _named_in(path, model_dir)
+    return seen
+
+
+def _named_in(requirements: Path, model_dir: Path) -> Iterator[Path]:
+    root = model_dir.resolve()
+    for word in _WORD.findall(requirements.read_text("utf-8", "replace")):
+        path = (requirements.parent / word.partition("[")[0].removeprefix("file:")).resolve()
+        if path != root and path.is_relative_to(root) and _exists(path):
+            yield model_dir / path.relative_to(root)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a word, such as a URL, that is too long for a file's name
+        return False
+
+
+def _all_in(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from (file for file in path.rglob("*") if file.is_file())

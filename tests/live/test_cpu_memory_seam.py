@@ -13,7 +13,6 @@ import pytest
 from handlers.daemon_thread import LastingThread
 from handlers.engines.cpu_memory import Demand, Limit, node_limits, planned_size, smaller_size, worker_nodes
 from handlers.engines.protocol import EngineOutOfMemory
-from handlers.engines.vllm.arguments import cache_demand, engine_arguments
 from handlers.model_settings import ModelSettings
 
 MIB = 1 << 20
@@ -72,6 +71,9 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
 
 def test_slipway_config_and_the_engine_find_the_same_figures(sample_model: Path, monkeypatch: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm.arguments import engine_arguments
+    from handlers.engines.vllm.loading import cache_demand
 
     settings = ModelSettings(
         name="m",

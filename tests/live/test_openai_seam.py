@@ -19,7 +19,7 @@ SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 
 
 def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
-    from handlers.engines.vllm.frontend_arguments import frontend_arguments
+    from handlers.engines.vllm.arguments import frontend_arguments
 
     return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
 
@@ -212,17 +212,17 @@ def test_what_a_client_causes_is_told_from_what_the_server_does() -> None:
 def test_a_vllm_whose_engine_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-    from handlers.openai import engine_client
+    from handlers.engines.vllm import seam
 
-    engine_client.check_seam()
+    seam.check_vllm()
     with monkeypatch.context() as patch:
         patch.setattr(RequestState, "__init__", lambda self, request_id: None)
         with pytest.raises(EngineStartError, match="has no parameter external_req_id"):
-            engine_client.check_seam()
+            seam.check_vllm()
     with monkeypatch.context() as patch:
         patch.setattr(OutputProcessor, "__init__", lambda self, tokenizer, log_stats: None)
         with pytest.raises(EngineStartError, match="OutputProcessor has no attribute request_states"):
-            engine_client.check_seam()
+            seam.check_vllm()
 
 
 @pytest.mark.asyncio

@@ -44,7 +44,7 @@ def test_each_row_keeps_the_same_tokens_as_with_transformers(
     import torch
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from handlers.engines.vllm.typical import TypicalLogitsProcessor
+    from handlers.engines.vllm.sampling import TypicalLogitsProcessor
 
     logits = torch.tensor([row for row, _, _ in rows])
     expected = [warped(row, mass) for row, (_, mass, _) in zip(logits, rows, strict=True)]
@@ -62,7 +62,7 @@ def test_the_newer_runners_processor_keeps_the_same_tokens_at_any_temperature(
     import numpy as np
     import torch
 
-    from handlers.engines.vllm.typical import TypicalProcessor
+    from handlers.engines.vllm.sampling import TypicalProcessor
 
     logits = torch.tensor([row for row, _, _ in rows])
     expected = [warped(row, mass, temperature) for row, (_, mass, temperature) in zip(logits, rows, strict=True)]
@@ -78,7 +78,7 @@ def test_rows_are_cut_wherever_vllm_moves_their_requests_and_no_more_once_these_
     import torch
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    from handlers.engines.vllm.typical import TypicalLogitsProcessor
+    from handlers.engines.vllm.sampling import TypicalLogitsProcessor
 
     row = torch.tensor([3.0, 2.0, 1.0, 0.0])
     cut = warped(row, 0.2)
@@ -96,7 +96,7 @@ def test_greedy_requests_are_left_alone_by_the_newer_runners_processor() -> None
     import numpy as np
     import torch
 
-    from handlers.engines.vllm.typical import TypicalProcessor
+    from handlers.engines.vllm.sampling import TypicalProcessor
 
     processor = TypicalProcessor(None, SimpleNamespace(device="cpu", max_num_reqs=2))
     assert processor.add_request(0, params(0.2)) is True
@@ -117,7 +117,7 @@ def test_each_of_vllms_model_runners_accepts_the_processor_that_is_loaded_for_it
     from vllm.v1.sample import logits_processor as older
     from vllm.v1.worker.gpu.sample import logits_processor as newer
 
-    from handlers.engines.vllm.typical import load_typical
+    from handlers.engines.vllm.sampling import load_typical
 
     engine = SimpleNamespace(
         speculative_config=None,
@@ -137,8 +137,7 @@ def test_each_of_vllms_model_runners_accepts_the_processor_that_is_loaded_for_it
 def test_beside_speculative_decoding_nothing_is_loaded_and_typical_p_is_refused_by_name(config: Any) -> None:
     import copy
 
-    from handlers.engines.vllm.sampling import SamplingTranslator
-    from handlers.engines.vllm.typical import load_typical
+    from handlers.engines.vllm.sampling import SamplingTranslator, load_typical
     from handlers.openai.engine_client import check_parameters
     from handlers.request import GenerationRequest, SamplingParameters
 

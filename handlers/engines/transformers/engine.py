@@ -1,9 +1,8 @@
 """Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
 
 The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
-in a daemon thread of its own (`transformers_generate`), on a GPU or on the CPU. One batch runs at a time.
-
-Source: LMI schema v0.31, Dynamic Batch/Static Batch Schema.
+in a daemon thread of its own (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
+what clients see of it as "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -16,16 +15,23 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from handlers.engines.protocol import EngineHealth, EngineStartError, EngineStatus, Generation, Progress, Sink
-from handlers.engines.sequences import SequenceGroup
+from handlers.engines.protocol import (
+    EngineHealth,
+    EngineStartError,
+    EngineStatus,
+    Generation,
+    Progress,
+    SequenceGroup,
+    Sink,
+    Watchdog,
+)
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
-from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, aborted_beams
+from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, beam_deltas
 from handlers.engines.transformers.model import load_in_thread, load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers.sampling import TokenChooser, check_prompt, check_request, prepare
 from handlers.engines.transformers.sequence import GeneratedSequence
@@ -38,143 +44,96 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    weight: int
-    deadline: float
-    """Until then it waits for others."""
-
-
-class _Group(Generic[T]):
-    """What waits under one key, in order of arrival."""
-
-    __slots__ = ("items", "weight")
-
-    def __init__(self) -> None:
-        self.items: OrderedDict[T, _Waiting] = OrderedDict()
-        self.weight = 0
-
-    @property
-    def first(self) -> _Waiting:
-        """What has waited longest."""
-        return next(iter(self.items.values()))
-
-    def remove(self, item: T) -> None:
-        """Drop an item that waits."""
-        self.weight -= self.items.pop(item).weight
-
-    def take(self, size: int) -> list[T]:
-        """The first items that fit; the very first in any case."""
-        taken: list[T] = []
-        room = size
-        while self.items and (not taken or self.first.weight <= room):
-            item, waiting = self.items.popitem(last=False)
-            self.weight -= waiting.weight
-            room -= waiting.weight
-            taken.append(item)
-        return taken
-
-
-class BatchQueue(Generic[T]):
-    """Items that wait to be run in batches; for one event loop.
-
-    `size`: the weight of a full batch; a heavier item is a batch of its own. `delay`: seconds that the first item of a
-    batch waits for others.
-    """
-
-    def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size, self._delay, self._clock = size, delay, clock
-        self._groups: dict[Hashable, _Group[T]] = {}
-        self._places: dict[T, Hashable] = {}
-        """The key of each item, in order of arrival."""
-        self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def put(self, item: T, key: Hashable, weight: int = 1) -> None:
-        """Let an item wait; `weight`: its share of a batch."""
-        group = self._groups.setdefault(key, _Group())
-        group.items[item] = _Waiting(weight, self._clock() + self._delay)
-        group.weight += weight
-        self._places[item] = key
-        self._changed.set()
-
-    def discard(self, item: T) -> bool:
-        """Drop a waiting item; False if it does not wait (any more)."""
-        if item not in self._places:
-            return False
-        key = self._places.pop(item)
-        group = self._groups[key]
-        group.remove(item)
-        if not group.items:
-            del self._groups[key]
-        return True
-
-    def drain(self) -> list[T]:
-        """Drop all that waits and return it, in order of arrival."""
-        items = list(self._places)
-        self._places.clear()
-        self._groups.clear()
-        return items
-
-    async def take(self) -> list[T]:
-        """The next batch, when it is due. One caller at a time."""
-        while not (batch := self.take_due()):
-            self._changed.clear()
-            due = self.due_in()
-            try:
-                await asyncio.wait_for(self._changed.wait(), due)
-            except TimeoutError:
-                continue
-        return batch
-
-    def take_due(self) -> list[T]:
-        """The batch that is due now; empty if none is."""
-        key = self._due_key()
-        if key is None:
-            return []
-        group = self._groups[key]
-        batch = group.take(self._size)
-        for item in batch:
-            del self._places[item]
-        if not group.items:
-            del self._groups[key]
-        return batch
-
-    def due_in(self) -> float | None:
-        """Seconds until a batch is due at the latest; None if nothing waits."""
-        if not self._groups:
-            return None
-        return max(0.0, self._deadline(self._oldest()) - self._clock())
-
-    def _due_key(self) -> Hashable | None:
-        """The key whose first item has waited longest, if its time is over; else that of a full batch."""
-        if not self._groups:
-            return None
-        oldest = self._oldest()
-        if self._deadline(oldest) <= self._clock():
-            return oldest
-        full = [key for key, group in self._groups.items() if group.weight >= self._size]
-        return min(full, key=self._deadline, default=None)
-
-    def _oldest(self) -> Hashable:
-        return min(self._groups, key=self._deadline)
-
-    def _deadline(self, key: Hashable) -> float:
-        return self._groups[key].first.deadline
-
-
 STREAMED_TOGETHER = 32
 """Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
 _SEQUENCES_PER_TURN = 16
 """After so many sequences others get their turn on the event loop."""
 _MAX_TOP_TOKENS = 20
-_WATCH_SECONDS = 0.25
 _STUCK_SECONDS = 30.0
-"""What a batch that was given up has to come to an end; then the thread counts as lost."""
+"""How long a batch that was given up may take to end; then the engine's thread counts as lost."""
 _STOP_SECONDS = 1.0
+
+
+class _Waiting(NamedTuple):
+    key: Hashable
+    weight: int
+    deadline: float
+    """Until then it waits for others."""
+
+
+class BatchQueue(Generic[T]):
+    """Items that wait to be run in batches, each with items of its own key; for one event loop.
+
+    A batch is due when it is full, or when its first item has waited for `delay` seconds; then that goes first. `size`:
+    the weight of a full batch; a heavier item is a batch of its own.
+    """
+
+    def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size, self._delay, self._clock = size, delay, clock
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()
+        """In order of arrival, and so of their deadlines."""
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, item: T, key: Hashable, weight: int = 1) -> None:
+        """Let an item wait; `weight`: its share of a batch."""
+        self._waiting[item] = _Waiting(key, weight, self._clock() + self._delay)
+        self._changed.set()
+
+    def discard(self, item: T) -> bool:
+        """Drop a waiting item; returns False if it does not wait (any more)."""
+        return self._waiting.pop(item, None) is not None
+
+    def drain(self) -> list[T]:
+        """Drop all that waits and return it, in order of arrival."""
+        items = list(self._waiting)
+        self._waiting.clear()
+        return items
+
+    async def take(self) -> list[T]:
+        """Return the next batch, when it is due. One caller at a time."""
+        while not (batch := self.take_due()):
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self.due_in())
+        return batch
+
+    def take_due(self) -> list[T]:
+        """Return the batch that is due now; [] if none is."""
+        batch: list[T] = []
+        due, room = self._due_key(), self._size
+        for item, waiting in self._waiting.items() if due is not None else ():
+            if waiting.key != due:
+                continue
+            if batch and waiting.weight > room:
+                break
+            batch.append(item)
+            room -= waiting.weight
+        for item in batch:
+            del self._waiting[item]
+        return batch
+
+    def due_in(self) -> float | None:
+        """Return the seconds until a batch is due at the latest; None if nothing waits."""
+        if not self._waiting:
+            return None
+        return max(0.0, self._first().deadline - self._clock())
+
+    def _due_key(self) -> Hashable | None:
+        if not self._waiting:
+            return None
+        first = self._first()
+        if first.deadline <= self._clock():
+            return first.key
+        weights: dict[Hashable, int] = {}  # in the order in which the keys arrived
+        for waiting in self._waiting.values():
+            weights[waiting.key] = weights.get(waiting.key, 0) + waiting.weight
+        return next((key for key, weight in weights.items() if weight >= self._size), None)
+
+    def _first(self) -> _Waiting:
+        return next(iter(self._waiting.values()))
 
 
 class BatchEngine:
@@ -193,13 +152,13 @@ class BatchEngine:
         self._given_up_at: float | None = None
         self._dead: str | None = None
         self._stopped = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watchdog = Watchdog(self._look)
+        self._dispatcher: asyncio.Task[None] | None = None
         self.meter = Meter()
         self.max_sequences = settings.batch_size
         self.max_top_tokens = _MAX_TOP_TOKENS
 
     async def start(self) -> None:
-        """See `Engine.start`. Loads in a thread; other tasks go on meanwhile."""
         self._loop = asyncio.get_running_loop()
         limit = self._settings.model_loading_timeout
         try:
@@ -210,7 +169,7 @@ class BatchEngine:
         self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
         self._thread.start()
         self._dispatcher = asyncio.create_task(self._dispatch())
-        self._tasks = [self._dispatcher, asyncio.create_task(self._watch())]
+        self._watchdog.start()
 
     def _load(self) -> None:
         warn_of_arguments_without_effect(self._settings)
@@ -226,7 +185,7 @@ class BatchEngine:
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """See `Engine.submit`. All that can be wrong with a request is found here, before it shares a batch."""
+        """Check all that can be wrong with a request, before it shares a batch, and queue it."""
         self._check_alive()
         check_request(request, self._model)
         if request.top_tokens > _MAX_TOP_TOKENS:
@@ -240,7 +199,7 @@ class BatchEngine:
         return _Generation(self, job)
 
     def _check_alive(self) -> None:
-        if self._stopped or self._dead is not None:
+        if self._stopped or self._dead is not None or self._watchdog.failure:
             raise EngineDead
 
     async def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
@@ -271,7 +230,7 @@ class BatchEngine:
             self._running = None
 
     def _serve(self) -> None:
-        """The thread: runs one batch after the other until it is told to end."""
+        """Run one batch after the other, in the engine's thread, until there is None instead of one."""
         while (batch := self._batches.get()) is not None:
             try:
                 self._runner.run(batch)
@@ -348,29 +307,32 @@ class BatchEngine:
         if not self._waiting.discard(job):
             return
         if job.request.beam_search is not None:
-            found = aborted_beams(job.request, job.prompt_ids, self._model, ())
+            found = beam_deltas(job.request, job.prompt_ids, self._model, ())
         else:
             found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
         for delta in found:
             self._push(job, delta)
 
-    async def _watch(self) -> None:
-        limit = self._settings.predict_timeout
-        while self._dead is None:
-            await asyncio.sleep(_WATCH_SECONDS)
-            batch, now = self._running, time.monotonic()
-            self._progress.look(batch is not None, now if batch is None else batch.moved_at)
-            if self._dispatcher.done():
-                self._die("the engine has died: its queue is no longer served")
-            if batch is None:
-                continue
-            if self._given_up_at is not None:
-                if now - self._given_up_at > min(limit, _STUCK_SECONDS):
-                    self._die("the engine has died: a batch does not end")
-            elif now - batch.moved_at > limit:
-                self._given_up_at = now
-                for job in batch.jobs:
-                    self.fail(job, GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+    async def _look(self) -> bool:
+        """Fail the requests of a batch in which nothing moves, and all requests where the engine serves no more."""
+        if self._dead is not None:
+            return False
+        batch, now, limit = self._running, time.monotonic(), self._settings.predict_timeout
+        self._progress.look(batch is not None, now if batch is None else batch.moved_at)
+        if self._dispatcher is not None and self._dispatcher.done():
+            error = None if self._dispatcher.cancelled() else self._dispatcher.exception()
+            logger.error("batches are no longer put together", exc_info=error)
+            self._die("the engine has died: its queue is no longer served")
+        elif batch is None:
+            return True
+        elif self._given_up_at is not None:
+            if now - self._given_up_at > min(limit, _STUCK_SECONDS):
+                self._die("the engine has died: a batch does not end")
+        elif now - batch.moved_at > limit:
+            self._given_up_at = now
+            for job in batch.jobs:
+                self.fail(job, GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+        return True
 
     def _die(self, reason: str) -> None:
         self._dead = reason
@@ -396,6 +358,8 @@ class BatchEngine:
             return EngineHealth(False, "the engine is stopped")
         if self._dead is not None:
             return EngineHealth(False, self._dead)
+        if self._watchdog.failure:
+            return EngineHealth(False, self._watchdog.failure)
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
@@ -406,11 +370,12 @@ class BatchEngine:
         if self._stopped:
             return
         self._stopped = True
-        for task in self._tasks:
-            task.cancel()
+        self._watchdog.stop()
+        if self._dispatcher is not None:
+            self._dispatcher.cancel()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         self._batches.put(None)
-        if self._tasks:
+        if self._dispatcher is not None:
             await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
 
 
@@ -426,7 +391,7 @@ class _Generation:
 
 
 def _key(request: GenerationRequest) -> bytes:
-    """Requests with the same key may share a batch: all that decides how tokens are chosen is the same.
+    """Return what requests of one batch must have in common: all that decides how tokens are chosen.
 
     The seed and the limit on new tokens are each sequence's own, and change nothing for the others.
     """

@@ -30,142 +30,6 @@ from handlers.request import GenerationRequest, SamplingParameters, TokenDelta
 logger = logging.getLogger(__name__)
 
 
-class DeviceLost(Exception):
-    """The device does not compute any more; nothing in this process will bring it back."""
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there is not enough memory, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # PyTorch has no class for running out of the host's memory.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def free_memory(device: Any) -> None:
-    """Free what a failed pass has left; to be called once its exception is gone, whose traceback holds tensors.
-
-    Raises:
-        DeviceLost: the device computes no more.
-    """
-    gc.collect()
-    try:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        torch.ones(2, device=device).sum().item()
-    except Exception as error:
-        raise DeviceLost(str(error)) from error
-
-
-_CHARACTER_TOKENS = 4
-"""A character may take so many tokens."""
-
-
-def beam_search(
-    model: TransformersModel,
-    requests: Sequence[tuple[GenerationRequest, Sequence[int]]],
-    inputs: dict[str, Any],
-    limit: int,
-    step: Callable[[Any], bool],
-) -> list[list[TokenDelta]]:
-    """The deltas of each request, given with its prompt's token ids: all its beams, best first.
-
-    `inputs`: the prompts, padded; `limit`: new tokens at most; `step` is called in each step with the new tokens of the
-    running beams, as many for each request, best first, and says whether to stop. The requests have the same
-    parameters.
-    """
-    options, sampling = requests[0][0].beam_search, requests[0][0].sampling
-    assert options is not None
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
-    start = inputs["input_ids"].shape[1]
-    found = model.model.generate(
-        **inputs,
-        generation_config=GenerationConfig(
-            do_sample=False,
-            num_beams=options.width,
-            num_return_sequences=options.width,
-            length_penalty=options.length_penalty,
-            early_stopping=options.early_stopping,
-            max_new_tokens=limit,
-            min_new_tokens=min(sampling.min_tokens, limit) or None,
-            pad_token_id=model.pad_token_id,
-            eos_token_id=sorted(ends) or None,
-            return_dict_in_generate=True,
-        ),
-        stopping_criteria=StoppingCriteriaList([_Stop(model, sampling, start, step)]),
-    )
-    # What follows a beam's own tokens is padding, which may look like tokens.
-    lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
-    sequences = found.sequences[:, start:].tolist()
-    beams = [ids[:length] for ids, length in zip(sequences, lengths, strict=True)]
-    return [
-        _deltas(request, prompt_ids, model, beams[place * options.width : (place + 1) * options.width])
-        for place, (request, prompt_ids) in enumerate(requests)
-    ]
-
-
-class _Stop:
-    """Ends beams whose text holds a stop string."""
-
-    def __init__(
-        self, model: TransformersModel, sampling: SamplingParameters, start: int, step: Callable[[Any], bool]
-    ) -> None:
-        self._tokenizer, self._stop, self._start, self._step = model.tokenizer, sampling.stop, start, step
-        self._min_tokens = sampling.min_tokens
-        self._reach = _CHARACTER_TOKENS * max(map(len, sampling.stop), default=0) + 1
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        if self._step(input_ids[:, self._start :]):
-            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        if not self._stop or input_ids.shape[1] - self._start <= self._min_tokens:
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        tails = input_ids[:, max(self._start, input_ids.shape[1] - self._reach) :].tolist()
-        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-        hits = [any(string in text for string in self._stop) for text in texts]
-        return torch.tensor(hits, device=input_ids.device)
-
-
-def _deltas(
-    request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel, beams: Sequence[Sequence[int]]
-) -> list[TokenDelta]:
-    whole = msgspec.structs.replace(request, stream=False)
-    deltas = []
-    for rank, token_ids in enumerate(beams):
-        sequence = GeneratedSequence(whole, prompt_ids, model, rank)
-        sequence.limit = len(token_ids)
-        steps = [sequence.add(Choice(token_id, None)) for token_id in token_ids]
-        # Not always the last step: what the beam's end is judged by differs a little from what the sequence's is.
-        delta = next(delta for delta in steps if delta is not None)
-        delta.last = rank == len(beams) - 1
-        deltas.append(delta)
-    return deltas
-
-
-def aborted_beams(
-    request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel, beams: Sequence[Sequence[int]]
-) -> list[TokenDelta]:
-    """The deltas of a search that ends before its time; `beams`: the tokens so far, best first, none before the first.
-
-    A beam that has come to its own end with its latest token has that one's finish reason.
-    """
-    assert request.beam_search is not None
-    whole = msgspec.structs.replace(request, stream=False)
-    width = request.beam_search.width
-    deltas = []
-    for rank in range(width):
-        sequence = GeneratedSequence(whole, prompt_ids, model, rank)
-        delta: TokenDelta | None = None
-        for token_id in beams[rank] if rank < len(beams) else ():
-            if (delta := sequence.add(Choice(token_id, None))) is not None:
-                break
-        if delta is None:
-            delta = sequence.abort()
-        assert delta is not None
-        delta.last = rank == width - 1
-        deltas.append(delta)
-    return deltas
-
-
 @dataclass(slots=True, eq=False)
 class Row:
     """One sequence on its way. Belongs to the engine's thread."""
@@ -206,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave."""
+    """The result of one step."""
 
     at: float
     rows: Sequence[Row]
@@ -273,10 +137,16 @@ class BatchRunner:
         # Here the exception is gone, and with it the tensors that its traceback held.
         free_memory(self._model.device)
         if len(items) == 1:
-            self._fail(items[0], _failure(no_memory))
+            reason = (
+                "the request needs more memory than there is, even alone"
+                if no_memory
+                else "internal error while generating"
+            )
+            self._fail(items[0], GenerationFailed(reason))
             return
         logger.warning("a batch of %d did not fit or failed; trying it in parts", len(items))
-        parts = _halves(items) if no_memory else [[item] for item in items]
+        middle = len(items) // 2
+        parts = [items[:middle], items[middle:]] if no_memory else [[item] for item in items]
         for part in parts:
             batch.moved_at = time.monotonic()
             self._attempt(batch, part, run)
@@ -326,28 +196,53 @@ class BatchRunner:
                 self._search_within(batch, some, limit)
 
     def _search_within(self, batch: Batch, jobs: list[Job], limit: int) -> None:
+        model, sampling, options = self._model, jobs[0].request.sampling, jobs[0].request.beam_search
+        assert options is not None
         told: set[Job] = set()
 
         def step(beams: Any) -> bool:
+            """Take the tokens so far of the running beams, as many for each job, best first; say whether to stop."""
             batch.moved_at = time.monotonic()
             for place, job in enumerate(jobs):
                 if job.aborted and not job.ended and job not in told:
                     told.add(job)
                     each = len(beams) // len(jobs)
-                    found = beams[place * each : (place + 1) * each].tolist()
-                    deltas = aborted_beams(job.request, job.prompt_ids, self._model, found)
+                    so_far = beams[place * each : (place + 1) * each].tolist()
+                    deltas = beam_deltas(job.request, job.prompt_ids, model, so_far)
                     self._post(Step(batch.moved_at, (), [(job, delta) for delta in deltas]))
             return all(job.ended or job in told for job in jobs)
 
-        inputs = padded([job.prompt_ids for job in jobs], self._model)
-        requests = [(job.request, job.prompt_ids) for job in jobs]
-        found = beam_search(self._model, requests, inputs, limit, step)
-        outcomes = [(job, delta) for job, deltas in zip(jobs, found, strict=True) for delta in deltas]
+        inputs = padded([job.prompt_ids for job in jobs], model)
+        start = inputs["input_ids"].shape[1]
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
+        found = model.model.generate(
+            **inputs,
+            generation_config=GenerationConfig(
+                do_sample=False,
+                num_beams=options.width,
+                num_return_sequences=options.width,
+                length_penalty=options.length_penalty,
+                early_stopping=options.early_stopping,
+                max_new_tokens=limit,
+                min_new_tokens=min(sampling.min_tokens, limit) or None,
+                pad_token_id=model.pad_token_id,
+                eos_token_id=sorted(ends) or None,
+                return_dict_in_generate=True,
+            ),
+            stopping_criteria=StoppingCriteriaList([_Stop(model, sampling, start, step)]),
+        )
+        # What follows a beam's own tokens is padding, which may look like tokens.
+        lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
+        beams = [ids[:length] for ids, length in zip(found.sequences[:, start:].tolist(), lengths, strict=True)]
+        outcomes = []
+        for place, job in enumerate(jobs):
+            own = beams[place * options.width : (place + 1) * options.width]
+            outcomes += [(job, delta) for delta in beam_deltas(job.request, job.prompt_ids, model, own, ended=True)]
         self._post(Step(time.monotonic(), (), outcomes))
 
 
 class _Steps:
-    """What `generate` calls in each step."""
+    """The logits processor (`choose`) and stopping criterion (`stopped`) of one call of `generate`."""
 
     def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Callable[[Step], None]) -> None:
         self._batch, self._rows, self._model, self._post = batch, rows, model, post
@@ -387,19 +282,8 @@ class _Steps:
             self._post(Step(time.monotonic(), (), outcomes))
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Which rows have ended, or have nobody waiting for them any more."""
+        """Tell which rows have ended, or have nobody waiting for them any more."""
         return torch.tensor([row.done for row in self._rows], device=input_ids.device)
-
-
-def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[str, Any]:
-    """Prompts of different lengths as one batch, padded on the left, where generated tokens do not follow."""
-    longest = max(map(len, prompts))
-    ids = [[model.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(ids, device=model.device),
-        "attention_mask": torch.tensor(mask, device=model.device),
-    }
 
 
 def _advance(row: Row, choice: Any) -> TokenDelta | RequestError | None:
@@ -435,12 +319,91 @@ def _done(item: Job | Row) -> bool:
     return item.done if isinstance(item, Row) else item.ended
 
 
-def _halves(items: Sequence[Any]) -> list[Sequence[Any]]:
-    middle = len(items) // 2
-    return [items[:middle], items[middle:]]
+class _Stop:
+    """Ends beams whose text holds a stop string."""
+
+    def __init__(
+        self, model: TransformersModel, sampling: SamplingParameters, start: int, step: Callable[[Any], bool]
+    ) -> None:
+        self._tokenizer, self._stop, self._start, self._step = model.tokenizer, sampling.stop, start, step
+        self._min_tokens = sampling.min_tokens
+        self._reach = 4 * max(map(len, sampling.stop), default=0) + 1  # a character takes four tokens at most
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        if self._step(input_ids[:, self._start :]):
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if not self._stop or input_ids.shape[1] - self._start <= self._min_tokens:
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        tails = input_ids[:, max(self._start, input_ids.shape[1] - self._reach) :].tolist()
+        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
+        hits = [any(string in text for string in self._stop) for text in texts]
+        return torch.tensor(hits, device=input_ids.device)
 
 
-def _failure(no_memory: bool) -> GenerationFailed:
-    if no_memory:
-        return GenerationFailed("the request needs more memory than there is, even alone")
-    return GenerationFailed("internal error while generating")
+def beam_deltas(
+    request: GenerationRequest,
+    prompt_ids: Sequence[int],
+    model: TransformersModel,
+    beams: Sequence[Sequence[int]],
+    *,
+    ended: bool = False,
+) -> list[TokenDelta]:
+    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step.
+
+    `ended`: the search has ended, and each beam with it. Otherwise a beam that has not come to its own end is aborted.
+    """
+    assert request.beam_search is not None
+    whole = msgspec.structs.replace(request, stream=False)
+    width = request.beam_search.width
+    deltas = []
+    for rank in range(width):
+        sequence = GeneratedSequence(whole, prompt_ids, model, rank)
+        token_ids = beams[rank] if rank < len(beams) else ()
+        if ended:
+            sequence.limit = len(token_ids)
+        choices = (Choice(token_id, None) for token_id in token_ids)
+        # Not always the last token: what the beam's end is judged by differs a little from what the sequence's is.
+        delta = next((delta for choice in choices if (delta := sequence.add(choice)) is not None), None)
+        delta = delta or sequence.abort()
+        assert delta is not None
+        delta.last = rank == width - 1
+        deltas.append(delta)
+    return deltas
+
+
+def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[str, Any]:
+    """Return prompts as one batch, padded on the left: generated tokens follow on the right."""
+    longest = max(map(len, prompts))
+    ids = [[model.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(ids, device=model.device),
+        "attention_mask": torch.tensor(mask, device=model.device),
+    }
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Tell whether an error says that there is not enough memory, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # PyTorch has no class for running out of the host's memory.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def free_memory(device: Any) -> None:
+    """Free what a failed pass has left; to be called once its exception is gone, whose traceback holds tensors.
+
+    Raises:
+        DeviceLost: the device computes no more.
+    """
+    gc.collect()
+    try:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        torch.ones(2, device=device).sum().item()
+    except Exception as error:
+        raise DeviceLost(str(error)) from error
+
+
+class DeviceLost(Exception):
+    """The device does not compute any more; nothing in this process will bring it back."""

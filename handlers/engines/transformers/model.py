@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
@@ -24,44 +25,176 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-async def load_in_thread(load: Callable[[], T]) -> T:
-    """Run `load` in a thread of its own; other tasks go on meanwhile.
-
-    A thread cannot be interrupted: one that is given up, as the caller is cancelled, goes on to its end. What it has
-    loaded by then is freed there; the reference cycles of a model would keep it until somebody looks for them.
-
-    Raises:
-        Exception: whatever `load` raises.
-    """
-    given_up = threading.Event()
-    once = [load]
-    del load  # while it is being freed, nothing here may hold the engine that it belongs to
-
-    def run() -> T:
-        try:
-            loaded = once.pop()()
-        except BaseException:
-            if not given_up.is_set():
-                raise
-        else:
-            if not given_up.is_set():
-                return loaded
-            del loaded
-        release_memory()
-        raise TimeoutError("nobody waits for this model any more")
-
-    try:
-        return await in_daemon_thread(run)
-    except asyncio.CancelledError:
-        given_up.set()
-        raise
-
-
+LOADING_ARGUMENTS = frozenset(
+    {
+        *("max_model_len", "attn_implementation", "device_map", "tokenizer", "quantization"),
+        *("load_in_8bit", "load_in_4bit"),
+    }
+)
+"""The engine arguments that `load_model` reads."""
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off", ""})
+_BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
+_STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
+"""Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Kinds of RoPE scaling that change for a whole batch as soon as one of its sequences is long."""
 _SHOWN_WEIGHTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersModel:
+    """A model on its device, with what the sampler and the detokenizer ask of it again and again."""
+
+    model: Any
+    tokenizer: Any
+    device: Any
+    """The `torch.device` that takes the token ids and gives the logits."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    vocabulary_size: int
+    """Width of the logits; it may be more than the tokenizer has tokens."""
+    eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    pad_token_id: int
+
+
+def load_model(settings: ModelSettings) -> TransformersModel:
+    """Load model and tokenizer; blocks for as long as that takes.
+
+    Raises:
+        EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
+    """
+    arguments = model_arguments(settings)
+    device = _device(settings)
+    if settings.devices and device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
+    disable_progress_bar()  # in a log each of its steps is a line
+    try:
+        name = settings.engine_arguments.get("tokenizer", "").strip()
+        tokenizer = AutoTokenizer.from_pretrained(
+            name or settings.model_id,
+            revision=None if name else settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        config = AutoConfig.from_pretrained(
+            settings.model_id, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        )
+        check_kind(settings, config)
+        model, loading = AutoModelForCausalLM.from_pretrained(settings.model_id, output_loading_info=True, **arguments)
+    except EngineStartError:
+        raise
+    except Exception as error:
+        raise failure_of(error).error(f"transformers cannot load {settings.model_id}") from error
+    check_weights(settings, loading)
+    check_quantization(settings, model.config)
+    if "device_map" not in arguments and "quantization_config" not in arguments:
+        model = model.to(device)
+    model.eval()
+    config = model.config.get_text_config()
+    context = max_model_len(settings, config)
+    check_rope(settings, config, context)
+    return TransformersModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        max_model_len=context,
+        vocabulary_size=int(config.vocab_size),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        special_ids=frozenset(tokenizer.all_special_ids),
+        pad_token_id=pad_token_id(tokenizer, int(config.vocab_size)),
+    )
+
+
+def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
+    """Name in one warning the engine arguments that nothing here reads."""
+    unknown = [name for name in settings.engine_arguments if name not in LOADING_ARGUMENTS]
+    if unknown:
+        sources = ", ".join(source(settings, name) for name in unknown)
+        logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
+
+
+def model_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """Return the keyword arguments of `from_pretrained`."""
+    arguments: dict[str, Any] = {
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype if settings.dtype == "auto" else _dtype(settings.dtype),
+    }
+    if attention := settings.engine_arguments.get("attn_implementation", "").strip():
+        arguments["attn_implementation"] = attention
+    if device_map := settings.engine_arguments.get("device_map", "").strip():
+        arguments["device_map"] = _device_map(settings, device_map)
+    if bits := _quantized_bits(settings):
+        from transformers import BitsAndBytesConfig
+
+        arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
+        if settings.devices:
+            arguments.setdefault("device_map", {"": _device(settings)})
+    _check_parallel_degrees(settings)
+    return arguments
+
+
+def _dtype(name: str) -> Any:
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise EngineStartError(f"option.dtype: {name!r} is not a type that transformers loads weights in")
+    return dtype
+
+
+def _device(settings: ModelSettings) -> Any:
+    if settings.devices == () or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", settings.devices[0] if settings.devices else 0)
+
+
+def _device_map(settings: ModelSettings, text: str) -> Any:
+    if not text.startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
+
+
+def _quantized_bits(settings: ModelSettings) -> str | None:
+    """Return the switch of `BitsAndBytesConfig` that is asked for.
+
+    Models that were quantized beforehand say so in their own configuration; for them `quantization` only has to agree.
+    """
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if boolean_argument(settings, name):
+            return name
+    return _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
+
+
+def _check_parallel_degrees(settings: ModelSettings) -> None:
+    degree = (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree
+    if degree > 1 and "device_map" not in settings.engine_arguments:
+        raise EngineStartError(
+            "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
+            "its layers over several, option.rolling_batch=vllm shares each layer"
+        )
+
+
+def boolean_argument(settings: ModelSettings, name: str) -> bool:
+    """Read an engine argument as a switch; off if it is not set.
+
+    Raises:
+        EngineStartError: it is neither true nor false.
+    """
+    text = settings.engine_arguments.get(name, "false").strip()
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
+
+
+def source(settings: ModelSettings, name: str) -> str:
+    """Return where an engine argument was set, for messages."""
+    return settings.engine_argument_sources.get(name, f"option.{name}")
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
@@ -100,6 +233,64 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
             raise EngineStartError(f"{settings.model_id} {what}: {_shown(names)}")
 
 
+def _shown(names: Collection[str]) -> str:
+    first = sorted(names)[:_SHOWN_WEIGHTS]
+    more = len(names) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
+
+
+def check_quantization(settings: ModelSettings, config: Any) -> None:
+    """Refuse to quantize while loading, unless bitsandbytes does it."""
+    wanted = settings.engine_arguments.get("quantization", "").strip().lower()
+    if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
+        return
+    raise EngineStartError(
+        f"{source(settings, 'quantization')}: {wanted!r} is only for weights that were quantized so beforehand, which "
+        "these were not; while loading, transformers quantizes with bitsandbytes here"
+    )
+
+
+def max_model_len(settings: ModelSettings, config: Any) -> int:
+    """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
+    wanted = _wanted_context(settings)
+    longest = longest_context(config)
+    if longest is None:
+        if wanted is None:
+            raise EngineStartError(
+                f"{settings.model_id} does not say how long its context is; set option.max_model_len"
+            )
+        return wanted
+    if wanted is not None and wanted > longest:
+        raise EngineStartError(
+            f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
+        )
+    return wanted or longest
+
+
+def _wanted_context(settings: ModelSettings) -> int | None:
+    text = settings.engine_arguments.get("max_model_len")
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if (wanted := int(text.strip())) >= 1:
+            return wanted
+    raise EngineStartError(f"{source(settings, 'max_model_len')}: {text!r} is not an integer of at least 1")
+
+
+def longest_context(config: Any) -> int | None:
+    """Return the model's context in tokens; None if its config does not say."""
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int):
+            break
+    else:
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED_ROPE:
+        return length
+    trained = rope.get("original_max_position_embeddings") or length
+    return max(length, int(trained * float(rope.get("factor") or 1.0)))
+
+
 def check_rope(settings: ModelSettings, config: Any, max_model_len: int) -> None:
     """Refuse a context in which a text would depend on how long its batch mates are.
 
@@ -123,252 +314,12 @@ def check_rope(settings: ModelSettings, config: Any, max_model_len: int) -> None
 
 
 def _rope_parameters(config: Any) -> Iterable[Mapping[str, Any]]:
-    """One mapping, or one for each kind of layer."""
+    """Return one mapping, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping):
         return ()
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     return nested or (rope,)
-
-
-def _shown(names: Collection[str]) -> str:
-    first = sorted(names)[:_SHOWN_WEIGHTS]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
-
-
-LOADING_ARGUMENTS = frozenset(
-    {
-        *("max_model_len", "attn_implementation", "device_map", "tokenizer", "quantization"),
-        *("load_in_8bit", "load_in_4bit"),
-    }
-)
-"""The engine arguments that `load_model` reads."""
-
-_TRUE = frozenset({"true", "1", "yes", "on"})
-_FALSE = frozenset({"false", "0", "no", "off", ""})
-_BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
-_STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
-"""Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransformersModel:
-    """A model on its device, with what the sampler and the detokenizer ask of it again and again."""
-
-    model: Any
-    tokenizer: Any
-    device: Any
-    """The `torch.device` that takes the token ids and gives the logits."""
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    vocabulary_size: int
-    """Width of the logits; it may be more than the tokenizer has tokens."""
-    eos_token_ids: frozenset[int]
-    special_ids: frozenset[int]
-    pad_token_id: int
-
-
-def load_model(settings: ModelSettings) -> TransformersModel:
-    """Load model and tokenizer; blocks for as long as that takes.
-
-    Raises:
-        EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
-    """
-    arguments = _model_arguments(settings)
-    device = _device(settings)
-    if settings.devices and device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
-    disable_progress_bar()  # in a log each of its steps is a line
-    try:
-        tokenizer = _load_tokenizer(settings)
-        check_kind(settings, _load_config(settings))
-        model, loading = AutoModelForCausalLM.from_pretrained(settings.model_id, output_loading_info=True, **arguments)
-    except EngineStartError:
-        raise
-    except Exception as error:
-        raise failure_of(error).error(f"transformers cannot load {settings.model_id}") from error
-    check_weights(settings, loading)
-    _check_quantization(settings, model.config)
-    if "device_map" not in arguments and "quantization_config" not in arguments:
-        model = model.to(device)
-    model.eval()
-    config = model.config.get_text_config()
-    max_model_len = _max_model_len(settings, config)
-    check_rope(settings, config, max_model_len)
-    eos_token_ids = _eos_token_ids(model, tokenizer)
-    return TransformersModel(
-        model=model,
-        tokenizer=tokenizer,
-        device=model.device,
-        max_model_len=max_model_len,
-        vocabulary_size=int(config.vocab_size),
-        eos_token_ids=eos_token_ids,
-        special_ids=frozenset(tokenizer.all_special_ids),
-        pad_token_id=_pad_token_id(tokenizer, int(config.vocab_size)),
-    )
-
-
-def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
-    """Name in one warning the engine arguments that nothing here reads."""
-    unknown = [name for name in settings.engine_arguments if name not in LOADING_ARGUMENTS]
-    if unknown:
-        sources = ", ".join(source(settings, name) for name in unknown)
-        logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
-
-
-def source(settings: ModelSettings, name: str) -> str:
-    """Where an engine argument was set, for messages."""
-    return settings.engine_argument_sources.get(name, f"option.{name}")
-
-
-def integer_argument(settings: ModelSettings, name: str, minimum: int) -> int | None:
-    """An engine argument as an integer; None if it is not set.
-
-    Raises:
-        EngineStartError: it is none, or below `minimum`.
-    """
-    text = settings.engine_arguments.get(name)
-    if text is None:
-        return None
-    try:
-        value = int(text.strip())
-    except ValueError:
-        value = minimum - 1
-    if value < minimum:
-        raise EngineStartError(f"{source(settings, name)}: {text!r} is not an integer of at least {minimum}")
-    return value
-
-
-def boolean_argument(settings: ModelSettings, name: str) -> bool:
-    """An engine argument as a switch; off if it is not set.
-
-    Raises:
-        EngineStartError: it is neither true nor false.
-    """
-    text = settings.engine_arguments.get(name, "false").strip()
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
-
-
-def _device(settings: ModelSettings) -> Any:
-    if settings.devices == () or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", settings.devices[0] if settings.devices else 0)
-
-
-def _load_tokenizer(settings: ModelSettings) -> Any:
-    name = settings.engine_arguments.get("tokenizer", "").strip()
-    return AutoTokenizer.from_pretrained(
-        name or settings.model_id,
-        revision=None if name else settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-def _load_config(settings: ModelSettings) -> Any:
-    return AutoConfig.from_pretrained(
-        settings.model_id, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-    )
-
-
-def _model_arguments(settings: ModelSettings) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": settings.dtype if settings.dtype == "auto" else _dtype(settings.dtype),
-    }
-    if attention := settings.engine_arguments.get("attn_implementation", "").strip():
-        arguments["attn_implementation"] = attention
-    if device_map := settings.engine_arguments.get("device_map", "").strip():
-        arguments["device_map"] = _device_map(settings, device_map)
-    if bits := _quantized_bits(settings):
-        from transformers import BitsAndBytesConfig
-
-        arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
-        if settings.devices:
-            arguments.setdefault("device_map", {"": _device(settings)})
-    _check_parallel_degrees(settings)
-    return arguments
-
-
-def _dtype(name: str) -> Any:
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
-    dtype = getattr(torch, short.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise EngineStartError(f"option.dtype: {name!r} is not a type that transformers loads weights in")
-    return dtype
-
-
-def _device_map(settings: ModelSettings, text: str) -> Any:
-    if not text.startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
-
-
-def _quantized_bits(settings: ModelSettings) -> str | None:
-    """The switch of `BitsAndBytesConfig` that is asked for.
-
-    Models that were quantized beforehand say so in their own configuration; for them `quantization` only has to agree.
-    """
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if boolean_argument(settings, name):
-            return name
-    return _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
-
-
-def _check_quantization(settings: ModelSettings, config: Any) -> None:
-    wanted = settings.engine_arguments.get("quantization", "").strip().lower()
-    if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
-        return
-    raise EngineStartError(
-        f"{source(settings, 'quantization')}: {wanted!r} is only for weights that were quantized so beforehand, which "
-        "these were not; while loading, transformers quantizes with bitsandbytes here"
-    )
-
-
-def _check_parallel_degrees(settings: ModelSettings) -> None:
-    degree = (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree
-    if degree > 1 and "device_map" not in settings.engine_arguments:
-        raise EngineStartError(
-            "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
-            "its layers over several, option.rolling_batch=vllm shares each layer"
-        )
-
-
-def _max_model_len(settings: ModelSettings, config: Any) -> int:
-    wanted = integer_argument(settings, "max_model_len", 1)
-    longest = _longest_context(config)
-    if longest is None:
-        if wanted is None:
-            raise EngineStartError(
-                f"{settings.model_id} does not say how long its context is; set option.max_model_len"
-            )
-        return wanted
-    if wanted is not None and wanted > longest:
-        raise EngineStartError(
-            f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
-        )
-    return wanted or longest
-
-
-def _longest_context(config: Any) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"):
-        if isinstance(length := getattr(config, name, None), int):
-            break
-    else:
-        return None
-    rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED_ROPE:
-        return length
-    trained = rope.get("original_max_position_embeddings") or length
-    return max(length, int(trained * float(rope.get("factor") or 1.0)))
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -379,9 +330,42 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids if own is None else [*ids, own])
 
 
-def _pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
-    """One that the model can embed: a token that was added to the tokenizer alone lies outside."""
+def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
+    """Return a token that the model can embed: one that was added to the tokenizer alone lies outside."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None and 0 <= token_id < vocabulary_size:
             return int(token_id)
     return 0
+
+
+async def load_in_thread(load: Callable[[], T]) -> T:
+    """Run `load` in a thread of its own; other tasks go on meanwhile.
+
+    A thread cannot be interrupted: one that is given up, as the caller is cancelled, goes on to its end. What it has
+    loaded by then is freed there; the reference cycles of a model would keep it until somebody looks for them.
+
+    Raises:
+        Exception: whatever `load` raises.
+    """
+    given_up = threading.Event()
+    once = [load]
+    del load  # while it is being freed, nothing here may hold the engine that it belongs to
+
+    def run() -> T:
+        try:
+            loaded = once.pop()()
+        except BaseException:
+            if not given_up.is_set():
+                raise
+        else:
+            if not given_up.is_set():
+                return loaded
+            del loaded
+        release_memory()
+        raise TimeoutError("nobody waits for this model any more")
+
+    try:
+        return await in_daemon_thread(run)
+    except asyncio.CancelledError:
+        given_up.set()
+        raise

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits as vLLM's sampler does, one sequence at a time.
+"""From logits to tokens, as vLLM's sampler chooses them, one sequence at a time.
 
 The order is vLLM's: allowed tokens, bad words, bias, minimum length, penalties, then temperature, min_p, typical_p,
 top_k, top_p. Log probabilities are those of the logits as the model gave them.
@@ -26,6 +26,13 @@ MAX_BAD_WORD_TOKENS = 1024
 """Of all bad words together: they are compared one by one at each token."""
 _MAX_BAD_WORD_CHARACTERS = 16 * MAX_BAD_WORD_TOKENS
 """Beyond it the words are refused without being tokenized, which would take long."""
+_LOWEST_TEMPERATURE = 0.01
+"""Below it vLLM takes 0.01, since the quotients would overflow."""
+_NUCLEI = (256, 8192)
+"""So many of the most probable tokens are looked at before the whole vocabulary is sorted."""
+_NEVER = -math.inf
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
+"""Of a random number whose logarithm is taken: neither infinite nor 0."""
 
 
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
@@ -51,6 +58,24 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
     _check_bad_words(s.bad_words)
 
 
+def _check_ids(name: str, token_ids: Collection[int], model: TransformersModel) -> None:
+    wrong = next((i for i in token_ids if not 0 <= i < model.vocabulary_size), None)
+    if wrong is not None:
+        raise InvalidParameter(
+            name, f"must hold token ids below the vocabulary's size ({model.vocabulary_size}), got {wrong}"
+        )
+
+
+def _check_bad_words(bad_words: Sequence[str]) -> None:
+    if len(bad_words) > MAX_BAD_WORD_TOKENS:
+        raise InvalidParameter("bad_words", f"must hold at most {MAX_BAD_WORD_TOKENS} words, got {len(bad_words)}")
+    characters = sum(map(len, bad_words))
+    if characters > _MAX_BAD_WORD_CHARACTERS:
+        raise InvalidParameter(
+            "bad_words", f"must have at most {_MAX_BAD_WORD_CHARACTERS} characters together, got {characters}"
+        )
+
+
 def check_prompt(prompt_ids: Sequence[int], model: TransformersModel) -> None:
     """Refuse a prompt with a token that the model cannot embed; a tokenizer may have more tokens than its model.
 
@@ -63,6 +88,17 @@ def check_prompt(prompt_ids: Sequence[int], model: TransformersModel) -> None:
             f"the prompt has the token id {wrong}, which is not below the vocabulary's size of the model "
             f"({model.vocabulary_size})"
         )
+
+
+async def prepare(request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel) -> PreparedSampling:
+    """Make `PreparedSampling`, in a thread where that takes more than a moment.
+
+    Raises:
+        InvalidParameter: the request asks for what cannot be done.
+    """
+    if request.sampling.bad_words:
+        return await asyncio.to_thread(PreparedSampling, request, prompt_ids, model)
+    return PreparedSampling(request, prompt_ids, model)
 
 
 class PreparedSampling:
@@ -79,54 +115,22 @@ class PreparedSampling:
         self.bad_words = _bad_word_ids(s.bad_words, model.tokenizer)
         self.ending = sorted({*s.stop_token_ids, *(i for i in model.eos_token_ids if i < model.vocabulary_size)})
         """No such token before `min_tokens`."""
-        self.forbidden = self._forbidden_mask()
-        self.bias = self._bias_vector()
-        self.in_prompt = self._prompt_mask(prompt_ids)
-        """None unless there is a repetition penalty."""
+        self.forbidden: Any = None
+        self.in_prompt: Any = None
+        self.bias: Any = None
+        if s.allowed_token_ids is not None:
+            self.forbidden = ~self._mask(s.allowed_token_ids)
+        if s.repetition_penalty != 1.0:
+            self.in_prompt = self._mask(prompt_ids)
+        if s.logit_bias:
+            bias = torch.zeros(model.vocabulary_size)
+            bias[list(s.logit_bias)] = torch.tensor(list(s.logit_bias.values()), dtype=torch.float32)
+            self.bias = bias.to(model.device)
 
-    def _forbidden_mask(self) -> Any:
-        allowed = self.request.sampling.allowed_token_ids
-        if allowed is None:
-            return None
-        mask = torch.ones(self.model.vocabulary_size, dtype=torch.bool)
-        mask[list(allowed)] = False
-        return mask.to(self.model.device)
-
-    def _bias_vector(self) -> Any:
-        biases = self.request.sampling.logit_bias
-        if not biases:
-            return None
-        bias = torch.zeros(self.model.vocabulary_size)
-        bias[list(biases)] = torch.tensor(list(biases.values()), dtype=torch.float32)
-        return bias.to(self.model.device)
-
-    def _prompt_mask(self, prompt_ids: Sequence[int]) -> Any:
-        if self.request.sampling.repetition_penalty == 1.0:
-            return None
+    def _mask(self, token_ids: Sequence[int]) -> Any:
         mask = torch.zeros(self.model.vocabulary_size, dtype=torch.bool)
-        mask[list(prompt_ids)] = True
+        mask[list(token_ids)] = True
         return mask.to(self.model.device)
-
-
-async def prepare(request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel) -> PreparedSampling:
-    """Make `PreparedSampling`, in a thread where that takes more than a moment.
-
-    Raises:
-        InvalidParameter: the request asks for what cannot be done.
-    """
-    if request.sampling.bad_words:
-        return await asyncio.to_thread(PreparedSampling, request, prompt_ids, model)
-    return PreparedSampling(request, prompt_ids, model)
-
-
-def _check_bad_words(bad_words: Sequence[str]) -> None:
-    if len(bad_words) > MAX_BAD_WORD_TOKENS:
-        raise InvalidParameter("bad_words", f"must hold at most {MAX_BAD_WORD_TOKENS} words, got {len(bad_words)}")
-    characters = sum(map(len, bad_words))
-    if characters > _MAX_BAD_WORD_CHARACTERS:
-        raise InvalidParameter(
-            "bad_words", f"must have at most {_MAX_BAD_WORD_CHARACTERS} characters together, got {characters}"
-        )
 
 
 def _bad_word_ids(bad_words: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -151,23 +155,6 @@ def _bad_word_ids(bad_words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     if count > MAX_BAD_WORD_TOKENS:
         raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")
     return words
-
-
-def _check_ids(name: str, token_ids: Collection[int], model: TransformersModel) -> None:
-    wrong = next((i for i in token_ids if not 0 <= i < model.vocabulary_size), None)
-    if wrong is not None:
-        raise InvalidParameter(
-            name, f"must hold token ids below the vocabulary's size ({model.vocabulary_size}), got {wrong}"
-        )
-
-
-_LOWEST_TEMPERATURE = 0.01
-"""Below it vLLM takes 0.01, since the quotients would overflow."""
-_NUCLEI = (256, 8192)
-"""So many of the most probable tokens are looked at before the whole vocabulary is sorted."""
-_NEVER = -math.inf
-_LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
-"""Of a random number whose logarithm is taken: neither infinite nor 0."""
 
 
 class Choice(msgspec.Struct, gc=False):
@@ -273,9 +260,9 @@ class TokenChooser:
         return logits
 
     def _sample(self, logits: Any) -> int:
-        """A race: each token's time is exponentially distributed with its probability as the rate; the first wins.
+        """Draw a token as vLLM does, in a race of exponentially distributed times, whose rates are the probabilities.
 
-        As in vLLM. Every token has a random number of its own, so that rounding, which differs between batches, matters
+        Every token has a random number of its own, so that rounding, which differs between batches, matters
         only where it changes the order of the first two; in a walk over the summed probabilities it would move all.
         """
         weights = _weights(logits, self._sampling)
@@ -338,7 +325,7 @@ def _choose_plain(choosers: Sequence[TokenChooser], raw: Any) -> list[Choice | R
 
 
 def _rank(logits: Any, token_id: int) -> int:
-    """Place by probability, from 1; the better one of those that it shares."""
+    """Return the place by probability, from 1; of equally probable tokens all have the best."""
     return int((logits > logits[token_id]).sum()) + 1
 
 
@@ -349,7 +336,7 @@ def _no_choice(best: float) -> GenerationFailed:
 
 
 def _weights(logits: Any, s: SamplingParameters) -> Any:
-    """What the tokens are drawn by, not normalized; 0 for those that are cut off."""
+    """Return what the tokens are drawn by, not normalized; 0 for those that are cut off."""
     weights = (logits / max(s.temperature, _LOWEST_TEMPERATURE)).softmax(dim=-1)
     if s.min_p > 0.0:
         weights = weights.masked_fill(weights < s.min_p * weights.max(), 0.0)
@@ -363,14 +350,14 @@ def _weights(logits: Any, s: SamplingParameters) -> Any:
 
 
 def _nucleus(probabilities: Any, mass: float) -> Any:
-    """The fewest tokens whose probabilities sum up to `mass`, most probable first; always one."""
+    """Keep the fewest tokens whose probabilities sum up to `mass`, most probable first; always one."""
     values, ids = _most_probable(probabilities, mass)
     count = int((values.cumsum(dim=-1) < mass).sum()) + 1
     return torch.zeros_like(probabilities).index_copy_(0, ids[:count], values[:count])
 
 
 def _most_probable(probabilities: Any, mass: float) -> tuple[Any, Any]:
-    """Some of the most probable tokens, best first, whose probabilities sum up to `mass`; all of them if need be."""
+    """Return enough of the most probable tokens, best first, for their probabilities to sum up to `mass`."""
     for size in _NUCLEI:
         if size >= len(probabilities):
             break
@@ -382,7 +369,7 @@ def _most_probable(probabilities: Any, mass: float) -> tuple[Any, Any]:
 
 
 def _typical(probabilities: Any, mass: float) -> Any:
-    """The tokens whose information content is nearest to the entropy, up to a mass of `mass`.
+    """Keep the tokens whose information content is nearest to the entropy, up to a mass of `mass`.
 
     Meister et al., "Locally Typical Sampling" (2022).
     """

@@ -1,4 +1,4 @@
-"""From a model's settings to vLLM's engine arguments."""
+"""From a model's settings to the arguments of vLLM's engine, and of its OpenAI front end (`handlers.openai`)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from handlers.engines.cpu_memory import Demand, Shape, demand_of, engine_weights
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
 from handlers.engines.protocol import EngineStartError
-from handlers.engines.weight_files import hub_weight_bytes
 from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
-"""Values that LMI calls otherwise (contracts/lmi.md section 2.12)."""
+"""Values that LMI calls otherwise."""
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
-"""How LMI v0.31 writes `limit_mm_per_prompt`: image=2,video=1 (contracts/lmi.md section 2.12)."""
+"""LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 EMPTY_SLOTS_ON_CPU = 1
 """vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
@@ -43,16 +43,20 @@ FRONT_END = frozenset(
         *("cohere_format", "log_error_stack"),
     }
 )
-"""Arguments of vLLM's OpenAI front end, which is no part of the engine; see `vllm_frontend_arguments`."""
+"""Arguments of vLLM's OpenAI front end."""
+_PATHS = frozenset({"chat_template", "tool_parser_plugin"})
+_LONGEST_PATH = 255
+"""Bytes of a file's name."""
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`; what is left out is to have `serve_defaults`.
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold.
 
     Raises:
         EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
     """
-    passed = _parse(settings)
+    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
+    passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
         "model": settings.model_id,
         "revision": settings.revision,
@@ -76,17 +80,14 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
 
 
 def serve_defaults() -> dict[str, Any]:
-    """All engine arguments with the defaults of `vllm serve`, from which those of `AsyncEngineArgs` itself differ."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
+    """Return all engine arguments as `vllm serve` has them by default; those of `AsyncEngineArgs` itself differ."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     return {name: value for name, value in vars(parser.parse_args([])).items() if name in known}
 
 
 def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """On a CPU all adapters in memory have a slot, and there is one slot more than may be filled.
+    """Give all adapters in memory a slot on a CPU, and one slot more, which stays empty.
 
     On a GPU the slots are `max_loras`, whose memory vLLM reserves, and more adapters wait in main memory. Its kernels
     skip the rows of prompts without an adapter, so no slot need be empty.
@@ -98,29 +99,65 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def _parse(settings: ModelSettings) -> dict[str, Any]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
 
-    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
-    return parse_options(AsyncEngineArgs.add_cli_args, settings, given)
+    Raises:
+        EngineStartError: an option has a value that vLLM refuses; the option is named.
+    """
+    given = {
+        name: _in_model_dir(settings, text) if name in _PATHS else text
+        for name, text in settings.engine_arguments.items()
+        if name in FRONT_END
+    }
+    defaults = vars(FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
+    arguments: dict[str, Any] = defaults | _parse(FrontendArgs.add_cli_args, settings, given)
+    _check_parsers(arguments, settings)
+    return arguments
 
 
-def parse_options(
-    add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]
-) -> dict[str, Any]:
+def _in_model_dir(settings: ModelSettings, text: str) -> str:
+    """Return the path of a file in the model directory, LMI's working directory; else the text itself."""
+    path = settings.model_dir / text
+    return str(path) if len(text) < _LONGEST_PATH and "\n" not in text and path.is_file() else text
+
+
+def _check_parsers(arguments: dict[str, Any], settings: ModelSettings) -> None:
+    """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
+    engine = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    _import("tool_parser_plugin", arguments["tool_parser_plugin"], ToolParserManager.import_tool_parser)
+    _import(
+        "reasoning_parser_plugin",
+        engine.get("reasoning_parser_plugin"),
+        ReasoningParserManager.import_reasoning_parser,
+    )
+    parser = arguments["tool_call_parser"]
+    if arguments["enable_auto_tool_choice"] and parser is None:
+        raise EngineStartError("option.enable_auto_tool_choice needs option.tool_call_parser")
+    _check_known("tool_call_parser", parser, ToolParserManager.list_registered())
+    _check_known("reasoning_parser", engine.get("reasoning_parser"), ReasoningParserManager.list_registered())
+
+
+def _import(name: str, plugin: str | None, load: Callable[[str], None]) -> None:
+    if not plugin:
+        return
+    try:
+        load(plugin)
+    except Exception as error:
+        raise EngineStartError(f"option.{name}: {plugin} cannot be imported: {error}") from None
+
+
+def _check_known(name: str, value: str | None, known: list[str]) -> None:
+    if value and value not in known:
+        raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {', '.join(sorted(known))}")
+
+
+def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
     """Read options with vLLM's own parser, to which `add_arguments` adds what it knows.
 
     Raises:
         EngineStartError: an option has a value that the parser refuses; the option is named.
     """
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    class _Parser(FlexibleArgumentParser):
-        """Raises where argparse would exit the process."""
-
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(message)
-
     parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
     actions = {action.dest: action for action in parser._actions}
     for action in actions.values():
@@ -136,6 +173,13 @@ def parse_options(
             continue
         parsed.update(_parse_one(parser, action, name, text, settings))
     return parsed
+
+
+class _Parser(FlexibleArgumentParser):
+    """Raises where argparse would exit the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSettings) -> dict[str, Any]:
@@ -183,38 +227,3 @@ def _warn_unknown(name: str, settings: ModelSettings, known: list[str]) -> None:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean option.{close[0]}?" if close else ""
     logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
-
-
-def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
-    """Tell what one of vLLM's CPU workers will need, by vLLM's own reading of the model."""
-    model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
-    text = model.hf_text_config
-    item = model.dtype.itemsize
-    layers = model.get_num_layers(parallel)
-    kv_elements = layers * model.get_head_size() * (1 if model.use_mla else 2 * model.get_num_kv_heads(parallel))
-    kinds = getattr(text, "layer_types", None) or ()
-    uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
-    weights = engine_weights(settings, model.hf_config.to_dict(), item)
-    if not weights and not Path(settings.model_id).exists():
-        weights = hub_weight_bytes(settings.model_id, settings.revision)
-    return demand_of(
-        Shape(
-            # A draft model has layers of its own, which are not known yet.
-            kv_elements=kv_elements if config.speculative_config is None else 0,
-            uniform=not uneven and all(kind == "full_attention" for kind in kinds),
-            layers=layers,
-            hidden=model.get_hidden_size(),
-            intermediate=getattr(text, "intermediate_size", None) or 4 * model.get_hidden_size(),
-            vocabulary=model.get_vocab_size(),
-        ),
-        model=settings.model_id,
-        weights=weights // parallel.world_size,
-        item=item,
-        kv_item=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
-        context=model.max_model_len,
-        sequences=config.scheduler_config.max_num_seqs,
-        step_tokens=config.scheduler_config.max_num_batched_tokens,
-        block=config.cache_config.block_size,
-        lora=(lora.max_loras, lora.max_lora_rank) if lora is not None else None,
-        processes=max(parallel.data_parallel_size_local, 1),
-    )

@@ -1,4 +1,4 @@
-"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM` with our own output states."""
+"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM`, with states of our own for the requests (`output`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.beam_search import BeamSearchTask, submit_beam_search
-from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Progress, Sink
-from handlers.engines.sequences import SequenceGroup
+from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Progress, SequenceGroup, Sink, Watchdog
 from handlers.engines.texts import ModelTexts, PromptTokenizer, split_text
-from handlers.engines.vllm import fork_server as vllm_fork_server
+from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
+from handlers.engines.vllm.beam_search import BeamSearchTask, submit_beam_search
 from handlers.engines.vllm.constraints import ConstraintTranslator, in_thread
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
-from handlers.engines.vllm.output import PushedState, check_seam, remember_end_token, use_lean_decoder
+from handlers.engines.vllm.output import PushedState, remember_end_token, use_lean_decoder
 from handlers.engines.vllm.sampling import NO_TYPICAL, SamplingTranslator, check_bad_words, sibling
+from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -38,48 +38,8 @@ from handlers.request import GenerationRequest, Token
 
 logger = logging.getLogger(__name__)
 
-
-class VllmGeneration:
-    """The sequences of one request; see `Generation`."""
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-        self.states: list[PushedState] = []
-
-    def cancel(self) -> None:
-        running = self._running()
-        for state in running:
-            if not state.ended:
-                state.end()
-                state.meter.aborted_requests += 1
-        self._stop(running)
-
-    def abort(self) -> None:
-        running = self._running()
-        for state in running:
-            state.abort()
-        self._stop(running)
-
-    def _running(self) -> list[PushedState]:
-        """The sequences that vLLM still has; whoever asks ends them."""
-        known = self._llm.output_processor.request_states
-        states, self.states = self.states, []
-        return [state for state in states if state.request_id in known]
-
-    def _stop(self, states: list[PushedState]) -> None:
-        if states and not self._llm.errored:
-            self._task = asyncio.ensure_future(self._abort([state.request_id for state in states]))
-
-    async def _abort(self, request_ids: list[str]) -> None:
-        try:
-            await self._llm.abort(request_ids, internal=True)
-        except EngineDeadError:
-            logger.debug("nothing to abort: the engine has died")
-
-
 SUBMITS_PER_TURN = 16
-"""After so many sequences others get their turn on the event loop."""
-_WATCH_SECONDS = 0.25
+"""Sequences of one request that are submitted before other tasks get their turn on the event loop."""
 
 
 class VllmEngine:
@@ -95,13 +55,13 @@ class VllmEngine:
         self._progress = Progress()
         self.reports = 0
         """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
+        self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
 
     async def start(self) -> None:
-        """See `Engine.start`. Takes half a minute and more; other tasks go on meanwhile."""
-        check_seam()
-        vllm_fork_server.start()
+        check_vllm()
+        fork_server.start()
         try:
             loaded = await VllmLoader(self._settings, self._thread).load()
         except BaseException:
@@ -119,18 +79,19 @@ class VllmEngine:
         self.frontend_arguments = loaded.frontend_arguments
         # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
         llm.log_stats = llm.output_processor.log_stats = False
-        llm.logger_manager = _SchedulerReports(self)
+        llm.logger_manager = SchedulerReports(self)
         use_lean_decoder(llm.engine_core)
         remember_end_token(llm.renderer)
         llm._run_output_handler()
-        self._processor, self._core = llm.output_processor, llm.engine_core
-        self._input = llm.input_processor
         self._tasks = await llm.get_supported_tasks()
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
+        self.eos_token_ids = end_token_ids(llm)
+        self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
+        """The model's own generation config, as far as it differs from vLLM's defaults."""
+        config = llm.vllm_config
         self.max_model_len: int = llm.model_config.max_model_len
-        replicas = llm.vllm_config.parallel_config.data_parallel_size
-        self.max_sequences = llm.vllm_config.scheduler_config.max_num_seqs * replicas
+        self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
         vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
@@ -141,51 +102,15 @@ class VllmEngine:
             vocabulary_size=vocabulary_size,
             typical_refusal=loaded.typical_refusal,
             prompt_logprobs=has_prompt_logprobs(llm),
-            prefix_cache=bool(llm.vllm_config.cache_config.enable_prefix_caching),
+            prefix_cache=bool(config.cache_config.enable_prefix_caching),
         )
-        backend = llm.vllm_config.structured_outputs_config.backend
+        backend = config.structured_outputs_config.backend
         self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
         llm.typical_refusal = "" if loaded.typical_refusal == NO_TYPICAL else loaded.typical_refusal
-        self.eos_token_ids = end_token_ids(llm)
-        self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
-        """Where the model's own generation config differs from vLLM's defaults."""
-        if llm.vllm_config.lora_config is not None:
+        if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
-        self._watchdog = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        """See to it that no client waits for ever: not for a dead engine, nor for one that gives it no token.
-
-        vLLM tells pending requests of a crash, but not of an engine process that was killed.
-        """
-        while not self._llm.errored:
-            await asyncio.sleep(_WATCH_SECONDS)
-            # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
-            self._progress.look(bool(self._processor.request_states), self.reports)
-            await self._end_overdue()
-        self._fail_all(EngineDead())
-        self._status = EngineStatus(0, 0, 0.0)
-        if self.adapters is not None:
-            await self.adapters.stop()
-
-    async def _end_overdue(self) -> None:
-        limit = self._settings.predict_timeout
-        overdue = time.monotonic() - limit
-        stalled = [s for s in self._own_states() if s.last_at < overdue and not s.ended]
-        for state in stalled:
-            state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
-        if stalled:
-            with contextlib.suppress(EngineDeadError):
-                await self._llm.abort([state.request_id for state in stalled], internal=True)
-
-    def _fail_all(self, error: EngineDead) -> None:
-        for state in self._own_states():
-            state.fail(error)
-        self._processor.propagate_error(EngineDeadError())  # to requests that were given to AsyncLLM itself
-
-    def _own_states(self) -> list[PushedState]:
-        return [state for state in self._processor.request_states.values() if isinstance(state, PushedState)]
+        self._watchdog.start()
 
     @property
     def async_llm(self) -> AsyncLLM:
@@ -215,9 +140,8 @@ class VllmEngine:
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
             self._translator.check(request)
-            return await submit_beam_search(
-                self, request, request.beam_search, sink, partial(self._submit, adapter=adapter)
-            )
+            submit = partial(self._submit, adapter=adapter)
+            return await submit_beam_search(self, request, request.beam_search, sink, submit)
         token_ids = await self.prompt_token_ids(request)
         structured_outputs = await self._constraints.structured_outputs(request.sampling)
         params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
@@ -245,7 +169,7 @@ class VllmEngine:
         return generation
 
     def _check_alive(self) -> None:
-        if self._stopped or self._llm.errored:
+        if self._stopped or self._watchdog.failure or self._llm.errored:
             raise EngineDead
 
     async def _add(
@@ -258,8 +182,9 @@ class VllmEngine:
         generation: VllmGeneration,
         adapter: LoRARequest | None,
     ) -> None:
+        llm = self._llm
         processed = partial(
-            self._input.process_inputs,
+            llm.input_processor.process_inputs,
             request.request_id,
             TokensPrompt(type="token", prompt_token_ids=token_ids),
             params,
@@ -284,10 +209,10 @@ class VllmEngine:
         )
         state.attach(request, index, sink, self.meter, self.texts.tokenizer, self.texts.special_ids, core_request)
         # Registered before the engine hears of it, so that no output can come before its state.
-        self._processor.request_states[core_request.request_id] = state
-        self._processor.external_req_ids[request.request_id].append(core_request.request_id)
+        llm.output_processor.request_states[core_request.request_id] = state
+        llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)
         generation.states.append(state)
-        await self._core.add_request_async(core_request)
+        await llm.engine_core.add_request_async(core_request)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return await self._prompts.token_ids(request)
@@ -298,25 +223,62 @@ class VllmEngine:
         texts = self.texts
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
+    async def _look(self) -> bool:
+        """End requests that would wait for ever: all when the engine has died, and each that gets no token.
+
+        vLLM tells pending requests of a crash, but not of an engine process that was killed.
+        """
+        if self._llm.errored:
+            self._status = EngineStatus(0, 0, 0.0)
+            self._fail_all(EngineDead())
+            if self.adapters is not None:
+                await self.adapters.stop()
+            return False
+        # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
+        self._progress.look(bool(self._llm.output_processor.request_states), self.reports)
+        await self._end_overdue()
+        return True
+
+    async def _end_overdue(self) -> None:
+        limit = self._settings.predict_timeout
+        overdue = time.monotonic() - limit
+        stalled = [state for state in self._own_states() if state.last_at < overdue and not state.ended]
+        for state in stalled:
+            state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+        if stalled:
+            with contextlib.suppress(EngineDeadError):
+                await self._llm.abort([state.request_id for state in stalled], internal=True)
+
+    def _fail_all(self, error: EngineDead) -> None:
+        for state in self._own_states():
+            state.fail(error)
+        self._llm.output_processor.propagate_error(EngineDeadError())  # to requests that were given to AsyncLLM itself
+
+    def _own_states(self) -> list[PushedState]:
+        states = self._llm.output_processor.request_states.values()
+        return [state for state in states if isinstance(state, PushedState)]
+
     def health(self) -> EngineHealth:
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
         if self._llm.errored:
             return EngineHealth(False, "the engine has died")
+        if self._watchdog.failure:
+            return EngineHealth(False, self._watchdog.failure)
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
         return self._status
 
-    def report(self, running: int, waiting: int, kv_cache_usage: float) -> None:
+    def report(self, status: EngineStatus) -> None:
         """Take the account of the last step: of the scheduler, or of those of all data-parallel replicas together."""
-        self._status = EngineStatus(running, waiting, kv_cache_usage)
+        self._status = status
 
     async def stop(self) -> None:
         if self._stopped:
             return
         self._stopped = True
-        self._watchdog.cancel()
+        self._watchdog.stop()
         if self.adapters is not None:
             await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
@@ -325,13 +287,51 @@ class VllmEngine:
         self._thread.end()
 
 
-class _SchedulerReports:
-    """Stands where vLLM's stat loggers stand, and keeps only the schedulers' gauges."""
+class VllmGeneration:
+    """The sequences of one request."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.states: list[PushedState] = []
+
+    def cancel(self) -> None:
+        running = self._take_running()
+        for state in running:
+            if not state.ended:
+                state.end()
+                state.meter.aborted_requests += 1
+        self._stop(running)
+
+    def abort(self) -> None:
+        running = self._take_running()
+        for state in running:
+            state.abort()
+        self._stop(running)
+
+    def _take_running(self) -> list[PushedState]:
+        """Return the sequences that vLLM still has, once."""
+        known = self._llm.output_processor.request_states
+        states, self.states = self.states, []
+        return [state for state in states if state.request_id in known]
+
+    def _stop(self, states: list[PushedState]) -> None:
+        if states and not self._llm.errored:
+            self._task = asyncio.ensure_future(self._abort([state.request_id for state in states]))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        try:
+            await self._llm.abort(request_ids, internal=True)
+        except EngineDeadError:
+            logger.debug("nothing to abort: the engine has died")
+
+
+class SchedulerReports:
+    """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self._latest: dict[int, Any] = {}
-        """What each data-parallel replica reported last, by its number."""
+        """The last report of each data-parallel replica, by its number."""
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         self._engine.reports += 1
@@ -340,14 +340,16 @@ class _SchedulerReports:
         self._latest[engine_idx] = scheduler_stats
         latest = self._latest.values()
         self._engine.report(
-            sum(stats.num_running_reqs for stats in latest),
-            sum(stats.num_waiting_reqs for stats in latest),
-            # Their caches are equally large, so this is the share of all of them together.
-            sum(stats.kv_cache_usage for stats in latest) / len(latest),
+            EngineStatus(
+                running_requests=sum(stats.num_running_reqs for stats in latest),
+                waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
+                # Their caches are equally large, so this is the share of all of them together.
+                kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
+            )
         )
 
     def log(self) -> None:
-        """vLLM asks for its periodic log line here; ours is /metrics."""
+        """Log nothing: vLLM asks for its periodic line, and /metrics has the same."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """vLLM's own admission limits are off; the queue is bounded before the engine."""
+        """Count nothing: vLLM's own admission limits are off, and the queue is bounded before the engine."""

@@ -1,6 +1,6 @@
 """A process that has imported vLLM and forks vLLM's processes: each would import it anew otherwise, for 8 seconds.
 
-It is Python's own fork server (`multiprocessing`), which runs `vllm_preload` first. It is started with the server's
+It is Python's own fork server (`multiprocessing`), which runs `preload` first. It is started with the server's
 process, so that both import vLLM at the same time, and ends with it.
 
 `VLLM_WORKER_MULTIPROC_METHOD=spawn` in the environment switches it off: each process of vLLM starts from nothing then.
@@ -37,10 +37,10 @@ class _ForkServer:
         self._process: int | None = None
         self._lock = threading.Lock()
         self._problems: dict[int | None, str] = {}
-        """What was found out about a fork server, by its process id."""
+        """Why a fork server cannot be used, by its process id; "" if it can."""
 
     def start(self) -> None:
-        """Start it, or start it again if it has ended; it imports vLLM meanwhile.
+        """Start it, or start it again if it has ended; does not wait until it has imported vLLM.
 
         To be called from the main thread: the kernel ends the fork server with the thread that started it.
         """
@@ -56,7 +56,7 @@ class _ForkServer:
         start_no_other()
 
     def context(self) -> ForkServerContext | None:
-        """What starts processes; None where they have to be spawned. Waits until vLLM is imported."""
+        """Return what starts processes; None where they have to be spawned. Blocks until vLLM is imported."""
         process = self._process
         if process is None:
             return None
@@ -77,7 +77,7 @@ start, context = _server.start, _server.context
 
 
 def start_no_other() -> None:
-    """Have multiprocessing use the fork server there is. It would start another in its children, and in any thread."""
+    """Have multiprocessing use the fork server there is; it would start another in its children and in any thread."""
     setattr(forkserver._forkserver, "ensure_running", lambda: None)  # noqa: B010
 
 
@@ -87,12 +87,12 @@ def end_with_parent() -> None:
 
 
 def is_forked() -> bool:
-    """Whether this process is from the fork server; multiprocessing gives only those a list."""
+    """Tell whether this process is from the fork server; multiprocessing gives only those a list."""
     return forkserver.get_inherited_fds() is not None
 
 
 def apply_environment(environment: Mapping[str, str]) -> None:
-    """Make a forked process one of that environment: PyTorch and OpenMP have read theirs in the fork server."""
+    """Give a forked process this environment, also in PyTorch and OpenMP, which have read the fork server's."""
     import torch._dynamo
 
     os.environ.clear()
@@ -135,13 +135,13 @@ def _problem(context: ForkServerContext) -> str:
 
 
 def _tell_problem(writer: Connection) -> None:
-    """Look once more in a forked process: only there can be seen that the CUDA driver was called before the fork."""
+    """Send the problem from a forked process: only there it shows that the CUDA driver was called before the fork."""
     import torch
 
-    from handlers.engines.vllm import preload as vllm_preload
+    from handlers.engines.vllm import preload
 
     called = torch.cuda._is_in_bad_fork()
-    writer.send(vllm_preload.problem or ("importing vLLM calls the CUDA driver" if called else ""))
+    writer.send(preload.problem or ("importing vLLM calls the CUDA driver" if called else ""))
 
 
 def _is_alive(process: int) -> bool:
@@ -152,7 +152,7 @@ def _is_alive(process: int) -> bool:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """The environment that the fork server is to see.
+    """Set the environment that the fork server is to see, for a while.
 
     It imports from where this process does, and never from the working directory, which may be a model's. OpenBLAS
     starts no threads, which a fork would lose.
@@ -172,7 +172,7 @@ def _environment() -> Iterator[None]:
 
 
 def _needs_spawn() -> bool:
-    """Tell whether something counts that a process reads only as it is executed.
+    """Tell whether something matters that a process reads only as it is executed, so that it cannot be forked.
 
     On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
     drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads as it is loaded.

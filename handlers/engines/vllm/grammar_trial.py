@@ -1,8 +1,8 @@
-"""Compiles constraints before the engine does, in a process of its own that is run as a script.
+"""A script that compiles constraints before the engine does, in a process of its own.
 
-A constraint is a program that a client has sent. What of it takes too long, takes too much memory or brings the
-compiler down ends this process, and neither the server nor the engine. Imports nothing but llguidance, so that it
-starts at once and stays small. Speaks over its standard input and output; see `grammar_trials`.
+A constraint is a program that a client has sent. One that takes too long, takes too much memory or crashes the
+compiler ends this process, and neither the server nor the engine. Imports nothing but llguidance, so that it starts at
+once and stays small. `constraints.GrammarTrials` writes to its standard input and reads its standard output.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 import llguidance
 
 CPU_SECONDS = 2.0
-"""For one constraint; ordinary ones take a hundredth of it."""
+"""Limit for one constraint; ordinary ones take a hundredth of it."""
 STEP_CPU_SECONDS = 0.1
-"""For one token's mask, which the engine makes between two steps of all its requests; ordinary ones take 0.001."""
+"""Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001."""
 STEPS = 64
 """Tokens that are tried out."""
 _MEMORY_BYTES = 1 << 30
@@ -35,7 +35,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def grammar_of(kind: str, text: str) -> str:
-    """The grammar that vLLM's back end `guidance` makes of a constraint.
+    """Return the grammar that vLLM's back end `guidance` makes of a constraint.
 
     Raises:
         ValueError: it is not one.
@@ -46,7 +46,7 @@ def grammar_of(kind: str, text: str) -> str:
 
 
 def trial(tokenizer: Any, kind: str, text: str) -> str | None:
-    """What is wrong with a constraint, as the end of a sentence; None: nothing was found."""
+    """Return what is wrong with a constraint, as the end of a sentence; None if nothing was found."""
     try:
         grammar = grammar_of(kind, text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -73,7 +73,7 @@ def _walk(matcher: Any) -> str | None:
 
 
 def _one_of(mask: int, chance: random.Random) -> int:
-    """One of the bits that are set, the first after a random place."""
+    """Return one of the bits that are set: the first after a random place."""
     rest = mask >> (place := chance.randrange(mask.bit_length()))
     return place + (rest & -rest).bit_length() - 1
 

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import vllm.platforms
@@ -20,65 +21,32 @@ from vllm.utils import func_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import kv_cache_size, memory_limits, smaller_size
+from handlers.engines.cpu_memory import Demand, demand_of, engine_weights, kv_cache_size, memory_limits, smaller_size
 from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import copied
-from handlers.engines.vllm.arguments import cache_demand, engine_arguments, serve_defaults
+from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from handlers.engines.vllm.constraints import CheckingLLM, choose_backend
-from handlers.engines.vllm.frontend_arguments import frontend_arguments
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
-from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL
-from handlers.engines.vllm.typical import load_typical
+from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
+from handlers.engines.vllm.seam import required_cache
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_SECONDS = 1.0
+"""How long vLLM's processes have to end by themselves before they are killed."""
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
-
-
-def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
-    """Have torch compile nothing where there is no compiler; returns whether that was done.
-
-    vLLM's sampler calls torch.compile at the first log probability, also when it runs the model eagerly, and its
-    process dies where that fails. torch reads the variable when it is imported, so it is for processes that are still
-    to be started. One that is set already stays as it is.
-    """
-    compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
-    if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
-        return False
-    environ[_SWITCH] = "1"
-    logger.info("there is no C++ compiler (%s), so torch.compile is off (%s=1)", compiler, _SWITCH)
-    return True
-
-
-def _cache(module: Any, name: str) -> Any:
-    function = getattr(module, name, None)
-    if not hasattr(function, "cache_clear"):
-        raise EngineStartError(f"this vLLM is not one that Slipway knows: {module.__name__}.{name} is no cache")
-    return function
-
-
 _CACHES = (
-    _cache(registry, "cached_get_tokenizer"),
-    _cache(processor, "cached_get_processor"),
-    _cache(func_utils, "_supports_kw"),
+    required_cache(registry, "cached_get_tokenizer"),
+    required_cache(processor, "cached_get_processor"),
+    required_cache(func_utils, "_supports_kw"),
 )
-
-
-def forget_tokenizers() -> None:
-    """Let go of the tokenizers of models that are gone."""
-    for cache in _CACHES:
-        cache.cache_clear()
-
-
-SHUTDOWN_SECONDS = 1.0
-"""What vLLM's processes have to end by themselves; by then nothing runs in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +70,7 @@ class VllmLoader:
         self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:
-        """Takes half a minute and more; other tasks go on meanwhile.
+        """Load the model, which takes half a minute and more; other tasks go on meanwhile.
 
         Raises:
             EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
@@ -176,10 +144,44 @@ class VllmLoader:
 
 
 async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and keep nothing of the model's."""
+    """End vLLM's processes, and free what the model had here."""
     await end_output_loop(llm)
     await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
     forget_tokenizers()
+
+
+def forget_tokenizers() -> None:
+    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
+    for cache in _CACHES:
+        cache.cache_clear()
+
+
+def own_tokenizer(config: ModelConfig) -> Any:
+    """Return a tokenizer of the model that neither vLLM nor its pool of tokenizers changes."""
+    return copied(cached_tokenizer_from_config(config))
+
+
+def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
+    """Return the tokens that end a text, by the model's generation config and by its tokenizer."""
+    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
+    ids = configured if isinstance(configured, list) else [configured]
+    own = llm.get_tokenizer().eos_token_id
+    return frozenset(ids if own is None else [*ids, own])
+
+
+def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
+    """Have torch compile nothing where there is no compiler; returns whether that was done.
+
+    vLLM's sampler calls torch.compile at the first log probability, also when it runs the model eagerly, and its
+    process dies where that fails. torch reads the variable when it is imported, so it is for processes that are still
+    to be started. One that is set already stays as it is.
+    """
+    compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
+    if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
+        return False
+    environ[_SWITCH] = "1"
+    logger.info("there is no C++ compiler (%s), so torch.compile is off (%s=1)", compiler, _SWITCH)
+    return True
 
 
 def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
@@ -244,14 +246,34 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
     )
 
 
-def own_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, outside vLLM's pool, and a copy of the one from which that copies."""
-    return copied(cached_tokenizer_from_config(config))
-
-
-def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
-    """The tokens that end a text, by the model's generation config and by its tokenizer."""
-    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
-    ids = configured if isinstance(configured, list) else [configured]
-    own = llm.get_tokenizer().eos_token_id
-    return frozenset(ids if own is None else [*ids, own])
+def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
+    """Tell what one of vLLM's CPU workers will need, by vLLM's own reading of the model."""
+    model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+    text = model.hf_text_config
+    item = model.dtype.itemsize
+    layers = model.get_num_layers(parallel)
+    kv_elements = layers * model.get_head_size() * (1 if model.use_mla else 2 * model.get_num_kv_heads(parallel))
+    kinds = getattr(text, "layer_types", None) or ()
+    uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
+    weights = engine_weights(settings, model.hf_config.to_dict(), item)
+    if not weights and not Path(settings.model_id).exists():
+        weights = hub_weight_bytes(settings.model_id, settings.revision)
+    return demand_of(
+        # A draft model has layers of its own, which are not known yet.
+        kv_elements=kv_elements if config.speculative_config is None else 0,
+        uniform=not uneven and all(kind == "full_attention" for kind in kinds),
+        layers=layers,
+        hidden=model.get_hidden_size(),
+        intermediate=getattr(text, "intermediate_size", None) or 4 * model.get_hidden_size(),
+        vocabulary=model.get_vocab_size(),
+        model=settings.model_id,
+        weights=weights // parallel.world_size,
+        item=item,
+        kv_item=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
+        context=model.max_model_len,
+        sequences=config.scheduler_config.max_num_seqs,
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
+        block=config.cache_config.block_size,
+        lora=(lora.max_loras, lora.max_lora_rank) if lora is not None else None,
+        processes=max(parallel.data_parallel_size_local, 1),
+    )

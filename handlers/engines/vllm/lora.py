@@ -11,16 +11,13 @@ that fails; it also takes adapters of one name for one and the same. So
 vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
 filling batches with as many adapters as there are slots.
 
-Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
-tests/live/test_adapters_live.py: `AsyncLLM.add_lora`, which raises what loading raises, and `remove_lora`;
-`OutputProcessor.request_states`, whose states have `lora_request`; and `VllmConfig.lora_config`.
+`AsyncLLM.add_lora` raises what loading raises; tests/live/test_adapters_live.py holds that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import re
 import time
@@ -32,9 +29,8 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import RequestState
 
-from handlers.engines.protocol import EngineAdapter, EngineStartError
+from handlers.engines.protocol import EngineAdapter
 from handlers.engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
 from handlers.errors import (
     AdapterFailed,
@@ -48,35 +44,17 @@ from handlers.errors import (
 logger = logging.getLogger(__name__)
 
 _POLL = 0.05
-"""Seconds between looks at what runs; also what an abort has to reach the engine before its adapter is removed."""
+"""Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed."""
 _REMOVE_SECONDS = 30.0
-"""How long `remove` waits for requests."""
+"""The longest time that `remove` waits for requests."""
 _FAILURE = "Call to add_lora method failed: "
-"""What vLLM writes before an error of its engine process."""
+"""vLLM's words before an error of its engine process."""
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
-"""What it writes around that of a worker."""
-
-
-def check_seam() -> None:
-    """Refuse to start on a vLLM whose internals have moved.
-
-    Raises:
-        EngineStartError: naming what is missing.
-    """
-    wanted: tuple[tuple[Any, str], ...] = (
-        (AsyncLLM.add_lora, "lora_request"),
-        (AsyncLLM.remove_lora, "lora_id"),
-        (RequestState.__init__, "lora_request"),
-    )
-    for function, parameter in wanted:
-        if parameter not in inspect.signature(function).parameters:
-            raise EngineStartError(
-                f"this vLLM is not one that Slipway knows: {function.__qualname__} has no parameter {parameter}"
-            )
+"""vLLM's words around an error of a worker."""
 
 
 def has_prompt_logprobs(llm: AsyncLLM) -> bool:
-    """Whether the engine survives requests for log probabilities of the prompt.
+    """Tell whether the engine survives requests for log probabilities of the prompt.
 
     With adapters on a CPU it does not: `LogitsProcessorWithLoRA` gives all tokens of the prompt to
     `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
@@ -95,7 +73,7 @@ class PublicAdapters(dict[str, LoRARequest]):
     """
 
     def values(self) -> Any:
-        """None of them."""
+        """Return none of them."""
         return ()
 
 
@@ -110,7 +88,7 @@ class Claim:
 
     @property
     def request(self) -> LoRARequest:
-        """What vLLM is told."""
+        """The adapter, as vLLM is told of it."""
         return self._held.request
 
     def release(self) -> None:
@@ -135,12 +113,11 @@ class _Held:
 
 
 class VllmAdapters:
-    """See `handlers.engines.protocol.EngineAdapters`."""
+    """The adapters of one engine, in vLLM's memory or outside it."""
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
         """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
-        places that vLLM has stay empty. Raises EngineStartError on a vLLM that this is not written for."""
-        check_seam()
+        places that vLLM has stay empty."""
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
@@ -196,7 +173,7 @@ class VllmAdapters:
             await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
 
     async def claim(self, name: str) -> Claim:
-        """The adapter of this name, in memory, where it stays until the claim is released and no request has it.
+        """Return a claim on the adapter of this name, which stays in memory until the claim is released.
 
         Raises:
             UnknownAdapter: there is none.
@@ -210,7 +187,7 @@ class VllmAdapters:
         return await self._claimed(held)
 
     async def stop(self) -> None:
-        """End what waits for something."""
+        """End all tasks that wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -234,7 +211,7 @@ class VllmAdapters:
         return claim
 
     async def _loaded(self, held: _Held) -> None:
-        """Have the adapter in memory. Whoever waits may leave; loading goes on for others."""
+        """Wait until the adapter is in memory. One who waits may leave; loading goes on for others."""
         if held.resident:
             return
         loading = held.loading

@@ -1,30 +1,20 @@
-"""The seam with vLLM's output processing: the one file that touches what vLLM does not document.
+"""From vLLM's output processing to our sinks.
 
-vLLM's `OutputProcessor` keeps a `RequestState` for each request and calls it for each engine step. We register a state
-of our own that hands the step's tokens straight to the request's sink: no queue, no task switch and no
-`RequestOutput` for each token, and log probabilities read from the raw arrays. Everything else stays vLLM's: stop
-strings, detokenizing, aborts.
+vLLM's `OutputProcessor` keeps a `RequestState` for each sequence and calls it for each engine step, in this order:
+`detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. We register a state of our own,
+`PushedState`, which hands the step's tokens straight to the request's sink: no queue, no task switch and no
+`RequestOutput` for each token, and log probabilities read from the raw arrays. Stop strings, detokenizing and aborts
+stay vLLM's.
 
-Written for vLLM 0.32. What it relies on is checked by `check_seam` when an engine starts, and by
-tests/live/test_vllm_seam.py:
-- `RequestState.from_new_request(...)`, whose result has `detokenizer`, `logprobs_processor`, `queue`;
-- `OutputProcessor.process_outputs` calls `detokenizer.update`, `logprobs_processor.update_from_output`,
-  `make_request_output`, in this order, for each request of a step;
-- the renderer's `get_eos_token_id()` is asked for each request;
-- the engine core client reads `decoder` once, when its output task starts;
-- `AsyncLLM.output_handler` is the task that reads the engine's messages, and ends when it is cancelled;
-- `OutputProcessor.request_states`, `external_req_ids`, `abort_requests`, `propagate_error`;
-- `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` hold, for each token, the chosen one's log
-  probability first and then those of the most probable, and beside them the chosen one's rank, from 1.
+Each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` holds the chosen token's log probability
+first and then those of the most probable tokens; the chosen token's rank, from 1, stands beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +26,11 @@ from vllm.v1.engine.detokenizer import (
     SlowIncrementalDetokenizer,
     uses_fast_detokenizer,
 )
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from handlers.engines.protocol import EngineStartError, Sink
-from handlers.engines.texts import split_text
+from handlers.engines.protocol import Sink
+from handlers.engines.texts import HeldTokens, prompt_tokens
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -49,39 +38,10 @@ from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 logger = logging.getLogger(__name__)
 
 
-def check_seam() -> None:
-    """Refuse to start on a vLLM whose internals have moved.
-
-    Raises:
-        EngineStartError: naming what is missing.
-    """
-    wanted: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-        "RequestState.from_new_request": (
-            RequestState.from_new_request,
-            ("tokenizer", "request", "prompt", "parent_req", "request_index", "queue", "log_stats", "stream_interval"),
-        ),
-        "RequestState.make_request_output": (
-            RequestState.make_request_output,
-            ("new_token_ids", "pooling_output", "finish_reason", "stop_reason"),
-        ),
-        "OutputProcessor.abort_requests": (OutputProcessor.abort_requests, ("request_ids", "internal")),
-    }
-    for name, (function, parameters) in wanted.items():
-        missing = [p for p in parameters if p not in inspect.signature(function).parameters]
-        if missing:
-            raise EngineStartError(
-                f"this vLLM is not one that Slipway knows: {name} has no parameter {', '.join(missing)}"
-            )
-    for arrays, field in ((LogprobsLists, "sampled_token_ranks"), (LogprobsTensors, "selected_token_ranks")):
-        if field not in arrays._fields:
-            raise EngineStartError(f"this vLLM is not one that Slipway knows: {arrays.__name__} has no field {field}")
-
-
 class LeanDecoder(MsgpackDecoder):
     """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
 
     def dec_hook(self, t: type, obj: Any) -> Any:
-        """Convert what msgspec cannot; see `MsgpackDecoder`."""
         if t is not np.ndarray:
             return super().dec_hook(t, obj)
         dtype, shape, data = obj
@@ -94,42 +54,39 @@ def use_lean_decoder(engine_core: Any) -> None:
 
 
 async def end_output_loop(llm: AsyncLLM) -> None:
-    """Read no message of the engine's any more: the loop would take the engine's end for a crash, and log it as one."""
+    """Stop reading the engine's messages: the loop would take the engine's end for a crash, and log it as one."""
     if (loop := llm.output_handler) is not None:
         loop.cancel()
         await asyncio.wait([loop])
 
 
 def remember_end_token(renderer: Any) -> None:
-    """The end token's id, which vLLM asks its pool of tokenizers for with each request, does not change."""
+    """Look the end token's id up once; vLLM asks its pool of tokenizers for it with each request."""
     end_token_id = renderer.get_eos_token_id()
     renderer.get_eos_token_id = lambda: end_token_id
 
 
-class _RecordingFast(FastIncrementalDetokenizer):
-    """Keeps what each token of the step added to the text."""
+class _Recording:
+    """A detokenizer that keeps what each token of the step added to the text."""
 
     pieces: list[str]
 
     def decode_next(self, next_token_id: int) -> str:
-        piece: str = super().decode_next(next_token_id)
+        piece: str = super().decode_next(next_token_id)  # type: ignore[misc]
         self.pieces.append(piece)
         return piece
 
 
-class _RecordingSlow(SlowIncrementalDetokenizer):
-    """The same for tokenizers that are not `tokenizers`' own."""
+class _RecordingFast(_Recording, FastIncrementalDetokenizer):
+    """For tokenizers of the library `tokenizers`."""
 
-    pieces: list[str]
 
-    def decode_next(self, next_token_id: int) -> str:
-        piece: str = super().decode_next(next_token_id)
-        self.pieces.append(piece)
-        return piece
+class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
+    """For other tokenizers."""
 
 
 class _StepReader:
-    """Stands where vLLM's log-prob processor stands; keeps the step's raw arrays."""
+    """A state's `logprobs_processor`: keeps the raw arrays of a step, and how long the sequence was queued."""
 
     __slots__ = ("logprobs", "prompt_logprobs", "queue_time", "queued_at")
 
@@ -143,11 +100,7 @@ class _StepReader:
         self.logprobs = output.new_logprobs
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
-        if output.events:
-            self._read(output.events)
-
-    def _read(self, events: Sequence[Any]) -> None:
-        for event in events:
+        for event in output.events or ():
             if event.type == EngineCoreEventType.QUEUED:
                 self.queued_at = event.timestamp
             elif event.type == EngineCoreEventType.SCHEDULED and self.queued_at is not None and self.queue_time is None:
@@ -155,41 +108,24 @@ class _StepReader:
 
 
 class _ErrorQueue:
-    """Stands where vLLM's output queue stands; only errors ever reach it."""
+    """A state's `queue`: vLLM puts only errors there, since `make_request_output` returns nothing."""
 
     __slots__ = ("_state",)
 
-    def __init__(self, state: PushedState) -> None:
+    def __init__(self, state: PushedState | None) -> None:
+        """`state`: None once the sequence has ended."""
         self._state = state
 
     def put(self, output: Any) -> None:
-        if isinstance(output, Exception):
+        if isinstance(output, Exception) and self._state is not None:
             self._state.fail(EngineDead())
 
 
-class _Nobody:
-    """Stands where the error queue stood once a sequence has ended."""
-
-    def put(self, output: Any) -> None:
-        """Drop it: whoever waited has been told."""
-
-
-_NOBODY = _Nobody()
+_ENDED = _ErrorQueue(None)
 
 
 class PushedState(RequestState):
     """One sequence of one request."""
-
-    sink: Sink
-    meter: Meter
-    sequence: int
-    stream: bool
-    want_tokens: bool
-    top_tokens: int
-    special_ids: frozenset[int]
-    tokenizer: Any
-    own_stop_ids: tuple[int, ...]
-    ended: bool
 
     def attach(
         self,
@@ -201,7 +137,7 @@ class PushedState(RequestState):
         special_ids: frozenset[int],
         request: EngineCoreRequest,
     ) -> None:
-        """Set up what vLLM's constructor does not know."""
+        """Set what vLLM's constructor does not know; to be called once, right after `from_new_request`."""
         self.sink, self.meter, self.sequence = sink, meter, sequence
         self.stream, self.want_tokens = generation.stream, generation.want_tokens
         self.top_tokens, self.special_ids = generation.top_tokens, special_ids
@@ -209,15 +145,14 @@ class PushedState(RequestState):
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.tokenizer = tokenizer
         self.reader = self.logprobs_processor = _StepReader()
-        self.queue: _ErrorQueue | _Nobody = _ErrorQueue(self)
+        self.queue = _ErrorQueue(self)
         self.pieces: list[str] | None = None
         if self.want_tokens:
             recording = _RecordingFast if uses_fast_detokenizer(tokenizer) else _RecordingSlow
             self.detokenizer = recording(tokenizer, request)
             self.detokenizer.pieces = self.pieces = []
         self.may_clip = bool(generation.sampling.stop)
-        self.pending: list[Token] = []  # tokens not handed over yet
-        self.free = 0  # characters that vLLM has let go and no token of ours has taken yet
+        self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.token_count = 0
         self.cumulative_logprob: float | None = None
@@ -233,7 +168,7 @@ class PushedState(RequestState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Called by vLLM for each step; pushes to the sink and returns nothing for vLLM to queue."""
+        """Push the step to the sink; vLLM calls this for each step and queues what is returned: nothing."""
         if self.ended:
             return
         # An exception here would end vLLM's output loop and with it every other request.
@@ -252,15 +187,19 @@ class PushedState(RequestState):
 
     def fail(self, error: GenerationFailed | EngineDead) -> None:
         """End the sequence with an error."""
-        if not self.ended:
-            self.end()
-            self.meter.failed_requests += 1
+        if self.ended:
+            return
+        self.end()
+        self.meter.failed_requests += 1
+        try:
             self.sink.on_error(error)
+        except Exception:  # the other requests are still to be told
+            logger.exception("request %s: internal error while handling an error", self.external_req_id)
 
     def end(self) -> None:
-        """Nothing more reaches the sink."""
+        """Send nothing more to the sink."""
         self.ended = True
-        self.queue = _NOBODY  # the former one refers to us; without the cycle we are freed at once
+        self.queue = _ENDED  # the former one refers to this state; without the cycle it is freed at once
 
     def _count(self, new_token_ids: list[int]) -> None:
         now, count, meter = time.monotonic(), len(new_token_ids), self.meter
@@ -296,7 +235,7 @@ class PushedState(RequestState):
             top = self._top(i) if self.top_tokens else ()
             logprob = logprobs[i] if logprobs is not None else None
             rank = self.reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
-            self.pending.append(Token(token_id, piece, logprob, token_id in special, top, rank))
+            self.pending.add(Token(token_id, piece, logprob, token_id in special, top, rank))
         pieces.clear()
 
     def _top(self, row: int) -> tuple[Token, ...]:
@@ -314,7 +253,8 @@ class PushedState(RequestState):
             return
         detokenizer = self.detokenizer
         text = detokenizer.get_next_output_text(finished, True)
-        tokens = self._release(len(text), finished)
+        pending = self.pending
+        tokens = pending.release(len(text), finished) if self.may_clip else pending.take_all()
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
         delta = TokenDelta(
@@ -336,28 +276,6 @@ class PushedState(RequestState):
                 self.meter.finished_requests += 1
         self.sink.on_delta(delta)
 
-    def _release(self, characters: int, finished: bool) -> list[Token]:
-        """Hand over the tokens whose text has been let go.
-
-        With stop strings vLLM holds the last characters back, since they may turn out to begin a stop string; the
-        tokens that they belong to wait with them.
-        """
-        pending = self.pending
-        if not self.may_clip:
-            self.pending = []
-            return pending
-        self.free += characters
-        released = 0
-        for token in pending:
-            if len(token.text) > self.free:
-                if not finished:
-                    break
-                token.text = token.text[: self.free]  # the rest belongs to a stop string and is not shown
-            self.free -= len(token.text)
-            released += 1
-        self.pending = pending[released:]
-        return pending[:released]
-
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
         if reason == VllmFinishReason.LENGTH:
             return FinishReason.LENGTH
@@ -369,12 +287,7 @@ class PushedState(RequestState):
         return FinishReason.STOP
 
     def _prompt_tokens(self) -> list[Token]:
-        tokens = split_text(self.tokenizer, self.prompt_token_ids or (), self.special_ids, skip_special_tokens=False)
-        values = [value for chunk in self.reader.prompt_logprobs for value in chunk.logprobs[:, 0].tolist()]
-        for token, value in zip(tokens[1:], values, strict=False):
-            token.logprob = value
-        if self.want_ranks:
-            ranks = [rank for chunk in self.reader.prompt_logprobs for rank in chunk.selected_token_ranks.tolist()]
-            for token, rank in zip(tokens[1:], ranks, strict=False):
-                token.rank = rank
-        return tokens
+        chunks = self.reader.prompt_logprobs
+        values = [value for chunk in chunks for value in chunk.logprobs[:, 0].tolist()]
+        ranks = [rank for chunk in chunks for rank in chunk.selected_token_ranks.tolist()] if self.want_ranks else []
+        return prompt_tokens(self.tokenizer, self.prompt_token_ids or (), self.special_ids, values, ranks)

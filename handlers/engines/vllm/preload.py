@@ -1,4 +1,4 @@
-"""What the fork server of `vllm_fork_server` runs before it forks: it imports vLLM, once for all of vLLM's processes.
+"""The fork server's preparation (`fork_server`): it imports vLLM once, for all of vLLM's processes.
 
 Importing this module has effects and takes seconds. Only the fork server imports it.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from handlers.engines.vllm.fork_server import end_with_parent
 
 PROCESS = os.getpid()
-"""The fork server's id; its children see that they are its children by it."""
+"""The fork server's id, by which its children know their parent."""
 
 _ANY_DEVICE = (
     "vllm.v1.engine.async_llm",

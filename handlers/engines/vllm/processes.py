@@ -5,9 +5,9 @@ vLLM starts its processes through multiprocessing: the server starts the engine 
 `DPCoordinatorProc.run_coordinator`), and the engine process starts its workers with `WorkerProc.worker_main`. Each of
 them runs a function of ours first.
 
-Start: they are forked from a process that has imported vLLM (`vllm_fork_server`), where that is possible. A forked
+Start: they are forked from a process that has imported vLLM (`fork_server`), where that is possible. A forked
 process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
-they are loaded is done again (`vllm_fork_server.apply_environment`).
+they are loaded is done again (`fork_server.apply_environment`).
 
 End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
 server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
@@ -21,8 +21,6 @@ Each engine process is a process group of its own: Ctrl-C in a terminal goes to 
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
 Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
 `python -m benchmarks` on two cores counted a fifth of the one-token requests.
-
-Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -49,39 +47,28 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from handlers.engines.cpu_memory import page_cache
-from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import StartFailure, failure_of
-from handlers.engines.vllm import fork_server as vllm_fork_server
+from handlers.engines.vllm import fork_server
+from handlers.engines.vllm.seam import required_function
 
-
-def _original(owner: Any, name: str) -> Any:
-    function = getattr(owner, name, None)
-    if not callable(function):
-        raise EngineStartError(f"this vLLM is not one that Slipway knows: {owner.__name__} has no {name}")
-    return function
-
-
-_run_engine_core = _original(EngineCoreProc, "run_engine_core")
-_run_coordinator = _original(DPCoordinatorProc, "run_coordinator")
-_worker_main = _original(WorkerProc, "worker_main")
-_run_in_subprocess = _original(registry, "_run_in_subprocess")
-_contexts = {module: _original(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)}
-_cgroup_usage = _original(cpu_resource_utils, "get_cgroup_memory_usage")
+_run_engine_core = required_function(EngineCoreProc, "run_engine_core")
+_run_coordinator = required_function(DPCoordinatorProc, "run_coordinator")
+_worker_main = required_function(WorkerProc, "worker_main")
+_run_in_subprocess = required_function(registry, "_run_in_subprocess")
+_contexts = {
+    module: required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
+}
+_cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
 class Reports:
-    """What the processes that are started meanwhile say of their failures."""
+    """Receives the failures of processes that are being started."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
-
-    @property
-    def writer(self) -> Connection:
-        """What a process is given to say it with."""
-        return self._writer
+        self._reader, self.writer = multiprocessing.Pipe(duplex=False)
 
     def first(self) -> StartFailure | None:
-        """The cause of the others; None where none of the processes that have ended by now has said anything."""
+        """Return the first failure, which is the cause of the others; None if there is none by now."""
         with contextlib.suppress(EOFError, OSError):
             if self._reader.poll():
                 failure: StartFailure = self._reader.recv()
@@ -89,13 +76,13 @@ class Reports:
         return None
 
     def close(self) -> None:
-        """What is said from now on goes nowhere."""
+        """Drop all further reports."""
         self._reader.close()
-        self._writer.close()
+        self.writer.close()
 
 
 class _Target:
-    """What a process runs, with the environment of the moment in which it is started."""
+    """The function that a process runs, with the environment of the moment in which it is started."""
 
     def __init__(self, function: Callable[..., None], report: Connection) -> None:
         self.function, self.report = function, report
@@ -112,13 +99,13 @@ class _InEnvironment:
         self._function, self._report, self._environment = function, report, environment
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        if vllm_fork_server.is_forked():
-            vllm_fork_server.apply_environment(self._environment)
+        if fork_server.is_forked():
+            fork_server.apply_environment(self._environment)
         self._function(self._report, *arguments, **options)
 
 
 class _ForThisThread:
-    """An attribute of a class of vLLM's: ours for threads that ask for it, and vLLM's for others.
+    """A descriptor on a class of vLLM's: gives our function to threads that ask for it, and vLLM's to others.
 
     Several threads may start engines at a time, one for each model.
     """
@@ -138,7 +125,7 @@ _this_thread = threading.local()
 def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
     """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
 
-    `spawned`: they are, whether there is a fork server or not. vLLM binds a process to a NUMA node as it is spawned.
+    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
     """
     EngineCoreProc.run_engine_core = _ForThisThread(run_engine_core, _run_engine_core)
     DPCoordinatorProc.run_coordinator = _ForThisThread(run_coordinator, _run_coordinator)
@@ -173,12 +160,12 @@ def _server_context() -> BaseContext:
     vllms: BaseContext = _contexts[engine_utils]()
     if getattr(_this_thread, "spawned", False):
         return vllms
-    return vllm_fork_server.context() or vllms
+    return fork_server.context() or vllms
 
 
 def _engine_context() -> BaseContext:
-    """For the workers: from the fork server that the engine process is from."""
-    vllm_fork_server.start_no_other()
+    """Return what starts the workers: the fork server of the engine process."""
+    fork_server.start_no_other()
     return multiprocessing.get_context("forkserver")
 
 
@@ -188,7 +175,7 @@ def _in_fork_server(function: Callable[[], Any]) -> Any:
     Raises:
         RuntimeError: with the traceback, as vLLM's own does.
     """
-    context = vllm_fork_server.context()
+    context = fork_server.context()
     if context is None:
         return _run_in_subprocess(function)
     import cloudpickle
@@ -213,7 +200,7 @@ def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) 
 
     from vllm.plugins import load_general_plugins
 
-    vllm_fork_server.apply_environment(environment)
+    fork_server.apply_environment(environment)
     try:
         load_general_plugins()
         answer = True, pickle.loads(pickled)()
@@ -223,18 +210,18 @@ def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) 
 
 
 def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
-    """What the engine process runs in the place of vLLM's function, which it then calls."""
+    """Run vLLM's function in the engine process, tied to its parent and with its failures reported."""
     _end_with_parent()
     os.setpgid(0, 0)
     WorkerProc.worker_main = _Target(worker_main, report)
-    if vllm_fork_server.is_forked():
+    if fork_server.is_forked():
         multiproc_executor.get_mp_context = _engine_context
     with _telling(report):
         _run_engine_core(*arguments, **options)
 
 
 def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None:
-    """The same in the coordinator of data-parallel ranks."""
+    """Do the same in the coordinator of data-parallel ranks."""
     _end_with_parent()
     os.setpgid(0, 0)
     with _telling(report):
@@ -242,9 +229,9 @@ def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None
 
 
 def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
-    """The same in a worker of the engine process."""
+    """Do the same in a worker of the engine process."""
     _end_with_parent()
-    if vllm_fork_server.is_forked():
+    if fork_server.is_forked():
         _end_with_engine()
     cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
     start = WorkerProc.__init__
@@ -258,7 +245,7 @@ def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
 
 
 def usage_without_page_cache() -> int | None:
-    """What a container uses of its memory, where vLLM's worker looks whether its KV cache fits.
+    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits.
 
     vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
     """
@@ -279,11 +266,11 @@ def _telling(report: Connection) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    vllm_fork_server.end_with_parent()
-    if vllm_fork_server.is_forked():
-        from handlers.engines.vllm import preload as vllm_preload
+    fork_server.end_with_parent()
+    if fork_server.is_forked():
+        from handlers.engines.vllm import preload
 
-        expected: int | None = vllm_preload.PROCESS
+        expected: int | None = preload.PROCESS
     else:
         starter = multiprocessing.parent_process()
         expected = None if starter is None else starter.pid

@@ -1,5 +1,5 @@
-"""What runs inside a worker process.
+"""The code inside a worker process.
 
-Imports the standard library and `djl_python` alone, because the worker's interpreter may have none of our packages.
-`launch.py` loads this package by its location, under another name; so imports within it are relative.
+It imports the standard library and `djl_python` alone, because a worker's interpreter may have none of our packages.
+`launch.py` loads this package by its location, as `slipway_worker`, so its own imports are relative.
 """

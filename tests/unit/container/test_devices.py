@@ -20,7 +20,7 @@ from container.devices import (
     visible_memory,
 )
 from handlers.workers.pool import Devices, on_device
-from handlers.workers.runtime.messages import LoadOrder
+from handlers.workers.runtime.channel import LoadOrder
 from handlers.workers.worker import ProcessPlan, WorkerPlan
 
 

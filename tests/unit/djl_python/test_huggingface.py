@@ -8,8 +8,7 @@ import pytest
 
 from djl_python import Input, Output, huggingface
 from djl_python.encode_decode import decode
-from djl_python.huggingface import HuggingFaceService
-from djl_python.huggingface_settings import read_settings
+from djl_python.huggingface import HuggingFaceService, read_settings
 from djl_python.np_util import from_nd_list
 from djl_python.request_io import TextInput
 from djl_python.test_model import TestHandler, create_concurrent_batch_request, create_json_request

@@ -8,8 +8,13 @@ import pytest
 from djl_python import Input, Output, huggingface
 from djl_python.request import Request
 from djl_python.request_io import TextInput, Token
-from djl_python.rolling_batch.rolling_batch import FAILURE, Results, RollingBatch, stop_on_any_exception
-from djl_python.rolling_batch.step import parse_rolling_batch_request
+from djl_python.rolling_batch.rolling_batch import (
+    FAILURE,
+    Results,
+    RollingBatch,
+    parse_rolling_batch_request,
+    stop_on_any_exception,
+)
 from djl_python.test_model import TestHandler, create_concurrent_batch_request, decode_encoded_output_binary
 
 

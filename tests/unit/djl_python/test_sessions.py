@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from djl_python import Session, SessionManager
-from djl_python.session_backup import SessionBackup, SessionSaver
+from djl_python.session_manager import SessionBackup, SessionSaver
 
 
 def manager(path: Path, **properties: Any) -> SessionManager:

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from container.server import http_server, listen
+from deploy.local.endpoints import LocalSettings
 from deploy.local.runtime import RuntimeApi
-from deploy.local.settings import LocalSettings
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 PING_OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"

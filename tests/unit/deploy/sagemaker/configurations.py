@@ -66,7 +66,6 @@ VALUES: dict[str, dict[str, Any]] = {
         **_COMPONENT,
         **_ZERO,
         "account": ACCOUNT,
-        "create_role": True,
         "push": "slipway:gpu",
         "pools": [
             {"instance_type": "ml.g6e.xlarge", "priority": 1},

@@ -46,7 +46,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         "account": ACCOUNT,
         "image": image,
         "env": {name: _PAIRS[name] for name in draw(st.sets(st.sampled_from(sorted(_PAIRS))))},
-        **({"create_role": True} if made else {"role": f"arn:{aws}:iam::{ACCOUNT}:role/path/to/models"}),
+        **({} if made else {"role": f"arn:{aws}:iam::{ACCOUNT}:role/path/to/models"}),
         **draw(st.one_of(_instance_type(), _pools())),
         "instances": draw(st.sampled_from([1, 2, 7])),
         **maybe("tags", st.just({"team": "search", "app": "my-llm"})),
@@ -101,11 +101,10 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 # What most often does not go with the rest, in the order in which it is done without.
 _RARE = (
-    ("volume_gb",),
-    ("volume_gb", "network_isolation"),
-    ("volume_gb", "network_isolation", "adapters"),
-    ("volume_gb", "network_isolation", "adapters", "autoscaling"),
-    ("volume_gb", "network_isolation", "adapters", "autoscaling", "capacity"),
+    ("network_isolation",),
+    ("network_isolation", "adapters"),
+    ("network_isolation", "adapters", "autoscaling"),
+    ("network_isolation", "adapters", "autoscaling", "capacity"),
 )
 
 

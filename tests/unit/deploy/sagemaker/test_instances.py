@@ -1,16 +1,13 @@
-"""Machine images, disks, timeouts: what is chosen where nothing is said."""
+"""Machine images and GPUs: what is chosen where nothing is said."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.session import get_session
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deploy.sagemaker import instances
 
@@ -73,22 +70,3 @@ def test_gpus_are_known_for_every_gpu_instance_but_the_newest_family() -> None:
     assert instances.gpus("ml.g6e.12xlarge") == 4
     assert instances.gpus("ml.p5.4xlarge") == 1
     assert instances.gpus("ml.m5.large") == 0
-
-
-def test_a_volume_is_for_instances_without_disks_of_their_own_as_the_sagemaker_sdk_has_it() -> None:
-    supported = importlib.import_module("sagemaker.core.common_utils").volume_size_supported
-    types = _choices("ProductionVariantInstanceType")
-    differing = {instances.family(each) for each in types if instances.takes_a_volume(each) != supported(each)}
-    # Newer than the SDK's list; EC2 has them with NVMe disks.
-    assert differing == {"g7", "p6-b300", "p6e-gb200"}
-
-
-@settings(deadline=None)
-@given(st.floats(0.1, 5000), st.booleans())
-def test_timeouts_are_whole_minutes_that_sagemaker_allows(size: float, downloads: bool) -> None:
-    for seconds in (instances.download_timeout(size), instances.startup_timeout(size, container_downloads=downloads)):
-        assert instances.SHORTEST_TIMEOUT <= seconds <= instances.LONGEST_TIMEOUT
-        assert seconds % 60 == 0
-    assert instances.startup_timeout(size, container_downloads=True) >= instances.startup_timeout(
-        size, container_downloads=False
-    )

@@ -18,7 +18,7 @@ from deploy.cli import app
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.formation import SESSION
 
-# moto has no scaling and no inference components in stacks, and no check of roles.
+# moto has no scaling and no inference components in stacks, and does not look whether a role is there.
 SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--instance-type", "ml.g4dn.xlarge", "--image", IMAGE]
 GIVEN = [*SHORT, "--role", ROLE]
 
@@ -56,7 +56,7 @@ def _there() -> dict[str, int]:
 
 
 def test_a_deployment_is_made_kept_updated_and_removed() -> None:
-    made = _run("deploy", "--no-check", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    made = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
     assert (made.exit_code, made.stdout) == (0, "my-llm is in service\n"), made.output
     assert _there() == {"models": 1, "configurations": 1, "endpoints": 1, "roles": 0, "stacks": 1}
     sagemaker: Any = SESSION.client("sagemaker")
@@ -69,12 +69,12 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     assert model["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://models/llama/"
     assert sagemaker.list_tags(ResourceArn=first["EndpointArn"])["Tags"] == [{"Key": "team", "Value": "ads"}]
 
-    again = _run("deploy", "--no-check", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    again = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
     assert (again.exit_code, again.stdout) == (0, "my-llm is in service\n"), again.output
-    other = _run("deploy", "--no-check", *GIVEN, "--env", "OPTION_DTYPE=bf16")
+    other = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert other.exit_code == 3
-    assert "my-llm is there and differs in " in other.stderr
-    assert "`slipway update` changes it" in other.stderr
+    assert "my-llm exists and differs in " in other.stderr
+    assert "run `slipway update` to change it" in other.stderr
 
     updated = _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert (updated.exit_code, updated.stdout) == (0, "my-llm is updated\n"), updated.output
@@ -88,11 +88,11 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     assert gone.exit_code == 0
     assert "removed: AWS::SageMaker::Endpoint " in gone.stdout
     assert set(_there().values()) == {0}
-    assert _run("destroy", "my-llm").stdout == "there is nothing of my-llm\n"
+    assert _run("destroy", "my-llm").stdout == "nothing to remove: there is no stack slipway-my-llm\n"
 
 
 def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
-    assert _run("deploy", *SHORT, "--create-role").exit_code == 0
+    assert _run("deploy", *SHORT).exit_code == 0
     iam: Any = SESSION.client("iam")
     (role,) = iam.list_roles()["Roles"]
     assert role["RoleName"].startswith("slipway-my-llm-")
@@ -106,15 +106,15 @@ def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
 
 def test_a_dry_run_shows_what_would_change_and_leaves_nothing() -> None:
     before = _there()
-    new = _run("deploy", "--no-check", *GIVEN, "--dry-run")
+    new = _run("deploy", *GIVEN, "--dry-run")
     assert new.exit_code == 0, new.output
     assert "AWS::SageMaker::EndpointConfig" in new.stdout
-    assert "A new stack" in new.stderr
+    assert "a new stack:" in new.stderr
     assert "Endpoint " in new.stderr
     assert _there() == before
-    _run("deploy", "--no-check", *GIVEN)
+    _run("deploy", *GIVEN)
     assert "nothing would change" in _run("update", *GIVEN, "--dry-run").stderr
-    assert "Changes" in _run("update", *GIVEN, "--env", "A=1", "--dry-run").stderr
+    assert "changes:" in _run("update", *GIVEN, "--env", "A=1", "--dry-run").stderr
     assert "OPTION" not in json.dumps(_run("status", "my-llm", "--json").stdout)
     assert _run("update", *GIVEN).stdout == "my-llm is up to date\n"
 
@@ -136,7 +136,10 @@ def test_an_endpoint_that_slipway_has_not_made_is_kept() -> None:
     sagemaker.create_endpoint(EndpointName="my-llm", EndpointConfigName="theirs")
     done = _run("destroy", "my-llm")
     assert done.exit_code == 3
-    assert done.stderr == "slipway: the endpoint my-llm is there, and no stack of Slipway has made it: kept\n"
+    assert done.stderr == (
+        "slipway: the endpoint my-llm was not made by a stack of Slipway, so it is kept; "
+        "`aws sagemaker delete-endpoint --endpoint-name my-llm` removes it\n"
+    )
     assert _there()["endpoints"] == 1
 
 
@@ -148,7 +151,7 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     (tmp_path / "tokenizer/vocab.txt").write_text("a")
     for path in tmp_path.rglob("*.*"):
         os.utime(path, (0, 0))
-    made = _run("deploy", "--no-check", *GIVEN, "--upload", str(tmp_path))
+    made = _run("deploy", *GIVEN, "--upload", str(tmp_path))
     assert made.exit_code == 0, made.output
     keys = [entry["Key"] for entry in s3.list_objects_v2(Bucket="models")["Contents"]]
     assert keys == ["llama/config.json", "llama/tokenizer/vocab.txt"]
@@ -156,11 +159,11 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     again = _run("update", *GIVEN, "--upload", str(tmp_path))
     assert again.stderr.count("uploading") == 1
     assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
-    assert "has been sent again, and what runs stays as it is" in again.stderr
+    assert "was sent again under the same name" in again.stderr
 
 
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
-    done = _run("deploy", "--no-check", *GIVEN, "--upload", "/nowhere")
+    done = _run("deploy", *GIVEN, "--upload", "/nowhere")
     assert done.exit_code == 1
     assert done.stderr.endswith("slipway: /nowhere: there is no directory with files in it\n")
     assert _there()["stacks"] == 0
@@ -171,10 +174,14 @@ def test_an_image_repository_goes_with_its_deployment_alone() -> None:
     ecr.create_repository(repositoryName="ours", tags=[{"Key": "slipway:endpoint", "Value": "my-llm"}])
     ecr.create_repository(repositoryName="theirs")
     kept = _run("destroy", "my-llm", "--repository", "theirs")
-    assert (kept.exit_code, kept.stderr) == (3, "slipway: not of this deployment, kept: image repository theirs\n")
+    assert kept.exit_code == 3
+    assert kept.stderr.startswith("slipway: the image repository theirs was not made for my-llm, so it is kept; ")
     assert _run("destroy", "my-llm", "--repository", "ours", "--dry-run").stdout == (
         "would remove: image repository ours\n"
     )
     assert _run("destroy", "my-llm", "--repository", "ours").stdout == "removed: image repository ours\n"
     assert [each["repositoryName"] for each in ecr.describe_repositories()["repositories"]] == ["theirs"]
-    assert _run("destroy", "my-llm", "--repository", "ours").stdout == "there is nothing of my-llm\n"
+    assert (
+        _run("destroy", "my-llm", "--repository", "ours").stdout
+        == "nothing to remove: there is no stack slipway-my-llm\n"
+    )

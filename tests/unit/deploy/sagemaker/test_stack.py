@@ -163,7 +163,7 @@ def test_what_a_failed_creation_has_left_goes_before_another(
     status: str, formation: Formation, stack: Stack, told: list[str]
 ) -> None:
     formation.there(status)
-    with pytest.raises(Conflict, match=f"is {status} and cannot be updated; `slipway deploy` makes it anew"):
+    with pytest.raises(Conflict, match=f"is {status} and cannot be updated; `slipway deploy` creates it anew"):
         stack.check_updatable()
     assert stack.ready_to_create()
     assert told[0] == f"the stack slipway-my-llm is {status}: deleting it first"
@@ -181,7 +181,7 @@ def test_what_goes_on_with_the_stack_is_waited_for(formation: Formation, stack: 
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        (None, "there is no stack slipway-my-llm; `slipway deploy` makes it"),
+        (None, "there is no stack slipway-my-llm; `slipway deploy` creates it"),
         ("UPDATE_IN_PROGRESS", "is UPDATE_IN_PROGRESS; it can be updated once that has ended"),
         ("UPDATE_ROLLBACK_FAILED", "aws cloudformation continue-update-rollback --stack-name slipway-my-llm"),
     ],
@@ -214,7 +214,7 @@ def test_an_interrupted_creation_is_deleted(formation: Formation, stack: Stack) 
 def test_an_interrupted_creation_goes_on_where_nothing_is_to_be_rolled_back(formation: Formation, stack: Stack) -> None:
     formation.outcomes = [[of_stack("CREATE_IN_PROGRESS")]]
     formation.after = _interrupting(formation, "ExecuteChangeSet")
-    with pytest.raises(Failed, match="CloudFormation goes on making slipway-my-llm"):
+    with pytest.raises(Failed, match="CloudFormation goes on creating slipway-my-llm"):
         _create(stack, rollback=False)
     assert formation.status == "CREATE_IN_PROGRESS"
 
@@ -276,7 +276,7 @@ def test_an_interruption_between_says_that_nothing_scales(formation: Formation, 
     change = stack.propose(LARGER)
     assert change is not None
     formation.after = _interrupting(formation, "ExecuteChangeSet")
-    with pytest.raises(Failed, match="run `slipway update` again to have it scaled"):
+    with pytest.raises(Failed, match="run `slipway update` again when CloudFormation has ended, to have it scaled"):
         stack.update(change, LARGER)
 
 

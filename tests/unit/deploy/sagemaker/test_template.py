@@ -174,7 +174,7 @@ def test_text_of_a_location_is_not_taken_for_cloudformations() -> None:
 
 
 def test_a_template_that_makes_the_role_has_no_parameters_that_the_roles_policy_would_not_follow() -> None:
-    assert list(template(configuration("private", create_role=True, role=None))["Parameters"]) == [
+    assert list(template(configuration("private", role=None, create_role=True))["Parameters"]) == [
         "Name",
         "InstanceType",
     ]

@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from handlers.engines.protocol import EngineStartError, Generation, generate
+from handlers.engines.protocol import EngineStartError, Generation, Progress, generate
 from handlers.engines.transformers import engine as transformers_batch
 from handlers.engines.transformers import generate as transformers_generate
 from handlers.engines.transformers.engine import BatchEngine
@@ -852,3 +852,18 @@ async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
     assert not freed.is_set()
     may_end.set()
     await until(freed.is_set)
+
+
+@pytest.mark.asyncio
+async def test_a_bug_in_the_watchdog_makes_the_engine_unhealthy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine_with(directory) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Progress, "look", lambda *_: 1 / 0)
+            while engine.health().alive:
+                await asyncio.sleep(0.01)
+        assert engine.health().reason == "watching the engine has failed: ZeroDivisionError('division by zero')"
+        assert "ZeroDivisionError" in caplog.text
+        with pytest.raises(EngineDead):
+            await engine.submit(GenerationRequest(request_id="r", prompt="a", sampling=TWELVE), Recorder())

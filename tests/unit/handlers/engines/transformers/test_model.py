@@ -1,7 +1,9 @@
-"""Settings of the dynamic batch's engine that are read before a model is loaded."""
+"""Settings that are read before a model is loaded, and loading in a thread that may be given up."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +13,19 @@ import torch
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.transformers.model import (
-    _check_quantization,
-    _longest_context,
-    _max_model_len,
-    _model_arguments,
-    _pad_token_id,
     boolean_argument,
     check_kind,
+    check_quantization,
     check_rope,
     check_weights,
-    integer_argument,
+    load_in_thread,
+    longest_context,
+    max_model_len,
+    model_arguments,
+    pad_token_id,
 )
 from handlers.model_settings import ModelSettings
+from tests.freed import when_freed
 
 
 def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelSettings:
@@ -33,13 +36,13 @@ def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> M
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), (" 7 ", 7)])
 def test_an_integer_is_read_with_blanks_around_it(text: str, value: int) -> None:
-    assert integer_argument(settings({"max_model_len": text}), "max_model_len", 4) == value
+    assert max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64)) == value
 
 
-@pytest.mark.parametrize("text", ["3", "x", "", "4.0"])
+@pytest.mark.parametrize("text", ["0", "x", "", "4.0"])
 def test_what_is_no_integer_of_that_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
-        integer_argument(settings({"max_model_len": text}), "max_model_len", 4)
+        max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64))
 
 
 def test_a_switch_is_true_or_false_or_refused() -> None:
@@ -51,7 +54,7 @@ def test_a_switch_is_true_or_false_or_refused() -> None:
 
 def test_loading_arguments_become_those_of_from_pretrained() -> None:
     given = {"device_map": '{"": "cpu"}', "attn_implementation": "eager"}
-    arguments = _model_arguments(settings(given, dtype="bfloat16", revision="r", tensor_parallel_degree=2))
+    arguments = model_arguments(settings(given, dtype="bfloat16", revision="r", tensor_parallel_degree=2))
     assert arguments == {
         "revision": "r",
         "trust_remote_code": False,
@@ -63,12 +66,12 @@ def test_loading_arguments_become_those_of_from_pretrained() -> None:
 
 def test_tensor_parallelism_is_refused_unless_a_device_map_serves_it() -> None:
     with pytest.raises(EngineStartError, match="tensor_parallel_degree"):
-        _model_arguments(settings(tensor_parallel_degree=2))
+        model_arguments(settings(tensor_parallel_degree=2))
 
 
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(EngineStartError, match=r"option\.dtype: 'int9'"):
-        _model_arguments(settings(dtype="int9"))
+        model_arguments(settings(dtype="int9"))
 
 
 @pytest.mark.parametrize(
@@ -103,31 +106,31 @@ def test_an_unknown_type_is_refused() -> None:
     ],
 )
 def test_the_longest_context_is_the_models_own(config: dict[str, Any], length: int | None) -> None:
-    assert _longest_context(SimpleNamespace(**config)) == length
+    assert longest_context(SimpleNamespace(**config)) == length
 
 
 def test_a_context_longer_than_the_models_is_refused() -> None:
     with pytest.raises(EngineStartError, match="4096 is more than the model's context of 2048"):
-        _max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace(max_position_embeddings=2048))
+        max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace(max_position_embeddings=2048))
     with pytest.raises(EngineStartError, match=r"set option\.max_model_len"):
-        _max_model_len(settings(), SimpleNamespace())
-    assert _max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace()) == 4096
+        max_model_len(settings(), SimpleNamespace())
+    assert max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace()) == 4096
 
 
 @pytest.mark.parametrize("method", ["fp8", "awq"])
 def test_a_quantization_that_the_weights_do_not_have_is_refused(method: str) -> None:
     plain, quantized = SimpleNamespace(), SimpleNamespace(quantization_config={"quant_method": "awq"})
     with pytest.raises(EngineStartError, match=rf"option\.quantization: {method!r}"):
-        _check_quantization(settings({"quantization": method}), plain)
-    _check_quantization(settings({"quantization": method}), quantized)
-    _check_quantization(settings({"quantization": "bitsandbytes"}), plain)
+        check_quantization(settings({"quantization": method}), plain)
+    check_quantization(settings({"quantization": method}), quantized)
+    check_quantization(settings({"quantization": "bitsandbytes"}), plain)
 
 
 @pytest.mark.parametrize(
     ("pad", "eos", "expected"), [(5, 2, 5), (100, 2, 2), (None, 2, 2), (None, 100, 0), (-1, None, 0)]
 )
 def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int | None, expected: int) -> None:
-    assert _pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos), 100) == expected
+    assert pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos), 100) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,3 +177,42 @@ def test_rope_that_is_the_same_for_all_lengths_is_not_refused() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     check_rope(settings(), SimpleNamespace(max_position_embeddings=256, rope_parameters=rope), 256)
     check_rope(settings(), SimpleNamespace(max_position_embeddings=256), 256)
+
+
+class Model:
+    """As models are, one that only the collector of reference cycles frees."""
+
+    def __init__(self) -> None:
+        self.layers = [self]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_it_gives_what_was_loaded_or_raises_what_was_raised() -> None:
+    def broken() -> Model:
+        raise ValueError("no such file")
+
+    assert isinstance(await load_in_thread(Model), Model)
+    with pytest.raises(ValueError, match="no such file"):
+        await load_in_thread(broken)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_what_a_load_that_was_given_up_has_made_is_freed_when_it_ends(fails: bool) -> None:
+    may_end, freed = threading.Event(), []
+
+    def load() -> Model:
+        model = Model()
+        freed.append(when_freed(model))
+        assert may_end.wait(10)
+        if fails:
+            raise ValueError("too late")
+        return model
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(load_in_thread(load), 0.05)
+    assert not freed[0].is_set()
+    may_end.set()
+    assert await asyncio.to_thread(freed[0].wait, 10)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from handlers.engines.texts import TokenTexts
 from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
-from handlers.engines.transformers.sequence import GeneratedSequence, PromptReading, StopStrings, TokenTexts
+from handlers.engines.transformers.sequence import GeneratedSequence, PromptReading, StopStrings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 
 

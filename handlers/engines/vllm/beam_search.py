@@ -1,6 +1,6 @@
-"""Beam search on any engine that gives the most probable next tokens.
+"""Beam search, which vLLM's core does not have.
 
-vLLM's core has none. Each step asks the engine for one token after each beam, with the `2 * width` most probable
+Each step asks the engine for one token after each beam, with the `2 * width` most probable
 alternatives, and keeps the best beams; the engine's prefix cache makes a step cost about one token for each beam.
 Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
 transformers); sampling parameters and penalties do not apply.
@@ -23,10 +23,10 @@ from handlers.request import BeamSearch, FinishReason, GenerationRequest, Sampli
 logger = logging.getLogger(__name__)
 
 NEEDS_PREFIX_CACHE = "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
-"""Said after a parameter's name. Without the cache each step would compute every beam from its beginning."""
+"""Follows a parameter's name. Without the cache each step would compute every beam from its beginning."""
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
-"""As `Engine.submit`."""
+"""A function with the signature of `Engine.submit`."""
 
 
 @dataclass(slots=True)
@@ -59,30 +59,12 @@ async def submit_beam_search(
             "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
         )
     prompt_ids = await engine.prompt_token_ids(request)
-    search = _Search(engine, request, beam_search, sink, prompt_ids, submit)
-    return BeamSearchTask(search, asyncio.create_task(search.run()))
+    return BeamSearchTask(engine, request, beam_search, sink, prompt_ids, submit)
 
 
 class BeamSearchTask:
-    """A running search; see `Generation`."""
+    """A running search, which begins when it is made."""
 
-    def __init__(self, search: _Search, task: asyncio.Task[None]) -> None:
-        self._search, self._task = search, task
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Have something called when the search has ended, however it did."""
-        self._task.add_done_callback(lambda _: call())
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-    def abort(self) -> None:
-        if not self._task.done() and self._task.cancelling() == 0:
-            self._task.cancel()
-            self._search.abort()
-
-
-class _Search:
     def __init__(
         self,
         engine: Engine,
@@ -100,21 +82,23 @@ class _Search:
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
         self._ending = engine.eos_token_ids | self._stop_ids
-        """None of them comes before `min_tokens`, whether or not the end token is ignored, as in the samplers."""
+        """Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers."""
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
+        self._task = asyncio.create_task(self._run())
 
-    async def run(self) -> None:
-        try:
-            self._emit(await self._search())
-        except RequestError as error:
-            self._sink.on_error(error)
-        except Exception:
-            logger.exception("request %s: beam search failed", self._request.request_id)
-            self._sink.on_error(GenerationFailed("internal error in beam search"))
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have something called when the search has ended, in whatever way."""
+        self._task.add_done_callback(lambda _: call())
+
+    def cancel(self) -> None:
+        self._task.cancel()
 
     def abort(self) -> None:
-        """Hand over the best beams so far."""
+        """Stop, and hand over the best beams so far."""
+        if self._task.done() or self._task.cancelling():
+            return
+        self._task.cancel()
         running = [dataclasses.replace(beam, finish_reason=FinishReason.ABORT) for beam in self._running]
         missing = max(self._options.width - len(running) - len(self._finished), 0)
         nothing = [_Beam(finish_reason=FinishReason.ABORT) for _ in range(missing)]
@@ -124,6 +108,15 @@ class _Search:
             self._emit([*self._ranked(self._finished + running), *nothing])
         except Exception:
             logger.exception("request %s: beam search failed as it was aborted", self._request.request_id)
+            self._sink.on_error(GenerationFailed("internal error in beam search"))
+
+    async def _run(self) -> None:
+        try:
+            self._emit(await self._search())
+        except RequestError as error:
+            self._sink.on_error(error)
+        except Exception:
+            logger.exception("request %s: beam search failed", self._request.request_id)
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
     async def _search(self) -> list[_Beam]:
@@ -153,7 +146,7 @@ class _Search:
         return self._ranked(finished + running)
 
     def _settled(self, running: list[_Beam], finished: list[_Beam]) -> bool:
-        """Whether no running beam can displace a finished one any more."""
+        """Tell whether no running beam can displace a finished one any more."""
         width, penalty = self._options.width, self._options.length_penalty
         if len(finished) < width:
             return False
@@ -255,7 +248,7 @@ class _Search:
 
 
 class _Answer:
-    """Waits for a step's only delta."""
+    """The sink of a step, which has one delta."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

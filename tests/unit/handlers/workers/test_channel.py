@@ -8,14 +8,17 @@ from hypothesis import strategies as st
 
 from djl_python.outputs import Output
 from handlers.workers.reply import decode_part
-from handlers.workers.runtime.frames import Frame, FrameError, FrameReader, Kind, encode_frame
-from handlers.workers.runtime.messages import (
+from handlers.workers.runtime.channel import (
+    Frame,
+    FrameError,
+    FrameReader,
     InputMessage,
+    Kind,
     OutputMessage,
     decode_input,
     decode_output,
-    encode_input,
-    encode_output,
+    encode_frame,
+    encode_message,
 )
 
 pairs = st.lists(st.tuples(st.text(), st.text()), max_size=5).map(tuple)
@@ -45,7 +48,7 @@ def test_inputs_come_back_as_they_were(
     properties: tuple[tuple[str, str], ...], entries: tuple[tuple[str | None, bytes], ...]
 ) -> None:
     message = InputMessage(properties, entries)
-    assert decode_input(encode_input(message)) == message
+    assert decode_input(encode_message(message)) == message
 
 
 @given(st.integers(200, 599), st.text(), pairs, contents, st.booleans(), st.text())
@@ -60,7 +63,7 @@ def test_outputs_come_back_as_they_were(
     message = OutputMessage(
         code=code, message=text, properties=properties, contents=entries, streams=streams, error=error
     )
-    assert decode_output(encode_output(message)) == message
+    assert decode_output(encode_message(message)) == message
 
 
 @given(st.text(), st.booleans(), st.none() | st.integers(100, 599))

@@ -133,7 +133,7 @@ async def test_another_interpreter_sees_the_sdk_and_its_own_packages_but_none_of
         "def handle(inputs):\n"
         "    if inputs.is_empty():\n"
         "        return None\n"
-        "    names = ['djl_python', 'handlers', 'container', 'msgspec', 'pytest', 'launch', 'frames']\n"
+        "    names = ['djl_python', 'handlers', 'container', 'msgspec', 'pytest', 'launch', 'channel']\n"
         "    found = [name for name in names if name in sys.modules or importlib.util.find_spec(name)]\n"
         "    return Output().add(json.dumps([sys.prefix, found]))\n"
     )

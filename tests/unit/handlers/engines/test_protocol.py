@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from handlers.engines.sequences import SequenceGroup
+import asyncio
+
+import pytest
+
+from handlers.engines.protocol import SequenceGroup, Watchdog
 from handlers.errors import GenerationFailed
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.recorder import Recorder
@@ -63,3 +67,41 @@ def test_aborted_candidates_end_the_request_with_what_they_have() -> None:
     for sequence in range(2):
         group.on_delta(TokenDelta("", sequence=sequence, finish_reason=FinishReason.ABORT, token_count=1, last=True))
     assert [(d.text, d.finish_reason, d.last) for d in sink.deltas] == [("one", FinishReason.ABORT, True)]
+
+
+@pytest.mark.asyncio
+async def test_a_look_that_raises_is_logged_makes_the_engine_unhealthy_and_ends_no_watching(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks, enough = 0, asyncio.Event()
+
+    async def look() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks <= 2:
+            raise KeyError("a bug")
+        enough.set()
+        return True
+
+    watchdog = Watchdog(look)
+    watchdog.start()
+    await asyncio.wait_for(enough.wait(), 10)
+    watchdog.stop()
+    assert watchdog.failure == "watching the engine has failed: KeyError('a bug')"
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "the second failure is not told again"
+    assert caplog.records[0].exc_info is not None
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_has_ended_is_watched_no_more() -> None:
+    looks = 0
+
+    async def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    watchdog = Watchdog(look)
+    watchdog.start()
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=10)
+    assert (looks, watchdog.failure) == (1, "")

@@ -1,4 +1,4 @@
-"""The tokenizer that is our own: nothing that others do to theirs shows in it, and long texts let other threads run."""
+"""Tokenizers that nothing that others do to theirs changes, and the prompts that the context has room for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from handlers.engines.texts import LONG_TEXT, ModelTexts, PromptTokenizer, copied, fast_tokenizer
+from handlers.errors import ContextExceeded
 from handlers.request import GenerationRequest
 
 LONG = "one two three " * 60_000
@@ -78,3 +79,33 @@ def test_a_prompt_that_has_its_special_tokens_gets_no_others(tokenizer: Any) -> 
         with_one = asyncio.run(ids(text, False))
         assert with_one[:2] == [256, with_one[1]]
         assert asyncio.run(ids(text, True)) == [256, *with_one]
+
+
+class _Tokenizer:
+    """A token for each word."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [7] * len(text.split())
+
+
+def token_ids(prompt: str, **fields: int) -> list[int]:
+    request = GenerationRequest(request_id="r", prompt=prompt, **fields)  # type: ignore[arg-type]
+    return asyncio.run(PromptTokenizer(ModelTexts(_Tokenizer()), 10).token_ids(request))
+
+
+def test_the_context_must_have_room_for_one_new_token_unless_the_request_wants_more() -> None:
+    assert len(token_ids("a " * 9)) == 9
+    assert len(token_ids("a " * 6, room=4)) == 6
+    with pytest.raises(
+        ContextExceeded, match=r"the prompt has 10 tokens; .* of 10 tokens must .* at least one new token"
+    ):
+        token_ids("a " * 10)
+    with pytest.raises(ContextExceeded, match="at least 5 new tokens") as caught:
+        token_ids("a " * 6, room=5)
+    assert (caught.value.prompt_tokens, caught.value.new_tokens, caught.value.context) == (6, 5, 10)
+
+
+def test_a_prompt_that_is_truncated_makes_room() -> None:
+    assert len(token_ids("a " * 50, room=5, truncate_prompt_tokens=5)) == 5

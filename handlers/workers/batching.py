@@ -1,0 +1,439 @@
+"""How a worker's requests become calls of its handler: each on its own, or several gathered into one call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, front_end_reply, payload_error
+from handlers.workers.reply import HandlerReply, decode_part, reply_of
+from handlers.workers.runtime.channel import WINDOW, InputMessage, OutputMessage
+from handlers.workers.worker import Worker
+
+logger = logging.getLogger("handlers.workers")
+
+MAX_BATCH = 999
+"""Entries are numbered with three digits, from 0."""
+
+_KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
+_CREDIT_SIZE = WINDOW // 2
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request for a handler."""
+
+    message: InputMessage
+    reply: HandlerReply
+    priority: int
+    """Lower ones leave the queue earlier."""
+    number: int = 0
+    """Order of arrival."""
+    batcher: Batcher | None = None
+    """The batcher that has it, once it has left the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """Durations are in seconds."""
+
+    predict_timeout: float
+    client_patience: float
+    """Time for which a client may take nothing of its stream."""
+    unavailable_status: int
+    async_mode: bool = False
+    concurrency: int = 1
+    """Calls that one worker has at a time."""
+    batch_size: int = 1
+    max_batch_delay: float = 0.0
+    max_rolling_batch_size: int = 32
+    cancel_patience: float = 5.0
+    """Time in which an async handler has to end a cancelled call; after it the worker counts as hung."""
+
+    @property
+    def overdue(self) -> str:
+        """The end of a sentence about a handler that exceeded `predict_timeout`."""
+        return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
+
+
+class Batcher(Protocol):
+    """Turns the requests of one worker into calls."""
+
+    worker: Worker
+
+    @property
+    def free(self) -> int:
+        """How many more requests it takes now."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has any request."""
+
+    @property
+    def rank(self) -> int:
+        """The batcher with the lowest rank gets the next request."""
+
+    def take(self, request: Request) -> None:
+        """Begin with a request."""
+
+    def cancel(self, request: Request) -> None:
+        """Cancel a request: its client has gone."""
+
+    def recall(self) -> list[Request]:
+        """Give back the requests that the worker has not been sent."""
+
+
+class Unbatched:
+    """Each request is a call of its own; a worker has one at a time, or `concurrency` of them in async mode."""
+
+    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
+        self.worker = worker
+        self._settings = settings
+        self._on_free = on_free
+        self._calls: dict[Request, _SingleCall] = {}
+
+    @property
+    def free(self) -> int:
+        return self._settings.concurrency - len(self._calls)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._calls)
+
+    @property
+    def rank(self) -> int:
+        return len(self._calls)
+
+    def take(self, request: Request) -> None:
+        self._calls[request] = _SingleCall(self.worker, request, self._settings, lambda: self._finished(request))
+
+    def cancel(self, request: Request) -> None:
+        # Its place is free when the handler has ended the call.
+        if request in self._calls:
+            self._calls[request].cancel()
+
+    def recall(self) -> list[Request]:
+        return []
+
+    def _finished(self, request: Request) -> None:
+        del self._calls[request]
+        self._on_free()
+
+
+class _SingleCall:
+    """A call for one request; implements `handlers.workers.worker.Receiver`."""
+
+    def __init__(
+        self, worker: Worker, request: Request, settings: BatchSettings, on_finished: Callable[[], None]
+    ) -> None:
+        self._worker, self._settings = worker, settings
+        self._reply = request.reply
+        self._on_finished = on_finished
+        self._cancelled = False
+        self._ended = False
+        """The worker gets no more credit: the call has ended or is cancelled."""
+        self._uncredited = 0
+        """Bytes that the worker has sent and has got no credit for."""
+        self._draining: asyncio.Task[None] | None = None
+        self._call = worker.call(request.message, self)
+        self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, lambda: self._draining is not None)
+
+    def cancel(self) -> None:
+        """Have the handler end the call: the client has gone."""
+        self._reply.drop()
+        self._cancelled = True
+        self._stop_draining()
+        self._worker.cancel(self._call)
+
+    def on_output(self, output: OutputMessage, size: int) -> None:
+        self._timeout.restart()
+        part = None
+        if self._settings.async_mode:
+            self._received(size)
+            part = decode_part(output.data) if output.code == 200 and not output.streams else None
+        if part is not None:
+            self._reply.accept(part, output.properties, self._reply.write)
+        elif output.streams:
+            self._reply.prepare(output)
+        elif self._reply.started:
+            self._reply.write(output.data)
+        else:
+            self._reply.reply(reply_of(output))
+
+    def on_chunk(self, chunk: bytes) -> None:
+        self._timeout.restart()
+        self._reply.write(chunk)
+        self._received(len(chunk))
+
+    def on_stream_end(self, failure: OutputMessage | None) -> None:
+        if failure is None:
+            self._reply.end()
+        else:
+            self._reply.fail(reply_of(failure), self._midway(failure.code, failure.error))
+
+    def on_done(self) -> None:
+        if self._reply.started:
+            self._reply.end()
+        self._fail(FAILED_DEPENDENCY, "the handler ended without an answer")  # unless it has answered
+        self._close()
+
+    def on_lost(self, reason: str) -> None:
+        self._fail(self._settings.unavailable_status, f"the handler's worker {reason} during the request")
+        self._close()
+
+    def _received(self, size: int) -> None:
+        """Count received bytes; from time to time the worker gets credit for them."""
+        self._uncredited += size
+        if self._uncredited >= _CREDIT_SIZE and self._draining is None and not self._ended:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            while self._uncredited >= _CREDIT_SIZE:
+                size, self._uncredited = self._uncredited, 0
+                async with asyncio.timeout(self._settings.client_patience):
+                    await self._reply.writer.drain()
+                self._worker.credit(self._call, size)
+        except TimeoutError:
+            # A client that does not read must not keep the worker from others.
+            message = f"the client took nothing for {self._settings.client_patience:g} seconds"
+            logger.warning("%s: %s", self._worker.name, message, extra={"worker": self._worker.name})
+            self._fail(self._settings.unavailable_status, message)
+            self.cancel()
+        finally:
+            self._draining = None
+
+    def _stop_draining(self) -> None:
+        self._ended = True
+        if self._draining is not None and self._draining is not asyncio.current_task():
+            self._draining.cancel()
+
+    def _on_timeout(self) -> None:
+        self._fail(self._settings.unavailable_status, f"the handler {self._settings.overdue}")
+        logger.warning("%s: a call %s", self._worker.name, self._settings.overdue, extra={"worker": self._worker.name})
+        if self._settings.async_mode and not self._cancelled:
+            # The worker's other calls go on, unless the handler's event loop itself hangs.
+            self.cancel()
+            self._timeout = IdleTimeout(self._settings.cancel_patience, self._end_worker)
+        else:
+            self._end_worker()
+
+    def _end_worker(self) -> None:
+        self._worker.end(f"was ended because it {self._settings.overdue}")
+
+    def _fail(self, status: int, message: str) -> None:
+        self._reply.fail(front_end_reply(status, "EngineException", message), self._midway(status, message))
+
+    def _midway(self, status: int, message: str) -> bytes:
+        """The last bytes of a body that has begun: text, or in async mode, whose streams are JSON lines, an object."""
+        return payload_error(message, status) if self._settings.async_mode else message.encode("utf-8", "replace")
+
+    def _close(self) -> None:
+        self._timeout.stop()
+        self._stop_draining()
+        self._on_finished()
+
+
+class DynamicBatcher:
+    """Requests are gathered, and run as one call. A batch of one runs as without batching."""
+
+    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
+        self.worker = worker
+        self._settings = settings
+        self._on_free = on_free
+        self._single = Unbatched(worker, settings, on_free)
+        self._gathered: list[Request] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._call: _BatchCall | None = None
+
+    @property
+    def free(self) -> int:
+        return 0 if self._running else self._settings.batch_size - len(self._gathered)
+
+    @property
+    def busy(self) -> bool:
+        return self._running or bool(self._gathered)
+
+    @property
+    def rank(self) -> int:
+        return -len(self._gathered)  # the fullest batch first
+
+    def take(self, request: Request) -> None:
+        self._gathered.append(request)
+        if len(self._gathered) == self._settings.batch_size:
+            self._begin()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._settings.max_batch_delay, self._begin)
+
+    def cancel(self, request: Request) -> None:
+        request.reply.drop()
+        self._single.cancel(request)
+        if self._call is not None:
+            self._call.cancel_if_unwanted()
+        if request in self._gathered:
+            self._gathered.remove(request)
+            if not self._gathered:
+                self._stop_timer()
+                self._on_free()
+
+    def recall(self) -> list[Request]:
+        self._stop_timer()
+        gathered, self._gathered = self._gathered, []
+        return gathered
+
+    @property
+    def _running(self) -> bool:
+        return self._call is not None or self._single.busy
+
+    def _begin(self) -> None:
+        requests = self.recall()
+        if len(requests) == 1:
+            self._single.take(requests[0])
+        else:
+            self._call = _BatchCall(self.worker, requests, self._settings, self._finished)
+
+    def _finished(self) -> None:
+        self._call = None
+        self._on_free()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _BatchCall:
+    """A call for several requests; implements `handlers.workers.worker.Receiver`."""
+
+    def __init__(
+        self, worker: Worker, requests: list[Request], settings: BatchSettings, on_finished: Callable[[], None]
+    ) -> None:
+        self._worker, self._requests, self._settings = worker, requests, settings
+        self._on_finished = on_finished
+        entries = (prefixed(index, request.message) for index, request in enumerate(requests))
+        self._call = worker.call(joined(entries, len(requests)), self)
+        self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout)
+
+    def cancel_if_unwanted(self) -> None:
+        """Cancel the call once no client waits any more."""
+        if not any(request.reply.open for request in self._requests):
+            self._worker.cancel(self._call)
+
+    def on_output(self, output: OutputMessage, size: int) -> None:
+        if output.streams:
+            self._worker.cancel(self._call)
+            self._fail(400, "TranslateException", "a batch of requests cannot be answered with a stream")
+            return
+        try:
+            answers = split_output(output, len(self._requests))
+        except BatchMismatch as error:
+            self._fail(400, "TranslateException", str(error))
+            return
+        for request, answer in zip(self._requests, answers, strict=True):
+            request.reply.reply(reply_of(answer))
+
+    def on_chunk(self, chunk: bytes) -> None:
+        """Ignore the stream, which has been refused."""
+
+    def on_stream_end(self, failure: OutputMessage | None) -> None:
+        """Ignore the stream, which has been refused."""
+
+    def on_done(self) -> None:
+        self._fail(424, "EngineException", "the handler ended without an answer")  # unless it has answered
+        self._close()
+
+    def on_lost(self, reason: str) -> None:
+        message = f"the handler's worker {reason} during the request"
+        self._fail(self._settings.unavailable_status, "EngineException", message)
+        self._close()
+
+    def _on_timeout(self) -> None:
+        overdue = self._settings.overdue
+        self._fail(self._settings.unavailable_status, "EngineException", f"the handler {overdue}")
+        logger.warning("%s: a batch %s", self._worker.name, overdue, extra={"worker": self._worker.name})
+        self._worker.end(f"was ended because it {overdue}")
+
+    def _fail(self, status: int, kind: str, message: str) -> None:
+        for request in self._requests:
+            request.reply.reply(front_end_reply(status, kind, message))
+
+    def _close(self) -> None:
+        self._timeout.stop()
+        self._on_finished()
+
+
+class IdleTimeout:
+    """Calls `expired` once `seconds` have passed since the last `restart`, not counting pauses.
+
+    A restart costs an assignment, so that it can be done for every part of a stream.
+    """
+
+    def __init__(self, seconds: float, expired: Callable[[], None], paused: Callable[[], bool] = lambda: False) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds, self._expired, self._paused = seconds, expired, paused
+        self._started = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    def restart(self) -> None:
+        """Count from now."""
+        self._started = self._loop.time()
+
+    def stop(self) -> None:
+        """Never expire."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._paused():
+            self.restart()
+        left = self._started + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        else:
+            self._expired()
+
+
+class BatchMismatch(Exception):
+    """The handler did not answer each request of a batch once."""
+
+
+def prefixed(index: int, message: InputMessage) -> InputMessage:
+    """One request's entries as they appear in a batch."""
+    prefix = f"batch_{index:03d}."
+    return InputMessage(
+        tuple((prefix + name, value) for name, value in message.properties),
+        tuple((prefix + (key or "data"), value) for key, value in message.contents),
+    )
+
+
+def joined(messages: Iterable[InputMessage], size: int, *more: tuple[str, str]) -> InputMessage:
+    """One message of several, with properties of the whole batch."""
+    parts = list(messages)
+    properties = [pair for part in parts for pair in part.properties]
+    contents = [pair for part in parts for pair in part.contents]
+    return InputMessage((*more, ("batch_size", str(size)), *properties), tuple(contents))
+
+
+def split_output(output: OutputMessage, size: int) -> list[OutputMessage]:
+    """One output for each request. An error, and an output without content, is the answer to all of them.
+
+    Raises:
+        BatchMismatch: it does not answer each request once.
+    """
+    if output.code >= 300 or output.code == 204:
+        return [output] * size
+    if len(output.contents) != size:
+        raise BatchMismatch(f"Batch output size mismatch, expected: {size}, actual: {len(output.contents)}")
+    answers: dict[int, OutputMessage] = {}
+    for key, value in output.contents:
+        match = _KEY.fullmatch(key or "")
+        index = int(match[1]) if match else -1
+        if match is None or index >= size or index in answers:
+            raise BatchMismatch(f"Unexpected batch output key: {key}")
+        answers[index] = OutputMessage(
+            code=output.code, message=output.message, properties=output.properties, contents=((match[2], value),)
+        )
+    return [answers[index] for index in range(size)]

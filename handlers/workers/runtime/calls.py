@@ -1,0 +1,416 @@
+"""Calling the customer's function, and sending what it returns: one call at a time, or many on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator
+from types import ModuleType
+from typing import Any, NoReturn, cast
+
+from djl_python.inputs import Input
+from djl_python.outputs import Output
+from djl_python.service_loader import find_decorated_function
+from djl_python.wire import sendable
+
+from .channel import (
+    WINDOW,
+    Channel,
+    Frame,
+    InputMessage,
+    Kind,
+    LoadOrder,
+    OutputMessage,
+    decode_credit,
+    decode_input,
+    encode_message,
+)
+from .guardian import end_process_group
+
+logger = logging.getLogger("djl_python")
+
+_FORMATTERS = {"input_formatter": "is_input_formatter", "output_formatter": "is_output_formatter"}
+_OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
+_OUT_OF_MEMORY_TEXTS = ("No available memory for the cache blocks", "CUDA error: out of memory")
+_EXHAUSTED = object()
+
+
+class Caller:
+    """Makes an `Input` of a message and calls the function that it names."""
+
+    def __init__(self, module: ModuleType, order: LoadOrder) -> None:
+        self._module = module
+        self._order = order
+        found = {key: find_decorated_function(module, marker) for key, marker in _FORMATTERS.items()}
+        self._formatters = {key: formatter for key, formatter in found.items() if formatter is not None}
+
+    def initialize(self) -> Any:
+        """The result of the first call, which loads the model."""
+        return self._call(InputMessage(self._order.properties, ()))
+
+    def call(self, body: bytes) -> Any:
+        """The function's result for a CALL frame; may be an awaitable."""
+        return self._call(decode_input(body))
+
+    def _call(self, message: InputMessage) -> Any:
+        inputs = Input()
+        inputs.properties.update(message.properties)
+        inputs.properties.setdefault("handler", self._order.function)
+        inputs.properties.update(self._order.standing_properties)
+        inputs.properties.update(self._formatters)
+        for name, value in message.contents:
+            inputs.content.add(name, value)
+        inputs.function_name = inputs.properties["handler"]
+        return getattr(self._module, inputs.properties["handler"])(inputs)
+
+
+def _output_of(result: Any) -> Output:
+    """The output that a function's result stands for."""
+    if result is None:
+        return Output(204, "No content")
+    if isinstance(result, Output):
+        return result
+    return Output().error(f"Invalid output type: {type(result)}")
+
+
+def _message_of(output: Output, error: str = "") -> OutputMessage:
+    """An output as the server gets it.
+
+    Raises:
+        TypeError, ValueError: the handler has put something into it that cannot be sent.
+    """
+    streams = output.stream_content is not None
+    pairs = () if streams else zip(output.content.get_keys(), output.content.get_values(), strict=True)
+    return OutputMessage(
+        code=int(output.code),
+        message=sendable(str(output.message)),
+        properties=tuple((sendable(str(name)), sendable(str(value))) for name, value in output.properties.items()),
+        contents=tuple((key, output.encode_value(value)) for key, value in pairs),
+        streams=streams,
+        error=error,
+    )
+
+
+def _failure(error: BaseException) -> OutputMessage:
+    """The output for an exception; only the log gets its traceback."""
+    logger.error("The handler failed", exc_info=error)
+    text = _text_of(error)
+    if is_out_of_memory(error):
+        return OutputMessage(code=507, message=text or "out of memory", error=text or "out of memory")
+    return _message_of(Output().error(text), text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, by LMI's rule."""
+    text = _text_of(error)
+    return type(error).__name__ in _OUT_OF_MEMORY_TYPES or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS)
+
+
+def _text_of(error: BaseException) -> str:
+    """The exception's text; its type's name if a customer's `__str__` fails."""
+    try:
+        return sendable(str(error))
+    except Exception:
+        return type(error).__name__
+
+
+def _stream_end(failure: OutputMessage | None) -> bytes:
+    return b"" if failure is None else encode_message(failure)
+
+
+class SyncMode:
+    """Serves calls one after another in the main thread; a second thread reads, so that a call can be cancelled."""
+
+    def __init__(self, channel: Channel, caller: Caller) -> None:
+        self._channel, self._caller = channel, caller
+        self._calls: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._windows: dict[int, _SyncWindow] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def initialize(self) -> Output:
+        """Make the initializing call."""
+        return _output_of(self._wait_for(self._caller.initialize()))
+
+    def serve(self, frames: Iterator[Frame]) -> None:
+        """Answer calls until told to stop."""
+        threading.Thread(target=self._read, args=(frames,), name="worker-reader", daemon=True).start()
+        while (frame := self._calls.get()) is not None:
+            self._answer(frame, self._windows[frame.call])
+            del self._windows[frame.call]
+        if self._loop is not None:
+            self._loop.close()
+
+    def _read(self, frames: Iterator[Frame]) -> None:
+        for frame in frames:
+            window = self._windows.get(frame.call)
+            if frame.kind is Kind.CALL:
+                self._windows[frame.call] = _SyncWindow()
+                self._calls.put(frame)
+            elif frame.kind is Kind.STOP:
+                self._calls.put(None)
+            elif frame.kind is Kind.CREDIT and window is not None:
+                window.give(decode_credit(frame.body))
+            elif frame.kind is Kind.CANCEL and window is not None:
+                window.cancel()
+        end_process_group()
+
+    def _answer(self, frame: Frame, window: _SyncWindow) -> None:
+        done = (Kind.DONE, frame.call, b"")
+        if window.cancelled:
+            self._channel.send(done)
+            return
+        output: Output | None = None
+        try:
+            output = _output_of(self._wait_for(self._caller.call(frame.body)))
+            message = _message_of(output)
+            body = encode_message(message)
+        except (Exception, asyncio.CancelledError) as error:
+            message = _failure(error)
+            body = encode_message(message)
+        head = (Kind.OUTPUT, frame.call, body)
+        if output is None or not (message.streams or output.finalize_function):
+            self._channel.send(head, done)
+            return
+        self._channel.send(head)
+        if message.streams:
+            self._stream(frame.call, output, window)
+        try:
+            output.execute_finalize()
+        except Exception:
+            logger.exception("The finalize function failed")
+        self._channel.send(done)
+
+    def _stream(self, call: int, output: Output, window: _SyncWindow) -> None:
+        stream = output.stream_content
+        failure: OutputMessage | None = None
+        try:
+            if hasattr(stream, "__aiter__"):
+                output.stream_content = self._items(cast(AsyncIterator[Any], stream))
+            for chunk in output.stream_chunks():
+                if not self._send_chunk(call, bytes(chunk), window):
+                    break
+        except (Exception, asyncio.CancelledError) as error:
+            failure = _failure(error)
+        self._close(stream)
+        self._channel.send((Kind.STREAM_END, call, _stream_end(failure)))
+
+    def _send_chunk(self, call: int, chunk: bytes, window: _SyncWindow) -> bool:
+        """Send a chunk; False if the client has gone."""
+        for start in range(0, len(chunk), WINDOW):
+            piece = chunk[start : start + WINDOW]
+            if not window.take(len(piece)):
+                return False
+            self._channel.send((Kind.CHUNK, call, piece))
+        return not window.cancelled
+
+    def _close(self, stream: Any) -> None:
+        """Run the `finally` blocks of a generator that is not read to its end."""
+        try:
+            if hasattr(stream, "aclose"):
+                self._wait_for(stream.aclose())
+            elif hasattr(stream, "close"):
+                stream.close()
+        except (Exception, asyncio.CancelledError):
+            logger.exception("The stream failed while it was closed")
+
+    def _wait_for(self, result: Any) -> Any:
+        """The value of an awaitable; anything else as it is."""
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(_settled(result))
+
+    def _items(self, stream: AsyncIterator[Any]) -> Iterator[Any]:
+        iterator = aiter(stream)
+        while True:
+            try:
+                yield self._wait_for(anext(iterator))
+            except StopAsyncIteration:
+                return
+
+
+class _SyncWindow:
+    """How much of a call's stream may still be sent, and whether its client has gone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._left = WINDOW
+        self.cancelled = False
+
+    def take(self, size: int) -> bool:
+        """Wait until the client has taken enough; False if it has gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left > 0 or self.cancelled)
+            self._left -= size
+            return not self.cancelled
+
+    def give(self, size: int) -> None:
+        with self._changed:
+            self._left += size
+            self._changed.notify()
+
+    def cancel(self) -> None:
+        with self._changed:
+            self.cancelled = True
+            self._changed.notify()
+
+
+class AsyncMode:
+    """Serves many calls on one event loop in the main thread; a slow client holds up its own call alone."""
+
+    def __init__(self, channel: Channel, caller: Caller) -> None:
+        self._channel, self._caller = channel, caller
+        self._tasks: dict[int, tuple[asyncio.Task[None], _AsyncWindow]] = {}
+        self._stopped = asyncio.Event()
+
+    async def initialize(self) -> Output:
+        """Make the initializing call."""
+        return _output_of(await _settled(self._caller.initialize()))
+
+    async def serve(self, frames: Iterator[Frame]) -> None:
+        """Answer calls until told to stop, then finish those that run."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(frames, loop), name="worker-reader", daemon=True).start()
+        await self._stopped.wait()
+        if self._tasks:
+            await asyncio.wait([task for task, _ in self._tasks.values()])
+
+    def _read(self, frames: Iterator[Frame], loop: asyncio.AbstractEventLoop) -> None:
+        for frame in frames:
+            try:
+                loop.call_soon_threadsafe(self._take, frame)
+            except RuntimeError:  # the loop is closed: the process is ending
+                return
+        end_process_group()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind is Kind.CALL:
+            self._begin(frame)
+        elif frame.kind is Kind.STOP:
+            self._stopped.set()
+        elif frame.call in self._tasks:
+            task, window = self._tasks[frame.call]
+            if frame.kind is Kind.CREDIT:
+                window.give(decode_credit(frame.body))
+            elif frame.kind is Kind.CANCEL:
+                window.cancelled = True
+                task.cancel()
+
+    def _begin(self, frame: Frame) -> None:
+        window = _AsyncWindow()
+        task = asyncio.get_running_loop().create_task(self._answer(frame, window))
+        self._tasks[frame.call] = (task, window)
+        # In a callback, because a coroutine that is cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda _: self._finish(frame.call))
+
+    def _finish(self, call: int) -> None:
+        del self._tasks[call]
+        self._channel.send((Kind.DONE, call, b""))
+
+    async def _answer(self, frame: Frame, window: _AsyncWindow) -> None:
+        try:
+            await self._run(frame, window)
+        except (SystemExit, KeyboardInterrupt) as error:
+            end_at_once(error)
+        except (Exception, asyncio.CancelledError) as error:
+            if not window.cancelled:
+                self._channel.send((Kind.STREAM_END, frame.call, _stream_end(_failure(error))))
+
+    async def _run(self, frame: Frame, window: _AsyncWindow) -> None:
+        result = await _settled(self._caller.call(frame.body))
+        if not hasattr(result, "__aiter__"):
+            await self._send_output(frame.call, _output_of(result), window)
+            return
+        try:
+            async for output in result:
+                await self._send_output(frame.call, _output_of(output), window)
+        finally:
+            await _close(result)
+
+    async def _send_output(self, call: int, output: Output, window: _AsyncWindow) -> None:
+        message = _message_of(output)
+        await self._send(Kind.OUTPUT, call, encode_message(message), window)
+        if message.streams:
+            await self._stream(call, output, window)
+        output.execute_finalize()
+
+    async def _stream(self, call: int, output: Output, window: _AsyncWindow) -> None:
+        stream, output.stream_content = output.stream_content, None
+        formatter = Output().add_stream_content((), output.stream_output_formatter)
+        failure: OutputMessage | None = None
+        try:
+            async for item in _items(stream):
+                formatter.stream_content = [item]
+                for chunk in formatter.stream_chunks():
+                    for start in range(0, len(chunk), WINDOW):
+                        await self._send(Kind.CHUNK, call, bytes(chunk[start : start + WINDOW]), window)
+        except Exception as error:
+            failure = _failure(error)
+        finally:
+            await _close(stream)
+        self._channel.send((Kind.STREAM_END, call, _stream_end(failure)))
+
+    async def _send(self, kind: Kind, call: int, body: bytes, window: _AsyncWindow) -> None:
+        await window.take(len(body))
+        self._channel.send((kind, call, body))
+
+
+class _AsyncWindow:
+    """How much of a call's stream may still be sent, and whether its client has gone."""
+
+    def __init__(self) -> None:
+        self._left = WINDOW
+        self._open = asyncio.Event()
+        self._open.set()
+        self.cancelled = False
+
+    async def take(self, size: int) -> None:
+        """Wait until the client has taken enough."""
+        await self._open.wait()
+        self._left -= size
+        if self._left <= 0:
+            self._open.clear()
+
+    def give(self, size: int) -> None:
+        self._left += size
+        if self._left > 0:
+            self._open.set()
+
+
+def end_at_once(error: BaseException) -> NoReturn:
+    """End the process, as the handler has asked for, and send nothing more; the server answers the clients."""
+    logger.error("The handler has ended its process", exc_info=error)
+    logging.shutdown()
+    code = error.code if isinstance(error, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+async def _close(stream: Any) -> None:
+    """Run the `finally` blocks of a generator that is not read to its end."""
+    try:
+        if hasattr(stream, "aclose"):
+            await stream.aclose()
+        elif hasattr(stream, "close"):
+            stream.close()
+    except Exception:
+        logger.exception("The stream failed while it was closed")
+
+
+async def _settled(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _items(stream: Any) -> AsyncIterator[Any]:
+    """The items of either kind of iterator; one that blocks runs in a thread."""
+    if hasattr(stream, "__aiter__"):
+        async for item in stream:
+            yield item
+        return
+    iterator = iter(stream)
+    while (item := await asyncio.to_thread(next, iterator, _EXHAUSTED)) is not _EXHAUSTED:
+        yield item
