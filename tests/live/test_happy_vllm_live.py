@@ -1,4 +1,4 @@
-"""happy_vllm's routes on a running server: contracts/happy_vllm.md."""
+"""happy_vllm's routes on a running server."""
 
 from __future__ import annotations
 

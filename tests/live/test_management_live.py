@@ -1,7 +1,4 @@
-"""Several models in one server, loaded and unloaded while others serve: engines of two kinds and a customer's handler.
-
-Source: contracts/lmi.md sections 1.1, 1.4, 1.9, 1.10 and 2.6; sagemaker_hosting.md section 8.
-"""
+"""Several models in one server, loaded and unloaded while others serve: engines of two kinds and a customer's handler."""
 
 from __future__ import annotations
 
