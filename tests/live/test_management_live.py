@@ -1,4 +1,4 @@
-"""Several models in one server, loaded and unloaded while others serve: engines of two kinds and a customer's handler."""
+"""Several models in one server, loaded and unloaded while others serve: two engines and a customer's handler."""
 
 from __future__ import annotations
 
