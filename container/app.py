@@ -16,10 +16,10 @@ from container.apidocs.openapi import Document, openapi_document
 from container.apidocs.page import plain_page, swagger_assets, swagger_page
 from container.families import family_endpoints
 from container.health import ping
-from container.http.endpoint import AppState, answered_early
+from container.http.endpoint import AppState, HttpCounts, answered_early
 from container.inference import invocations
 from container.management import adapter_routes, management_endpoints, wrong_method
-from container.metrics import CONTENT_TYPE, HttpCounts, Metrics
+from container.metrics import CONTENT_TYPE, Metrics
 from container.models.registration import Registrar
 from container.models.registry import Models
 from container.settings.settings import ServerSettings

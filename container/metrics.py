@@ -5,7 +5,6 @@ The counting is in `handlers.meter` and in `HttpCounts`, as plain numbers; only 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,6 +18,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from container.http.endpoint import HttpCounts
 from container.models.lifecycle import State
 from container.models.registry import Model, Models
 from handlers.engines.protocol import EngineStatus
@@ -29,23 +29,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERSION = "1"
 """What Triton's series say of a model that has no version."""
 _MICROSECONDS = 1e6
-_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 Labels = Mapping[str, str]
 _NONE: Labels = {}
-
-
-class HttpCounts:
-    """Requests by route and status, and how long they took."""
-
-    def __init__(self) -> None:
-        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
-        self.duration = Distribution(_DURATION_BUCKETS)
-
-    def count(self, route: str, status: int, seconds: float) -> None:
-        """Count a finished request. The route is one of ours, with `{name}` for what is in a path."""
-        self.requests[route, status] += 1
-        self.duration.observe(seconds)
 
 
 class Metrics(Collector):

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any
@@ -19,11 +20,11 @@ from urllib.parse import parse_qsl
 from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, Send, cors_headers
-from container.metrics import HttpCounts
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError
+from handlers.meter import Distribution
 from handlers.reply import Running
 
 logger = logging.getLogger("slipway.access")
@@ -34,6 +35,8 @@ _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 _LOWER = ("x-request-id", "x-synchronous", "x-starting-token", "x-next-token", "x-max-items", "x-priority")
 """Headers that LMI's own documentation writes in lower case."""
 
+_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Find = Callable[[Scope, dict[bytes, bytes]], "Model | Reply | None"]
@@ -42,6 +45,19 @@ is nothing more to be read. May raise RequestError."""
 Answer = Callable[[Call, HttpReply, "Model | None"], Awaitable["Running | None"]]
 """Answers a call, for the model that was found; returns what cancels it, None if the reply is complete. May raise
 RequestError and ContractError."""
+
+
+class HttpCounts:
+    """Requests by route and status, and how long they took."""
+
+    def __init__(self) -> None:
+        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self.duration = Distribution(_DURATION_BUCKETS)
+
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """Count a finished request. The route is one of ours, with `{name}` for what is in a path."""
+        self.requests[route, status] += 1
+        self.duration.observe(seconds)
 
 
 class AppState:

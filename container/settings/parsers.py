@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from container.error_rates import error_rate
-
 Scalar = str | int | float | bool
 
 TRUE = frozenset({"true", "1", "yes", "on"})
@@ -77,7 +75,7 @@ def choice(values: Mapping[str, Scalar] | tuple[str, ...]) -> Parser:
 def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Parser:
     """Text that matches a regular expression as a whole."""
     compiled = re.compile(pattern, flags)
-    return _checked(lambda text: compiled.fullmatch(text) is not None, allowed)
+    return checked(lambda text: compiled.fullmatch(text) is not None, allowed)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -107,7 +105,7 @@ def assignments(text: str) -> dict[str, str]:
     return variables
 
 
-def _checked(check: Callable[[str], object], allowed: str) -> Parser:
+def checked(check: Callable[[str], object], allowed: str) -> Parser:
     """Text that is kept as it is; `check` returns False or raises ValueError for text that is not allowed."""
 
     def convert(text: str) -> str:
@@ -151,9 +149,9 @@ def _are_names(text: str) -> bool:
 ANYTHING = Parser(lambda text: text, "anything")
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
 BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
-STRINGS = _checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
-NAMES = _checked(_are_names, "names with commas between, or a JSON array of them")
-ASSIGNMENTS = _checked(assignments, "NAME=value, further ones after a comma")
+STRINGS = checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
+NAMES = checked(_are_names, "names with commas between, or a JSON array of them")
+ASSIGNMENTS = checked(assignments, "NAME=value, further ones after a comma")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")
 FUNCTION_NAME = matching(r"[^\W\d]\w*", "the name of a function")
 MILLISECONDS = Parser(lambda text: int(integer(0).convert(text)) / 1000, "milliseconds, an integer of at least 0")
@@ -161,7 +159,6 @@ SECONDS = Parser(_positive, "seconds, a number above 0")
 SECONDS_OR_NEVER = Parser(
     lambda text: 0.0 if _ZERO.fullmatch(text) else _positive(text), "seconds, a number of at least 0"
 )
-ERROR_RATE = _checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
 HOST = matching(r"[A-Za-z0-9_.:%-]+", "a host name or an address")
 HTTP_ERROR = integer(400, 599)
 HEADER_NAME = matching(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", "the name of an HTTP header")

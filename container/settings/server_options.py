@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from container.error_rates import error_rate
 from container.settings.options import Option, refused
 from container.settings.parsers import (
     ANYTHING,
     BOOLEAN,
-    ERROR_RATE,
     HEADER_NAME,
     HEADER_VALUE,
     HOST,
@@ -24,6 +24,7 @@ from container.settings.parsers import (
     SECONDS_OR_NEVER,
     TEXT,
     Parser,
+    checked,
     choice,
     integer,
 )
@@ -34,6 +35,7 @@ _ADDRESS = re.compile(
 )
 _DEFAULT_PORT = "80"
 _TLS = "let a proxy in front of the container do TLS"
+_ERROR_RATE = checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
 
 
 class AddressError(Exception):
@@ -142,14 +144,14 @@ SERVED = (
     ),
     Option(
         "error_rate_wlm",
-        ERROR_RATE,
+        _ERROR_RATE,
         None,
         "Refusals because the queue is full or no worker is ready that are allowed in a minute, or in the time after "
         "`/`; with more, /ping answers 503 for good",
     ),
-    Option("error_rate_server", ERROR_RATE, None, "The same for answers with 424 or 5xx"),
-    Option("error_rate_model", ERROR_RATE, None, "The same for answers with 424 or 5xx without such refusals"),
-    Option("error_rate_any", ERROR_RATE, None, "The same for answers with 4xx or 5xx"),
+    Option("error_rate_server", _ERROR_RATE, None, "The same for answers with 424 or 5xx"),
+    Option("error_rate_model", _ERROR_RATE, None, "The same for answers with 424 or 5xx without such refusals"),
+    Option("error_rate_any", _ERROR_RATE, None, "The same for answers with 4xx or 5xx"),
     Option("cors_allowed_origin", HEADER_VALUE, None, "CORS origin"),
     Option("cors_allowed_methods", HEADER_VALUE, None, "CORS methods"),
     Option("cors_allowed_headers", HEADER_VALUE, None, "CORS headers"),

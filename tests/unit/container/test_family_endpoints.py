@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from container.families import family_endpoints, model_of
-from container.http.endpoint import AppState, Endpoint
-from container.metrics import HttpCounts
+from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.lifecycle import Lifecycle
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings

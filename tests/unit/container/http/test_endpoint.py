@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from container.http.endpoint import AppState, Endpoint
-from container.metrics import HttpCounts
+from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, Reply

@@ -14,10 +14,9 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from container.http.endpoint import AppState, Endpoint
+from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.http.protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
 from container.http.reply import HttpReply, OpenStreams
-from container.metrics import HttpCounts
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
