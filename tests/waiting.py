@@ -18,9 +18,8 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
         time.sleep(0.02)
 
 
-async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
-    """As `wait_until`, while the event loop goes on."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
+async def until(condition: Callable[[], object], seconds: float = 15) -> None:
+    """Wait until the condition holds, while the event loop goes on; raise TimeoutError after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,1 +1,1 @@
-"""Wire contracts, one file each: bytes to requests, deltas to bytes."""
+"""Wire contracts, a package each: bytes to requests, deltas to bytes."""

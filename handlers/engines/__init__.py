@@ -1,1 +1,1 @@
-"""Engines, one file each, behind one protocol."""
+"""Engines, a package for each runtime, behind one protocol."""

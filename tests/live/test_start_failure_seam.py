@@ -55,7 +55,7 @@ def test_what_vllm_raises_where_memory_is_short_is_known(shortage: Any) -> None:
 def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(monkeypatch: Any) -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    from handlers.engines.vllm import processes as vllm_children
+    from handlers.engines.vllm import processes
 
     def failing(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -65,16 +65,16 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
             WorkerProc()
 
     monkeypatch.setattr(WorkerProc, "__init__", failing)
-    monkeypatch.setattr(vllm_children, "_worker_main", vllms)
-    monkeypatch.setattr(vllm_children, "_end_with_parent", lambda: None)
-    with vllm_children.tied_to_this_thread() as reports:
+    monkeypatch.setattr(processes, "_worker_main", vllms)
+    monkeypatch.setattr(processes, "_end_with_parent", lambda: None)
+    with processes.tied_to_this_thread() as reports:
         assert reports.first() is None
-        vllm_children.worker_main(reports.writer)
+        processes.worker_main(reports.writer)
         failure = reports.first()
     assert failure is not None
     assert failure.out_of_memory
     assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
-    vllm_children.worker_main(reports.writer)  # nobody listens any more
+    processes.worker_main(reports.writer)  # nobody listens any more
 
 
 def test_threads_that_do_not_ask_for_it_start_vllms_own_processes() -> None:
@@ -82,13 +82,13 @@ def test_threads_that_do_not_ask_for_it_start_vllms_own_processes() -> None:
 
     from vllm.v1.engine.core import EngineCoreProc
 
-    from handlers.engines.vllm import processes as vllm_children
+    from handlers.engines.vllm import processes
 
     seen: list[Any] = []
-    with vllm_children.tied_to_this_thread() as reports:
+    with processes.tied_to_this_thread() as reports:
         thread = threading.Thread(target=lambda: seen.append(EngineCoreProc.run_engine_core))
         thread.start()
         thread.join()
         mine = EngineCoreProc.run_engine_core
-    assert (mine.function, mine.report) == (vllm_children.run_engine_core, reports.writer)
-    assert [*seen, EngineCoreProc.run_engine_core] == [vllm_children._run_engine_core] * 2
+    assert (mine.function, mine.report) == (processes.run_engine_core, reports.writer)
+    assert [*seen, EngineCoreProc.run_engine_core] == [processes._run_engine_core] * 2

@@ -17,7 +17,8 @@ import pytest
 from handlers.adapters import AdapterOrder, AdapterRegistry
 from handlers.contracts.protocol import ContractError
 from handlers.errors import AdapterFailed, NoRoomForAdapter
-from tests.unit.handlers.workers.harness import MODELS, Client, serving, until
+from tests.unit.handlers.workers.harness import MODELS, Client, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 

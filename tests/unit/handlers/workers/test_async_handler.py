@@ -13,7 +13,8 @@ import pytest
 
 from handlers.contracts.protocol import ContractError
 from handlers.reply import Running
-from tests.unit.handlers.workers.harness import Client, Recorder, serving, until
+from tests.unit.handlers.workers.harness import Client, Recorder, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.handlers.workers.harness import Client, Recorder, serving, until
+from tests.unit.handlers.workers.harness import Client, Recorder, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 

@@ -17,7 +17,8 @@ import pytest
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
 from handlers.workers.custom_handler import CustomHandler
-from tests.unit.handlers.workers.harness import MODELS, Recorder, alive, serving, settings_for, until
+from tests.unit.handlers.workers.harness import MODELS, Recorder, alive, serving, settings_for
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 

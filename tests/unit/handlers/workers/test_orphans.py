@@ -75,7 +75,8 @@ _FIRST_PROCESS = """
 import asyncio, ctypes, os, pathlib, signal, sys
 import psutil
 from handlers.workers.custom_handler import CustomHandler
-from tests.unit.handlers.workers.harness import settings_for, until
+from tests.unit.handlers.workers.harness import settings_for
+from tests.waiting import until
 
 async def main():
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do of process 1

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from handlers.contracts.protocol import ContractError
-from tests.unit.handlers.workers.harness import MODELS, Recorder, serving, until
+from tests.unit.handlers.workers.harness import MODELS, Recorder, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ from handlers.engines.transformers.model import TransformersModel, load_model
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from tests import waiting
 from tests.freed import when_freed
 from tests.recorder import Recorder
+
+until = partial(waiting.until, seconds=10.0)
 
 CONTEXT = 96
 MARK = "\x07"
@@ -152,12 +156,6 @@ async def texts(engine: BatchEngine, *requests: GenerationRequest) -> list[Any]:
 async def texts_alone(directory: Path, *requests: GenerationRequest) -> list[str]:
     async with engine_with(directory, batch_size=1) as engine:
         return [await text(engine, request) for request in requests]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 # Batches
