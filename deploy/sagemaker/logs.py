@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from deploy.sagemaker.aws import error_in_words, is_missing
+from deploy.sagemaker.aws import is_missing
 
 FOLLOW_INTERVAL = 2.0
 """Seconds."""
@@ -19,9 +19,6 @@ _OVERLAP = 60_000
 
 class NoLog(Exception):
     """There is no such log group: nothing has logged to it yet."""
-
-    def __init__(self, group: str) -> None:
-        super().__init__(f"there is no log group {group}: nothing has logged there yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def read(logs: Any, group: str, since: int) -> Iterator[Line]:
             yield Line(event["eventId"], event["timestamp"], event["message"].rstrip())
     except ClientError as error:
         if is_missing(error):
-            raise NoLog(group) from None
+            raise NoLog(f"there is no log group {group}: nothing has logged there yet") from None
         raise
 
 
@@ -75,16 +72,3 @@ def follow(logs: Any, group: str, since: int, sleep: Callable[[float], None] = t
                     yield line
         seen = {id: when for id, when in seen.items() if when >= newest - _OVERLAP}
         sleep(FOLLOW_INTERVAL)
-
-
-def last_lines(logs: Any, group: str, count: int, since: float) -> list[str]:
-    """The last records from `since` on, in seconds since 1970; or why they cannot be read."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        lines = sorted(read(logs, group, int(since * 1000)), key=lambda line: line.milliseconds)
-    except NoLog as error:
-        return [f"({error})"]
-    except (BotoCoreError, ClientError) as error:
-        return [f"(the log cannot be read: {error_in_words(error)})"]
-    return [str(line) for line in lines[-count:]]

@@ -1,4 +1,4 @@
-"""What a deployment is and does at the moment."""
+"""What a deployment is and does at the moment, in AWS's own words."""
 
 from __future__ import annotations
 
@@ -6,55 +6,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from deploy.sagemaker.aws import Aws, is_missing
-from deploy.sagemaker.template import alarm_name, scaled_target
-
-
-class NoEndpoint(Exception):
-    """There is no endpoint of this name in the region."""
+from deploy.sagemaker.template import scaled_target
 
 
 def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
-    """The endpoint, its variants, components, scaling and alarms; `stack` is the status of its stack.
+    """The endpoint, its components and its scaling; `stack` is the status of its stack.
 
     Raises:
-        NoEndpoint: neither it nor a stack is there.
-        botocore.exceptions.ClientError: something could not be looked up.
+        botocore.exceptions.ClientError: something could not be looked up, or neither it nor a stack is there.
     """
     from botocore.exceptions import ClientError
 
     try:
         endpoint = aws.client("sagemaker").describe_endpoint(EndpointName=name)
     except ClientError as error:
-        if not is_missing(error):
+        if stack is None or not is_missing(error):
             raise
-        if stack is None:
-            raise NoEndpoint(f"there is no endpoint {name} in {aws.region}") from None
-        return {"endpoint": name, "stack": stack, "status": "not there"}
+        return {"stack": stack, "endpoint": None}
     components = list(_components(aws, name))
-    alarms = aws.client("cloudwatch").describe_alarms(AlarmNames=[alarm_name(name)])
-    return _known(
-        endpoint=name,
-        stack=stack,
-        status=endpoint["EndpointStatus"],
-        reason=endpoint.get("FailureReason"),
-        configuration=endpoint.get("EndpointConfigName"),
-        variants=[
-            _known(
-                name=variant["VariantName"],
-                instances=variant.get("CurrentInstanceCount"),
-                wanted=variant.get("DesiredInstanceCount"),
-                weight=variant.get("CurrentWeight"),
-            )
-            for variant in endpoint.get("ProductionVariants", ())
-        ],
-        components=components,
-        scaling=list(_scaling(aws, name, [component["name"] for component in components])),
-        alarms=[{"name": alarm["AlarmName"], "state": alarm["StateValue"]} for alarm in alarms.get("MetricAlarms", ())],
-    )
-
-
-def _known(**values: Any) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value not in (None, [])}
+    targets = [scaled_target(name, component=False)]
+    targets += [scaled_target(each["InferenceComponentName"], component=True) for each in components]
+    return {
+        "stack": stack,
+        "endpoint": _described(endpoint),
+        "components": components,
+        "scaling": list(_scaling(aws, targets)),
+    }
 
 
 def _components(aws: Aws, endpoint: str) -> Iterator[dict[str, Any]]:
@@ -62,32 +39,18 @@ def _components(aws: Aws, endpoint: str) -> Iterator[dict[str, Any]]:
     pages = sagemaker.get_paginator("list_inference_components").paginate(EndpointNameEquals=endpoint)
     for entry in (entry for page in pages for entry in page["InferenceComponents"]):
         name = entry["InferenceComponentName"]
-        answer = sagemaker.describe_inference_component(InferenceComponentName=name)
-        runtime = answer.get("RuntimeConfig", {})
-        yield _known(
-            name=name,
-            status=answer["InferenceComponentStatus"],
-            reason=answer.get("FailureReason"),
-            base=answer.get("Specification", {}).get("BaseInferenceComponentName"),
-            copies=runtime.get("CurrentCopyCount"),
-            wanted=runtime.get("DesiredCopyCount"),
-        )
+        yield _described(sagemaker.describe_inference_component(InferenceComponentName=name))
 
 
-def _scaling(aws: Aws, name: str, components: list[str]) -> Iterator[dict[str, Any]]:
+def _scaling(aws: Aws, targets: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     scaling = aws.client("application-autoscaling")
-    scaled = [(name, False), *((component, True) for component in components)]
-    for target in (scaled_target(each, component=component) for each, component in scaled):
-        entries = scaling.describe_scalable_targets(
+    for target in targets:
+        yield from scaling.describe_scalable_targets(
             ServiceNamespace=target["ServiceNamespace"],
             ResourceIds=[target["ResourceId"]],
             ScalableDimension=target["ScalableDimension"],
         )["ScalableTargets"]
-        if entries:
-            policies = scaling.describe_scaling_policies(**target)["ScalingPolicies"]
-            yield {
-                "target": target["ResourceId"],
-                "min": entries[0]["MinCapacity"],
-                "max": entries[0]["MaxCapacity"],
-                "policies": [policy["PolicyName"] for policy in policies],
-            }
+
+
+def _described(answer: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in answer.items() if key != "ResponseMetadata"}

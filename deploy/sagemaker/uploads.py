@@ -6,7 +6,7 @@ import base64
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.[a-z0-9.-]+"
     r"/(?P<repository>[^:@\s]+)(?P<version>[:@]\S+)?"
 )
-_PUSH_LIMIT = 3600.0
-"""Seconds for one docker command; an image has several gigabytes."""
 
 
 class UploadFailed(Exception):
@@ -38,31 +36,8 @@ def ecr_image(image: str) -> EcrImage | None:
     return EcrImage(match["account"], match["region"], match["repository"]) if match else None
 
 
-def registry(account: str, region: str) -> str:
-    """Host of an account's registry."""
-    import botocore.session
-
-    session = botocore.session.get_session()
-    name = session.get_partition_for_region(region)
-    partition = next(each for each in session.get_data("endpoints")["partitions"] if each["partition"] == name)
-    return f"{account}.dkr.ecr.{region}.{partition['dnsSuffix']}"
-
-
-def pushed_image(local: str, repository: str, account: str, region: str) -> str:
-    """The reference that the local image has after the push; its tag is kept."""
-    tag = local.rpartition("/")[2].partition(":")[2] or "latest"
-    return f"{registry(account, region)}/{repository}:{tag}"
-
-
-def push_script(local: str, image: str, region: str) -> str:
-    """The commands of the push, to be run by hand."""
-    login = f"aws ecr get-login-password --region {region} | docker login --username AWS --password-stdin"
-    host = image.partition("/")[0]
-    return "\n".join([f"{login} {host}", *(" ".join(command) for command in _push_commands(local, image))])
-
-
-def push(ecr: Any, local: str, image: str, tags: Mapping[str, str], tell: Callable[[str], None]) -> None:
-    """Push a local image to ECR, with boto3's client `ecr`; its repository is made, with `tags`, if it is not there.
+def push(ecr: Any, local: str, image: str, tell: Callable[[str], None]) -> None:
+    """Push a local image to ECR as `image`, with boto3's client `ecr`; its repository is made if it is not there.
 
     docker's own progress goes to the terminal.
 
@@ -71,19 +46,28 @@ def push(ecr: Any, local: str, image: str, tags: Mapping[str, str], tell: Callab
         botocore.exceptions.ClientError: ECR refused.
     """
     host, _, rest = image.partition("/")
-    repository = rest.rpartition(":")[0]
+    repository = re.split("[:@]", rest)[0]
     try:
         ecr.describe_repositories(repositoryNames=[repository])
     except ecr.exceptions.RepositoryNotFoundException:
         tell(f"creating image repository {repository}")
-        pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
-        ecr.create_repository(repositoryName=repository, imageScanningConfiguration={"scanOnPush": True}, tags=pairs)
+        ecr.create_repository(repositoryName=repository, imageScanningConfiguration={"scanOnPush": True})
     token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
     password = base64.b64decode(token).decode().partition(":")[2]
     tell(f"pushing {local} to {image}")
-    _docker(("docker", "login", "--username", "AWS", "--password-stdin", host), password)
-    for command in _push_commands(local, image):
-        _docker(command, None)
+    _docker("login", "--username", "AWS", "--password-stdin", host, stdin=password)
+    _docker("tag", local, image)
+    _docker("push", image)
+
+
+def _docker(*arguments: str, stdin: str | None = None) -> None:
+    command = ("docker", *arguments)
+    try:
+        done = subprocess.run(command, input=stdin, text=True, check=False)
+    except FileNotFoundError:
+        raise UploadFailed(f"docker is not installed here; it is needed for: {' '.join(command)}") from None
+    if done.returncode:
+        raise UploadFailed(f"exit code {done.returncode}: {' '.join(command)}")
 
 
 def upload_model(s3: Any, directory: Path, location: str, tell: Callable[[str], None]) -> None:
@@ -95,12 +79,13 @@ def upload_model(s3: Any, directory: Path, location: str, tell: Callable[[str], 
         UploadFailed: the directory is not there, or is empty.
         botocore.exceptions.ClientError, boto3.exceptions.S3UploadFailedError: S3 refused.
     """
-    files = sorted(path for path in directory.rglob("*") if path.is_file()) if directory.is_dir() else []
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
     if not files:
         raise UploadFailed(f"{directory}: there is no directory with files in it")
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     prefix = prefix if prefix.endswith("/") or not prefix else prefix + "/"
-    there = {entry["Key"]: entry for entry in _objects(s3, bucket, prefix)}
+    pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    there = {entry["Key"]: entry for page in pages for entry in page.get("Contents", ())}
     for path in files:
         key = prefix + path.relative_to(directory).as_posix()
         found, status = there.get(key), path.stat()
@@ -108,23 +93,3 @@ def upload_model(s3: Any, directory: Path, location: str, tell: Callable[[str], 
             continue
         tell(f"uploading {path} to s3://{bucket}/{key}")
         s3.upload_file(os.fspath(path), bucket, key)
-
-
-def _objects(s3: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
-        yield from page.get("Contents", ())
-
-
-def _push_commands(local: str, image: str) -> tuple[tuple[str, ...], ...]:
-    return ("docker", "tag", local, image), ("docker", "push", image)
-
-
-def _docker(command: tuple[str, ...], stdin: str | None) -> None:
-    try:
-        done = subprocess.run(command, input=stdin, text=True, timeout=_PUSH_LIMIT, check=False)
-    except FileNotFoundError:
-        raise UploadFailed(f"docker is not installed here; it is needed for: {' '.join(command)}") from None
-    except subprocess.TimeoutExpired:
-        raise UploadFailed(f"no end after {_PUSH_LIMIT:.0f} s: {' '.join(command)}") from None
-    if done.returncode:
-        raise UploadFailed(f"exit code {done.returncode}: {' '.join(command)}")

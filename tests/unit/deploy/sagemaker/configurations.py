@@ -18,7 +18,7 @@ _BASE: dict[str, Any] = {
     "region": REGION,
     "instance_type": "ml.g6e.xlarge",
 }
-_COMPONENT = {"component": {"copies": 1}, "capacity": {"min": 0, "max": 2}}
+_COMPONENT = {"component": {"gpus": 1}, "capacity": {"min": 0, "max": 2}}
 _ZERO = {"autoscaling": {"min": 0, "max": 2, "target": 8}}
 
 VALUES: dict[str, dict[str, Any]] = {
@@ -57,24 +57,22 @@ VALUES: dict[str, dict[str, Any]] = {
             "subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"],
             "security_groups": ["sg-0123456789abcdef0"],
         },
-        "capture": {"destination": "s3://captured/", "percent": 20, "mode": "input"},
+        "capture": {"destination": "s3://captured/", "percent": 20},
         "routing": "PREFIX_AWARE",
         "prefix_length": 4096,
     },
     "everything": {
-        **{key: value for key, value in _BASE.items() if key not in ("instance_type", "image", "role")},
+        **{key: value for key, value in _BASE.items() if key not in ("instance_type", "role")},
         **_COMPONENT,
         **_ZERO,
-        "account": ACCOUNT,
         "push": "slipway:gpu",
         "pools": [
             {"instance_type": "ml.g6e.xlarge", "priority": 1},
             {"instance_type": "ml.g5.2xlarge", "priority": 2},
         ],
-        "component": {"copies": 1, "gpus": 1, "cpus": 2.0},
+        "component": {"gpus": 1, "cpus": 2.0},
         "adapters": [{"name": "french", "source": "s3://adapters/french.tar.gz"}],
         "provision_timeout": 900,
-        "ssm": True,
     },
 }
 

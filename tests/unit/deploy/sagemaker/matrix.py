@@ -43,7 +43,6 @@ def configurations(draw: st.DrawFn) -> Configuration:
         "name": draw(st.sampled_from(_NAMES)),
         "model": draw(st.sampled_from(["org/model-7b", "s3://models/llama", "s3://models/llama.tar.gz"])),
         "region": region,
-        "account": ACCOUNT,
         "image": image,
         "env": {name: _PAIRS[name] for name in draw(st.sets(st.sampled_from(sorted(_PAIRS))))},
         **({} if made else {"role": f"arn:{aws}:iam::{ACCOUNT}:role/path/to/models"}),
@@ -57,7 +56,6 @@ def configurations(draw: st.DrawFn) -> Configuration:
         **maybe("provision_timeout", st.sampled_from([300, 3600])),
         **maybe("routing", st.sampled_from(["RANDOM", "PREFIX_AWARE"])),
         **maybe("network_isolation", st.booleans()),
-        **maybe("ssm", st.booleans()),
         **maybe(
             "vpc",
             st.just(
@@ -72,16 +70,14 @@ def configurations(draw: st.DrawFn) -> Configuration:
         ),
         **maybe(
             "metrics",
-            st.fixed_dictionaries(
-                {"detailed": st.booleans(), "enhanced": st.booleans(), "period": st.sampled_from([10, 60])}
-            ),
+            st.fixed_dictionaries({"detailed": st.booleans(), "period": st.sampled_from([10, 60])}),
         ),
         **maybe("rollout", _rollouts()),
         **maybe("autoscaling", _ranges({"target": 3.5})),
         **maybe("reservation", st.just(arn.format("sagemaker", "training-plan/p"))),
     }
     if serves == "component":
-        values["component"] = {"copies": draw(st.integers(0, 2))}
+        values["component"] = {"gpus": draw(st.integers(0, 8)), "copies": draw(st.integers(0, 2))}
         values |= maybe("capacity", _ranges({"strategy": "CONSOLIDATION"}))
         values |= maybe("adapters", st.just([{"name": "french-2", "source": "s3://adapters/french.tar.gz"}]))
     if serves == "async":

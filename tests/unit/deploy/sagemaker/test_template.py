@@ -5,16 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
+from botocore.session import get_session
 from cfnlint.api import lint
 from cfnlint.config import ManualArgs
 from hypothesis import Phase, given, settings
 
-from deploy.sagemaker.configuration import Configuration, Rollout, laid_over, read_configuration, read_file
-from deploy.sagemaker.stack import LONGEST_TEMPLATE
-from deploy.sagemaker.template import as_yaml, parameter_values, template
+from deploy.sagemaker.configuration import Configuration, laid_over, read_configuration, read_file
+from deploy.sagemaker.template import MACHINE_IMAGE, as_yaml, secrets, template
 from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
 from tests.unit.deploy.sagemaker.matrix import configurations
 
@@ -74,17 +73,12 @@ def test_a_template_has_all_of_a_deployment(name: str) -> None:
     assert "&id" not in as_yaml(made)
 
 
-def test_a_role_that_is_made_has_its_policy_before_anything_needs_it() -> None:
+def test_a_role_that_is_made_has_its_policy_and_no_name() -> None:
     made = template(configuration("everything"))["Resources"]
-    policy = next(name for name in made if name.startswith("Policy"))
-    assert made[policy]["Properties"]["Roles"] == [{"Ref": "Role"}]
     assert "RoleName" not in made["Role"]["Properties"]
+    assert len(made["Role"]["Properties"]["Policies"]) == 1
     for name in ("Model", "EndpointConfiguration"):
-        assert made[name]["DependsOn"] == policy
         assert made[name]["Properties"]["ExecutionRoleArn"] == {"Fn::GetAtt": ["Role", "Arn"]}
-    # Another content is another policy, which is made before the old one goes.
-    changed = template(configuration("everything", model="s3://models/other/"))["Resources"]
-    assert policy not in changed
 
 
 def test_nothing_that_is_replaced_has_a_name_of_its_own() -> None:
@@ -109,7 +103,7 @@ def test_scaling_comes_after_what_is_scaled_and_adapters_after_the_model() -> No
 def test_a_rollout_is_how_an_update_replaces_what_runs(read: Configuration) -> None:
     for each in template(read)["Resources"].values():
         rolls = each["Type"] == "AWS::SageMaker::Endpoint" or "ModelName" in each["Properties"].get("Specification", {})
-        assert ("DeploymentConfig" in each["Properties"]) is (rolls and read.rollout != Rollout())
+        assert ("DeploymentConfig" in each["Properties"]) is (rolls and read.rollout is not None)
 
 
 @settings(deadline=None, max_examples=100)
@@ -121,37 +115,46 @@ def test_every_arn_and_image_is_of_the_regions_partition(read: Configuration) ->
     assert (".amazonaws.com.cn/" in text) is (aws == "aws-cn")
 
 
-def _resolved(made: dict[str, Any], parameters: dict[str, str]) -> Any:
-    """The resources with the parameters put in; what refers to other resources stays."""
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if set(value) == {"Ref"}:
-            return parameters.get(value["Ref"], value)
-        if set(value) == {"Fn::Sub"}:
-            return value["Fn::Sub"].replace("${Name}", parameters["Name"])
-        return {key: walk(item) for key, item in value.items()}
-
-    return walk(made["Resources"])
-
-
-@settings(deadline=None, max_examples=100)
-@given(configurations(), configurations())
-def test_a_templates_name_can_be_any(read: Configuration, other: Configuration) -> None:
-    renamed = msgspec.structs.replace(read, name=other.name)
-    values = {**parameter_values(read), "Name": other.name}
-    assert _resolved(template(read), values) == _resolved(template(renamed), parameter_values(renamed))
+def _environment(read: Configuration) -> dict[str, str]:
+    """What the container gets, with the parameters put in."""
+    container = template(read)["Resources"]["Model"]["Properties"]["PrimaryContainer"]
+    values = {parameter: read.environment[variable] for variable, parameter in secrets(read).items()}
+    return {
+        name: values[value["Ref"]] if isinstance(value, dict) else value
+        for name, value in container.get("Environment", {}).items()
+    }
 
 
 @settings(deadline=None, max_examples=100)
 @given(configurations())
 def test_the_container_gets_its_environment(read: Configuration) -> None:
-    container = _resolved(template(read), parameter_values(read))["Model"]["Properties"]["PrimaryContainer"]
     hub = {} if read.from_s3 else {"HF_MODEL_ID": read.model}
-    assert container.get("Environment", {}) == hub | read.env
+    assert _environment(read) == hub | read.environment
+
+
+def test_the_machine_image_is_one_of_sagemakers_with_a_driver_for_the_gpu_images_cuda() -> None:
+    known: Any = get_session().get_service_model("sagemaker").shape_for("ProductionVariantInferenceAmiVersion")
+    assert MACHINE_IMAGE in known.enum
+    lock = (ROOT / "requirements/gpu.txt").read_text()
+    assert re.search(r"^nvidia-cuda-runtime==13\.", lock, re.M)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine_image"),
+    [
+        ({"instance_type": "ml.g6e.xlarge"}, MACHINE_IMAGE),
+        ({"instance_type": "ml.p5.48xlarge"}, MACHINE_IMAGE),
+        ({"instance_type": "ml.c7i.xlarge"}, None),
+        (
+            {"instance_type": "ml.g5.xlarge", "ami": "al2-ami-sagemaker-inference-gpu-2"},
+            "al2-ami-sagemaker-inference-gpu-2",
+        ),
+    ],
+)
+def test_the_machine_image_is_stated_for_gpus(changes: dict[str, str], machine_image: str | None) -> None:
+    made = template(configuration("private", **changes))["Resources"]
+    variant = made["EndpointConfiguration"]["Properties"]["ProductionVariants"][0]
+    assert variant.get("InferenceAmiVersion") == machine_image
 
 
 def test_an_instance_without_disks_of_its_own_gets_a_volume_of_the_size_that_is_asked_for() -> None:
@@ -161,36 +164,20 @@ def test_an_instance_without_disks_of_its_own_gets_a_volume_of_the_size_that_is_
 
 def test_secrets_of_similar_names_stay_apart() -> None:
     env = {"HF_TOKEN": "first", "HF__TOKEN": "second"}
-    read = configuration("private", network_isolation=False, env=env)
-    container = _resolved(template(read), parameter_values(read))["Model"]["Properties"]["PrimaryContainer"]
-    assert container["Environment"] == env
-
-
-def test_text_of_a_location_is_not_taken_for_cloudformations() -> None:
-    read = configuration("everything", model="s3://models/${Name}/")
-    policy = next(each for name, each in template(read)["Resources"].items() if name.startswith("Policy"))
-    statement = next(each for each in policy["Properties"]["PolicyDocument"]["Statement"] if each["Sid"] == "Read")
-    assert statement["Resource"][0] == {"Fn::Sub": "arn:${AWS::Partition}:s3:::models/${!Name}/*"}
-
-
-def test_a_template_that_makes_the_role_has_no_parameters_that_the_roles_policy_would_not_follow() -> None:
-    assert list(template(configuration("private", role=None, create_role=True))["Parameters"]) == [
-        "Name",
-        "InstanceType",
-    ]
+    assert _environment(configuration("private", network_isolation=False, env=env)) == env
 
 
 def test_a_hundred_adapters_are_short_enough() -> None:
     adapters = [{"name": f"adapter-{index}", "source": f"s3://adapters/{index}.tar.gz"} for index in range(100)]
     made = json.dumps(template(configuration("adapters", adapters=adapters)), separators=(",", ":"))
-    assert len(made) < LONGEST_TEMPLATE
+    assert len(made) < 51_200
 
 
 def test_a_template_holds_no_credentials() -> None:
     made = template(configuration("real_time"))
     assert "hf_abcdefghijklmnop" not in as_yaml(made)
-    assert made["Parameters"]["EnvHfToken"]["NoEcho"] is True
-    assert parameter_values(configuration("real_time"))["EnvHfToken"] == "hf_abcdefghijklmnop"
+    assert made["Parameters"]["Secret1"]["NoEcho"] is True
+    assert secrets(configuration("real_time")) == {"HF_TOKEN": "Secret1"}
 
 
 def test_the_template_in_the_repository_is_that_of_the_example() -> None:

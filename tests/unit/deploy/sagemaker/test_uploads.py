@@ -11,23 +11,12 @@ _PARTITIONS: Any = get_session().get_data("endpoints")["partitions"]
 
 
 @pytest.mark.parametrize("partition", _PARTITIONS, ids=lambda each: each["partition"])
-def test_every_region_of_sagemaker_has_its_partitions_registry(partition: dict[str, Any]) -> None:
-    regions = get_session().get_available_regions("sagemaker", partition["partition"])
-    assert regions
-    for region in regions:
-        host = uploads.registry("111122223333", region)
-        assert host == f"111122223333.dkr.ecr.{region}.{partition['dnsSuffix']}"
-        assert uploads.ecr_image(f"{host}/slipway:gpu") == uploads.EcrImage("111122223333", region, "slipway")
-
-
-def test_a_pushed_image_keeps_its_tag_and_gets_the_accounts_registry() -> None:
-    made = uploads.pushed_image("localhost:5000/slipway:gpu", "team/slipway", "111122223333", "eu-west-1")
-    assert made == "111122223333.dkr.ecr.eu-west-1.amazonaws.com/team/slipway:gpu"
-    china = uploads.pushed_image("slipway", "slipway", "1" * 12, "cn-north-1")
-    assert china.endswith("amazonaws.com.cn/slipway:latest")
-    found = uploads.ecr_image(made)
-    assert found is not None
-    assert (found.account, found.region, found.repository) == ("111122223333", "eu-west-1", "team/slipway")
+def test_an_image_in_any_partitions_registry_is_taken_apart(partition: dict[str, Any]) -> None:
+    for region in get_session().get_available_regions("sagemaker", partition["partition"]):
+        host = f"111122223333.dkr.ecr.{region}.{partition['dnsSuffix']}"
+        for version in (":gpu", "@sha256:00", ""):
+            found = uploads.ecr_image(f"{host}/team/slipway{version}")
+            assert found == uploads.EcrImage("111122223333", region, "team/slipway")
 
 
 @pytest.mark.parametrize("image", ["docker.io/slipway", "slipway:gpu", "ghcr.io/a/b@sha256:00"])
