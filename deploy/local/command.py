@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +12,9 @@ import typer
 
 from container import cli, logs
 from container.server import http_server, listen
-from deploy.local.container import ContainerProcess
 from deploy.local.endpoints import MEBIBYTE, LocalSettings
 from deploy.local.errors import REGION, RuntimeApiError
-from deploy.local.parameters import ENDPOINT_NAME
+from deploy.local.parameters import check_endpoint_name
 from deploy.local.runtime import PREFIX, RuntimeApi
 
 if TYPE_CHECKING:
@@ -73,11 +71,7 @@ def serve(
 
 
 def local(
-    container: Annotated[
-        str | None, typer.Option(help="URL of a container that runs already; without it, one is started.")
-    ] = None,
-    model_dir: cli.ModelDir = None,
-    model_name: cli.ModelName = None,
+    container: Annotated[str, typer.Option(help="URL of the container.")],
     port: Annotated[int, typer.Option("--port", "-p", min=1, max=65535, help="Port to listen on.")] = 8080,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     endpoint_name: Annotated[
@@ -93,71 +87,41 @@ def local(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the container has to answer.")] = 60.0,
     stream_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a stream has to be complete.")] = 480.0,
 ) -> None:
-    """Serve SageMaker's runtime API on this machine, in front of a container."""
+    """Serve SageMaker's runtime API on this machine, in front of a container that runs already."""
     import uvloop
 
-    if container is not None and (model_dir is not None or model_name is not None):
-        raise typer.BadParameter(
-            "has a model already; leave --model-dir and --model-name out", param_hint="--container"
-        )
-    if container is not None and not container.startswith(("http://", "https://")):
+    if not container.startswith(("http://", "https://")):
         raise typer.BadParameter(f"is {container!r}; expected http://host:port", param_hint="--container")
-    names, components = _checked("--endpoint-name", endpoint_name), _inference_components(component, adapter)
-    logs.configure("plain", "info")
-    child = None
-    if container is None:
-        arguments = ["--model-dir", str(model_dir)] if model_dir is not None else []
-        arguments += ["--model-name", model_name] if model_name is not None else []
-        child = ContainerProcess(arguments)
-        container = child.url
     settings = LocalSettings(
         container=container.rstrip("/"),
-        endpoints=names,
+        endpoints=_checked("--endpoint-name", endpoint_name),
         models_dir=models_dir,
         async_output=async_output,
         max_payload=max_payload_mb * MEBIBYTE,
         answer_timeout=timeout,
         stream_timeout=stream_timeout,
-        **components,
+        **_inference_components(component, adapter),
     )
-    _announce(_url(host, port), names)
-    sys.exit(uvloop.run(_run(settings, host, port, child)))
+    logs.configure("plain", "info")
+    _announce(_url(host, port), settings.endpoints)
+    uvloop.run(_run(settings, host, port))
 
 
-async def _run(settings: LocalSettings, host: str, port: int, child: ContainerProcess | None) -> int:
-    """Serve until told to stop, or until the child ends. Returns the exit code: the child's, or 0 without one."""
-    try:
-        listener = listen(host, port)
-    except SystemExit:
-        if child is not None:
-            child.stop()
-            await child.wait()
-        raise
+async def _run(settings: LocalSettings, host: str, port: int) -> None:
+    """Serve until told to stop."""
     api = RuntimeApi(settings, whole_container=True)
     server = http_server(api)
-    watching = asyncio.create_task(child.wait()) if child is not None else None
 
-    def on_signal(number: int) -> None:
+    def stop(number: int) -> None:
         logger.info("%s: stopping", signal.Signals(number).name)
-        if child is None:
-            server.should_exit = True
-        else:
-            child.stop()  # its last streams pass through this server, which ends after it
+        server.should_exit = True
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    if watching is not None:
-        watching.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    with listener:
+        loop.add_signal_handler(number, stop, number)
+    with listen(host, port) as listener:
         await server.serve([listener])
     await api.close()
-    if watching is None:
-        return 0
-    code = await watching
-    if code:
-        logger.error("the container ended with exit code %d", code)
-    return code
 
 
 def _mount(settings: LocalSettings) -> Mount:
@@ -200,7 +164,7 @@ def _checked(option: str, names: list[str]) -> tuple[str, ...]:
         if not name:
             raise typer.BadParameter("a name is missing", param_hint=option)
         try:
-            ENDPOINT_NAME.check(name)
+            check_endpoint_name(name)
         except RuntimeApiError as error:
             raise typer.BadParameter(error.message, param_hint=option) from None
     return tuple(dict.fromkeys(names))

@@ -1,25 +1,15 @@
-"""The container behind the endpoints: connections to it, and its process where we start it."""
+"""Connections to the container behind the endpoints."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ctypes
-import os
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
 _CONNECT_SECONDS, _WRITE_SECONDS, _POOL_SECONDS = 5.0, 60.0, 5.0
 _IDLE_SECONDS = 4.0
 """Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that it is closed from this side."""
-_LOOPBACK = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
-_WATCH_SECONDS = 0.1
 
 
 class ContainerUnreachable(Exception):
@@ -86,53 +76,3 @@ async def read_up_to(response: httpx.Response, limit: int) -> bytes | None:
         if size > limit:
             return None
     return b"".join(pieces)
-
-
-class ContainerProcess:
-    """`python -m container serve` as a child, on a free port, otherwise with this process's environment."""
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        """`arguments`: of `serve`, without address and port."""
-        port = _free_port()
-        self.url = f"http://{_LOOPBACK}:{port}"
-        # The address is in the variables because they take precedence over a command line.
-        environment = {**os.environ, "SERVING_HOST": _LOOPBACK, "SERVING_PORT": str(port)}
-        environment.pop("SAGEMAKER_BIND_TO_PORT", None)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "container", "serve", *arguments],
-            env=environment,
-            # A session of its own, so that Ctrl-C reaches the container only once, through `stop`.
-            start_new_session=True,
-            preexec_fn=_end_with(os.getpid()),
-        )
-
-    def stop(self) -> None:
-        """Have it drain; when called again, have it end at once."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    async def wait(self) -> int:
-        """Wait for its end; returns its exit code, or 128 + n after a death by signal n, as in a shell."""
-        while self._process.poll() is None:
-            await asyncio.sleep(_WATCH_SECONDS)
-        code: int = self._process.returncode
-        return code if code >= 0 else 128 - code
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """Have the kernel send SIGTERM to the child when its parent dies."""
-    prctl = ctypes.CDLL(None).prctl  # before the fork, after which little may be done
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGTERM)
-
-    return prepare

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.local.container import ContainerClient, read_up_to
-from deploy.local.errors import ACCOUNT, MAX_ORIGINAL_MESSAGE, endpoint_not_found, model_error, validation_error
-from deploy.local.parameters import ENDPOINT_NAME, VARIANT, Parameters
+from deploy.local.errors import ACCOUNT, MAX_ORIGINAL_MESSAGE, model_error, validation_error
+from deploy.local.parameters import VARIANT, Parameters, check_endpoint_name
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ class Endpoints:
         Raises:
             RuntimeApiError: ValidationError, the name is malformed or unknown.
         """
-        ENDPOINT_NAME.check(name)
+        check_endpoint_name(name)
         if name not in self._settings.endpoints:
-            raise endpoint_not_found(name)
+            raise validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
 
     async def route(self, name: str, parameters: Parameters) -> Route:
         """The container's route for a call of an endpoint; loads the call's target model first.
@@ -86,13 +86,13 @@ class Endpoints:
                 cannot load the target model.
             TimeoutError: the target model takes too long to load.
         """
-        variant = parameters.get("targetVariant")
+        variant = parameters.get("TargetVariant")
         if variant not in (None, VARIANT):
             raise validation_error(f"Variant {variant} of endpoint {name} not found; it has {VARIANT} alone.")
-        if (host := parameters.get("targetContainerHostname")) is not None:
+        if (host := parameters.get("TargetContainerHostname")) is not None:
             raise validation_error(f"TargetContainerHostname {host}: endpoint {name} has one container, not several.")
-        headers = parameters.forwarded + self._adapter(parameters.get("inferenceComponentName"))
-        model = parameters.get("targetModel")
+        headers = parameters.forwarded + self._adapter(parameters.get("InferenceComponentName"))
+        model = parameters.get("TargetModel")
         return Route("/invocations" if model is None else await self.models.path(name, model), headers)
 
     def _adapter(self, component: str | None) -> tuple[tuple[str, str], ...]:

@@ -11,11 +11,6 @@ ACCOUNT, REGION = "000000000000", "us-east-1"
 MAX_ORIGINAL_MESSAGE = 2048
 """Characters of a container's error that the API shows."""
 
-_TIMED_OUT = (
-    "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
-    "each container in Amazon CloudWatch, resolve the issue, and try again."
-)
-
 
 class RuntimeApiError(Exception):
     """An error reply of the API."""
@@ -36,17 +31,13 @@ def validation_error(message: str, error_code: str | None = None) -> RuntimeApiE
     return RuntimeApiError("ValidationError", 400, message, {"ErrorCode": error_code} if error_code else None)
 
 
-def constraint_violation(field: str, value: str, constraint: str) -> RuntimeApiError:
+def constraint_violation(name: str, value: str, constraint: str) -> RuntimeApiError:
     """A parameter has a value that the service model forbids."""
     shown = value if len(value) <= 100 else value[:100] + "..."
+    field = name[0].lower() + name[1:]
     return validation_error(
         f"1 validation error detected: Value '{shown}' at '{field}' failed to satisfy constraint: {constraint}"
     )
-
-
-def endpoint_not_found(name: str) -> RuntimeApiError:
-    """No endpoint has this name."""
-    return validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
 
 
 def payload_too_large(limit: int) -> RuntimeApiError:
@@ -70,7 +61,11 @@ def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiErr
 
 def model_timed_out(endpoint: str) -> RuntimeApiError:
     """The container did not answer in time."""
-    return _no_answer(endpoint, _TIMED_OUT)
+    return _no_answer(
+        endpoint,
+        "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
+        "each container in Amazon CloudWatch, resolve the issue, and try again.",
+    )
 
 
 def model_without_response(endpoint: str) -> RuntimeApiError:

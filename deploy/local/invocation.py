@@ -83,7 +83,7 @@ class Invoker:
             ):
                 body = await read_up_to(response, most or self._settings.max_payload)
         except TimeoutError:
-            if self.endpoints.models.loading(invocation.parameters.get("targetModel")):
+            if self.endpoints.models.loading(invocation.parameters.get("TargetModel")):
                 raise model_not_ready(invocation.endpoint) from None
             raise model_timed_out(invocation.endpoint) from None
         except ContainerBroken as error:
@@ -147,7 +147,7 @@ class Invoker:
             RuntimeApiError: the call is refused, here or by the container, or does not reach it.
             ContainerBroken: the connection broke.
         """
-        name, model = invocation.endpoint, invocation.parameters.get("targetModel")
+        name, model = invocation.endpoint, invocation.parameters.get("TargetModel")
         try:
             await self._readiness.check(name)
             async with contextlib.AsyncExitStack() as replies:

@@ -1,10 +1,12 @@
 """A call's parameters: the headers of the runtime API, checked as its service model says, and those of its replies.
 
-The container gets some of them, and no other header of the client, as on the platform.
+The service model is botocore's. The container gets some of the parameters, and no other header of the client, as on the
+platform.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,10 +15,6 @@ from enum import Enum
 from deploy.local.errors import constraint_violation
 
 Headers = list[tuple[bytes, bytes]]
-
-_ANY = r"[\x20-\x7e]*"
-_PRINTABLE = r"[\x21-\x7e][\x20-\x7e]*"
-_NAME = r"[a-zA-Z0-9](-*[a-zA-Z0-9])*"
 
 
 class Api(Enum):
@@ -27,74 +25,74 @@ class Api(Enum):
     ASYNC = "InvokeEndpointAsync"
 
 
+_TO_CONTAINER = {
+    "ContentType": "content-type",
+    "Accept": "accept",
+    "CustomAttributes": "x-amzn-sagemaker-custom-attributes",
+    "InferenceId": "x-amzn-sagemaker-inference-id",
+    "TargetModel": "x-amzn-sagemaker-target-model",
+    "SessionId": "x-amzn-sagemaker-session-id",
+}
+"""The parameters that the container gets, and their headers."""
+_JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
+"""What the service model's regular expressions have that Python's do not."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    field: str
+    name: str
     header: str
-    pattern: str = _ANY
-    least: int = 0
-    most: int = 1024
-    to_container: str | None = None
-    """The header in which the container gets it; None: it does not."""
+    """In lower case; empty for the endpoint's name, which is in the path."""
+    least: int
+    most: int
+    """Characters, or the value of a number."""
+    pattern: str | None
+    """None: a number."""
 
-    def check(self, value: str) -> str:
+    def check(self, value: str) -> None:
+        if self.pattern is None:
+            if not re.fullmatch("[0-9]{1,9}", value) or not self.least <= int(value) <= self.most:
+                raise constraint_violation(self.name, value, f"Member must be between {self.least} and {self.most}")
+            return
         if not self.least <= len(value) <= self.most:
             short = len(value) < self.least
             bound = f"greater than or equal to {self.least}" if short else f"less than or equal to {self.most}"
-            raise constraint_violation(self.field, value, f"Member must have length {bound}")
-        if not re.fullmatch(self.pattern, value):
+            raise constraint_violation(self.name, value, f"Member must have length {bound}")
+        pattern = self.pattern
+        for java, python in _JAVA.items():
+            pattern = pattern.replace(java, python)
+        if not re.fullmatch(pattern, value):
             raise constraint_violation(
-                self.field, value, f"Member must satisfy regular expression pattern: {self.pattern}"
+                self.name, value, f"Member must satisfy regular expression pattern: {self.pattern}"
             )
-        return value
 
 
-def _sagemaker(field: str, name: str, pattern: str, least: int, most: int, forwarded: bool = False) -> _Parameter:
-    header = f"x-amzn-sagemaker-{name}"
-    return _Parameter(field, header, pattern, least, most, header if forwarded else None)
+@functools.cache
+def _parameters(api: Api) -> dict[str, _Parameter]:
+    from botocore.session import get_session  # takes a while, and is not needed by other commands
+
+    shape = get_session().get_service_model("sagemaker-runtime").operation_model(api.value).input_shape
+    assert shape is not None
+    return {
+        name: _Parameter(
+            name,
+            member.serialization["name"].lower() if member.serialization.get("location") == "header" else "",
+            member.metadata.get("min", 0),
+            member.metadata["max"],
+            member.metadata.get("pattern"),
+        )
+        for name, member in shape.members.items()
+        if name != "Body"
+    }
 
 
-ENDPOINT_NAME = _Parameter("endpointName", "", _NAME, 0, 63)
-_CONTENT_TYPE = _Parameter("contentType", "content-type", to_container="content-type")
-_ACCEPT = _Parameter("accept", "accept", to_container="accept")
-_SAGEMAKER_ACCEPT = _Parameter("accept", "x-amzn-sagemaker-accept", to_container="accept")
-_COMMON = (
-    _sagemaker("customAttributes", "custom-attributes", _ANY, 0, 1024, forwarded=True),
-    _sagemaker("inferenceId", "inference-id", _PRINTABLE, 1, 64, forwarded=True),
-)
-_REAL_TIME = (
-    *_COMMON,
-    _sagemaker("targetVariant", "target-variant", _NAME, 0, 63),
-    _sagemaker("targetContainerHostname", "target-container-hostname", _NAME, 0, 63),
-    _sagemaker("inferenceComponentName", "inference-component", r"[a-zA-Z0-9]([\-a-zA-Z0-9]*[a-zA-Z0-9])?", 0, 63),
-    _sagemaker("prefixAwareId", "prefix-aware-id", _PRINTABLE, 1, 64),
-)
-_PARAMETERS = {
-    Api.INVOKE: (
-        _CONTENT_TYPE,
-        _ACCEPT,
-        *_REAL_TIME,
-        _sagemaker("targetModel", "target-model", _PRINTABLE, 1, 1024, forwarded=True),
-        _sagemaker("enableExplanations", "enable-explanations", r".*", 1, 64),
-        _sagemaker("sessionId", "session-id", rf"(NEW_SESSION)|{_NAME}", 0, 256, forwarded=True),
-    ),
-    Api.STREAM: (
-        _CONTENT_TYPE,
-        _SAGEMAKER_ACCEPT,
-        *_REAL_TIME,
-        _sagemaker("sessionId", "session-id", _NAME, 0, 256, forwarded=True),
-    ),
-    Api.ASYNC: (
-        _Parameter("contentType", "x-amzn-sagemaker-content-type", to_container="content-type"),
-        _SAGEMAKER_ACCEPT,
-        *_COMMON,
-        _sagemaker("inputLocation", "inputlocation", r"(https|s3)://([^/]+)/?(.*)", 1, 1024),
-        _sagemaker("s3OutputPathExtension", "s3outputpathextension", r"(?!s3:|https:)[a-zA-Z0-9!_.*'()/-]+", 1, 512),
-        _sagemaker("filename", "filename", r"(?!.*\..*\.)[a-zA-Z0-9][a-zA-Z0-9\-_.]*", 1, 32),
-        _sagemaker("requestTTLSeconds", "requestttlseconds", r"[0-9]+", 1, 9),
-        _sagemaker("invocationTimeoutSeconds", "invocationtimeoutseconds", r"[0-9]+", 1, 9),
-    ),
-}
+def check_endpoint_name(name: str) -> None:
+    """Check that an endpoint, or a component, can have this name.
+
+    Raises:
+        RuntimeApiError: ValidationError, it cannot.
+    """
+    _parameters(Api.INVOKE)["EndpointName"].check(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +101,13 @@ class Parameters:
 
     api: Api
     values: Mapping[str, str]
-    """Those that were given, by their names in AWS's messages, such as `targetModel`."""
+    """Those that were given, by their names in the service model, such as `TargetModel`."""
     forwarded: tuple[tuple[str, str], ...]
     """Headers for the container."""
 
-    def get(self, field: str) -> str | None:
+    def get(self, name: str) -> str | None:
         """A parameter's value, if it was given."""
-        return self.values.get(field)
-
-    def seconds(self, field: str, default: int, least: int, most: int) -> int:
-        """A whole number of seconds.
-
-        Raises:
-            RuntimeApiError: ValidationError, it is not between `least` and `most`.
-        """
-        text = self.values.get(field)
-        if text is None:
-            return default
-        if not least <= int(text) <= most:
-            raise constraint_violation(field, text, f"Member must be between {least} and {most}")
-        return int(text)
+        return self.values.get(name)
 
 
 def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:
@@ -134,13 +119,14 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}
     forwarded = [("X-Amzn-SageMaker-Forwarded-Api", api.value)]
-    for parameter in _PARAMETERS[api]:
+    for name, parameter in _parameters(api).items():
         value = given.get(parameter.header)
         if value is None:
             continue
-        values[parameter.field] = parameter.check(value)
-        if parameter.to_container is not None:
-            forwarded.append((parameter.to_container, value))
+        parameter.check(value)
+        values[name] = value
+        if name in _TO_CONTAINER:
+            forwarded.append((_TO_CONTAINER[name], value))
     return Parameters(api, values, tuple(forwarded))
 
 

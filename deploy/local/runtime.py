@@ -13,7 +13,7 @@ from typing import Any
 from container.http.endpoint import bounded_body
 from container.http.protocol import BREAK_OFF
 from container.settings.settings import ServerSettings
-from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations, output_store
+from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations
 from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable
 from deploy.local.endpoints import LocalSettings
 from deploy.local.errors import (
@@ -66,7 +66,7 @@ class RuntimeApi:
         self._invoker = Invoker(settings, self._container)
         self._async: AsyncInvocations | None = None
         if settings.async_output is not None:
-            self._async = AsyncInvocations(self._invoker, output_store(settings.async_output))
+            self._async = AsyncInvocations(self._invoker, settings.async_output)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.local.asynchronous import Folder, StoreError, split_s3
+from deploy.local.asynchronous import StoreError, split_s3, write_file
 from tests.unit.deploy.local.local_endpoint import ScriptedContainer, Seen, always, answer, local_endpoint
 
 pytestmark = pytest.mark.asyncio
@@ -105,7 +105,7 @@ async def test_a_store_that_takes_nothing_does_not_hold_the_stop(
     def write(*_: object) -> None:
         released.wait(10)
 
-    monkeypatch.setattr("deploy.local.asynchronous.Folder.write", write)
+    monkeypatch.setattr("deploy.local.asynchronous._write", write)
     try:
         async with asyncio.timeout(5):
             async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
@@ -165,7 +165,7 @@ async def test_inline_bodies_have_a_limit_of_their_own(tmp_path: Path) -> None:
 async def test_a_folder_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(StoreError, match="cannot be written: Is a directory"):
-        Folder(tmp_path).write("a", b"x", "text/plain")
+        write_file(tmp_path / "a", b"x")
     assert names(tmp_path) == ["a"]
 
 

@@ -14,7 +14,7 @@ from deploy.cli import app
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["local", "--container", "http://x", "--model-dir", "/m"], "has a model already"),
+        (["local"], "Missing option '--container'"),
         (["local", "--container", "localhost:8080"], "expected http://host:port"),
         (["local", "--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
         (["local", "--container", "http://x", "--adapter", "=source"], "--adapter: a name is missing"),
