@@ -1,4 +1,4 @@
-"""`slipway local` and the container that it starts: headers on the wire, slow and dying containers, signals, S3.
+"""`slipway local` before a container: headers on the wire, slow and dying containers, signals, S3.
 
 The model is a custom handler, so that what happens in the container is the test's to say.
 """
@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +20,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 import boto3
-import psutil
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError, EventStreamError
 from moto.server import ThreadedMotoServer
 
 from tests.live.local_command import local_command
-from tests.live.server import free_port
+from tests.live.server import Server
 from tests.waiting import wait_until
 
 ECHO = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
@@ -38,16 +36,11 @@ NAME = "my-endpoint"
 
 @dataclass
 class Local:
-    """A `slipway local` that started its container."""
+    """A `slipway local` and the container behind it."""
 
-    url: str
+    container: Server
     process: subprocess.Popen[bytes]
     runtime: Any
-    results: Path
-
-    @property
-    def container(self) -> psutil.Process:
-        return next(p for p in psutil.Process(self.process.pid).children() if "serve" in p.cmdline())
 
     def invoke(self, more: dict[str, str] | None = None, **query: object) -> bytes:
         answer = self.runtime.invoke_endpoint(
@@ -74,14 +67,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         model = shutil.copytree(ECHO, directory / "model", ignore=shutil.ignore_patterns("__pycache__"))
         # One worker may still be sleeping for a call that was given up.
         (model / "serving.properties").write_text("minWorkers=2\nmaxWorkers=2\n")
-        results = directory / "results"
-        arguments = ("--async-output", str(results), *arguments)
-        with (
-            local_command(directory, "--model-dir", str(model), *arguments, environment=environment) as (url, process),
-            contextlib.closing(_client("sagemaker-runtime", url)) as runtime,
-        ):
-            _wait_until_ready(runtime)
-            yield Local(url, process, runtime, results)
+        container = Server(model, directory / "container.log", name=None)
+        arguments = ("--container", container.url, *arguments)
+        try:
+            with (
+                local_command(directory, *arguments, environment=environment) as (url, process),
+                contextlib.closing(_client("sagemaker-runtime", url)) as runtime,
+            ):
+                _wait_until_ready(runtime)
+                yield Local(container, process, runtime)
+        finally:
+            container.stop()
 
     return started
 
@@ -194,9 +190,6 @@ def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> Non
             "AWS_ACCESS_KEY_ID": "local",
             "AWS_SECRET_ACCESS_KEY": "local",
             "AWS_DEFAULT_REGION": "us-east-1",
-            # As in the container's image or a user's shell; the container that is started gets a port of its own.
-            "SAGEMAKER_BIND_TO_PORT": "8080",
-            "SERVING_PORT": "8080",
         }
         with (
             contextlib.closing(_client("s3", environment["AWS_ENDPOINT_URL_S3"])) as s3,
@@ -225,33 +218,23 @@ def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> Non
         moto.stop()
 
 
-def test_a_container_that_is_killed_breaks_its_streams_and_ends_the_command(start: Start, tmp_path: Path) -> None:
+def test_a_container_that_is_killed_breaks_its_streams(start: Start, tmp_path: Path) -> None:
     with start() as local:
         stream = local.stream(endless=1000, journal=tmp_path / "journal")
         events = iter(stream)
         next(events)
-        os.killpg(local.container.pid, signal.SIGKILL)
+        os.killpg(local.container.process.pid, signal.SIGKILL)
         with pytest.raises(EventStreamError, match="was reset or closed") as broken:
             list(events)
         assert broken.value.response["Error"]["Code"] == "ModelStreamError"
-        assert local.process.wait(60) == 128 + signal.SIGKILL
+        with pytest.raises(ClientError, match="cannot be reached"):
+            local.invoke(inspect=1)
 
 
-def test_sigterm_lets_a_running_answer_out_and_ends_the_container(start: Start) -> None:
+def test_sigterm_lets_a_running_answer_out(start: Start) -> None:
     with start() as local, ThreadPoolExecutor(1) as pool:
-        container = local.container
         answer = pool.submit(local.invoke, sleep=2)
         time.sleep(0.7)
         local.process.terminate()
         assert answer.result(20) == b"slept"
         assert local.process.wait(60) == 0
-        assert not container.is_running()
-
-
-def test_settings_that_cannot_be_used_end_the_command_with_the_containers_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "serving.properties").write_text("option.model_id=/tmp\noption.dtype=nonsense\n")
-    command = [sys.executable, "-m", "deploy", "local", "--model-dir", str(tmp_path), "--port", str(free_port())]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert finished.returncode == 2
-    assert "dtype" in finished.stderr
-    assert "the container ended with exit code 2" in finished.stdout
