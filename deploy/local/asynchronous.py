@@ -38,11 +38,8 @@ MAX_PAYLOAD = 1 << 30
 
 _S3 = "s3://"
 _TTL_SECONDS, _TIMEOUT_SECONDS = 21600, 900
-_STOPPED = "The endpoint was stopped before the call was finished."
 _PASSING = frozenset({"ModelNotReadyException", "ServiceUnavailable"})
 _AGAIN_SECONDS = 1.0
-_CLOSING_SECONDS = 5.0
-"""Time in which the failures of all unfinished calls are written when the endpoint stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class AsyncInvocations:
         Raises:
             RuntimeApiError: ValidationError, a parameter is wrong; ServiceUnavailable, the queue is full.
         """
-        inference_id = invocation.parameters.get("InferenceId")
+        inference_id = invocation.parameters.values.get("InferenceId")
         if inference_id is None:
             inference_id = str(uuid.uuid4())
             forwarded = (*invocation.parameters.forwarded, ("x-amzn-sagemaker-inference-id", inference_id))
@@ -97,40 +94,34 @@ class AsyncInvocations:
         return inference_id, headers
 
     async def close(self) -> None:
-        """End the workers. Unfinished calls fail; their errors are written as far as a few seconds allow."""
+        """End the workers. Unfinished calls are lost."""
         for worker in self._workers:
             worker.cancel()
-        try:
-            async with asyncio.timeout(_CLOSING_SECONDS):
-                await asyncio.gather(*self._workers, return_exceptions=True)
-                while not self._queue.empty():
-                    await self._fail(self._queue.get_nowait(), service_unavailable(_STOPPED))
-        except TimeoutError:
-            logger.error("%d asynchronous calls are unfinished, and their failure is not written", self._queue.qsize())
+        await asyncio.gather(*self._workers, return_exceptions=True)
 
     def _waiting(self, invocation: Invocation) -> _Waiting:
         parameters = invocation.parameters
-        location = parameters.get("InputLocation")
+        location = parameters.values.get("InputLocation")
         if location is None and not invocation.body:
             raise validation_error("One of InputLocation and Body is required.")
         if location is not None and invocation.body:
             raise validation_error("InputLocation and Body cannot be given together.")
         if location is not None and not (location.startswith(_S3) and all(split_s3(location))):
             raise validation_error(f"InputLocation {location} is not supported here; expected s3://bucket/key.")
-        extension = parameters.get("S3OutputPathExtension") or ""
+        extension = parameters.values.get("S3OutputPathExtension") or ""
         folders = [segment for segment in extension.split("/") if segment]
         if not {".", ".."}.isdisjoint(folders):
             constraint = "Member must not contain . or .. as a segment"
             raise constraint_violation("S3OutputPathExtension", extension, constraint)
         identity = str(uuid.uuid4())
-        key = "/".join([*folders, parameters.get("Filename") or f"{identity}.out"])
+        key = "/".join([*folders, parameters.values.get("Filename") or f"{identity}.out"])
         return _Waiting(
             invocation=invocation,
             input_location=location,
             output=self._location(key),
             failure=self._location(f"async-endpoint-failures/{invocation.endpoint}/{identity}-error.out"),
-            expires=time.monotonic() + int(parameters.get("RequestTTLSeconds") or _TTL_SECONDS),
-            timeout=int(parameters.get("InvocationTimeoutSeconds") or _TIMEOUT_SECONDS),
+            expires=time.monotonic() + int(parameters.values.get("RequestTTLSeconds") or _TTL_SECONDS),
+            timeout=int(parameters.values.get("InvocationTimeoutSeconds") or _TIMEOUT_SECONDS),
         )
 
     def _location(self, key: str) -> str:
@@ -141,9 +132,6 @@ class AsyncInvocations:
             call = await self._queue.get()
             try:
                 await self._run(call)
-            except asyncio.CancelledError:
-                await self._fail(call, service_unavailable(_STOPPED))
-                raise
             except RuntimeApiError as error:
                 await self._fail(call, error)
             except StoreError as error:

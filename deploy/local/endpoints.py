@@ -86,13 +86,13 @@ class Endpoints:
                 cannot load the target model.
             TimeoutError: the target model takes too long to load.
         """
-        variant = parameters.get("TargetVariant")
+        variant = parameters.values.get("TargetVariant")
         if variant not in (None, VARIANT):
             raise validation_error(f"Variant {variant} of endpoint {name} not found; it has {VARIANT} alone.")
-        if (host := parameters.get("TargetContainerHostname")) is not None:
+        if (host := parameters.values.get("TargetContainerHostname")) is not None:
             raise validation_error(f"TargetContainerHostname {host}: endpoint {name} has one container, not several.")
-        headers = parameters.forwarded + self._adapter(parameters.get("InferenceComponentName"))
-        model = parameters.get("TargetModel")
+        headers = parameters.forwarded + self._adapter(parameters.values.get("InferenceComponentName"))
+        model = parameters.values.get("TargetModel")
         return Route("/invocations" if model is None else await self.models.path(name, model), headers)
 
     def _adapter(self, component: str | None) -> tuple[tuple[str, str], ...]:

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from struct import pack
-from typing import Any
 from zlib import crc32
 
 import httpx
+from starlette.types import Send
 
 from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable, read_up_to
 from deploy.local.endpoints import Endpoints, LocalSettings
@@ -28,8 +28,6 @@ from deploy.local.errors import (
 from deploy.local.parameters import Headers, Parameters, reply_headers
 
 logger = logging.getLogger(__name__)
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EVENT_STREAM = (b"content-type", b"application/vnd.amazon.eventstream")
 _NOT_FOUND, _CONFLICT, _UNAVAILABLE = 404, 409, 503
@@ -83,7 +81,7 @@ class Invoker:
             ):
                 body = await read_up_to(response, most or self._settings.max_payload)
         except TimeoutError:
-            if self.endpoints.models.loading(invocation.parameters.get("TargetModel")):
+            if self.endpoints.models.loading(invocation.parameters.values.get("TargetModel")):
                 raise model_not_ready(invocation.endpoint) from None
             raise model_timed_out(invocation.endpoint) from None
         except ContainerBroken as error:
@@ -147,7 +145,7 @@ class Invoker:
             RuntimeApiError: the call is refused, here or by the container, or does not reach it.
             ContainerBroken: the connection broke.
         """
-        name, model = invocation.endpoint, invocation.parameters.get("TargetModel")
+        name, model = invocation.endpoint, invocation.parameters.values.get("TargetModel")
         try:
             await self._readiness.check(name)
             async with contextlib.AsyncExitStack() as replies:

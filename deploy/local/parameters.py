@@ -105,10 +105,6 @@ class Parameters:
     forwarded: tuple[tuple[str, str], ...]
     """Headers for the container."""
 
-    def get(self, name: str) -> str | None:
-        """A parameter's value, if it was given."""
-        return self.values.get(name)
-
 
 def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:
     """The parameters among a request's headers, whose names are in lower case.

@@ -7,8 +7,10 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Coroutine, Iterable
 from typing import Any
+
+from starlette.types import Receive, Scope, Send
 
 from container.http.endpoint import bounded_body
 from container.http.protocol import BREAK_OFF
@@ -28,11 +30,6 @@ from deploy.local.invocation import Invocation, Invoker
 from deploy.local.parameters import Api, Headers, read_parameters
 
 logger = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 PREFIX = "/endpoints/"
 MAX_BODY = ServerSettings().max_request_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 
 import httpx
@@ -80,39 +79,6 @@ async def test_a_call_waits_for_a_container_that_is_still_loading(
         assert (names(tmp_path), container.seen) == ([], [])
         container.ping = answer()
         assert await result(response, "outputlocation") == b"done"
-
-
-async def test_what_waits_when_the_endpoint_stops_fails(tmp_path: Path) -> None:
-    async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
-        accepted = [await client.post(ASYNC, content=b"x") for _ in range(6)]
-        await asyncio.sleep(0.1)
-    for response in accepted:
-        assert b"stopped before the call was finished" in await result(response, "failurelocation")
-
-
-async def test_a_store_that_takes_nothing_does_not_hold_the_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deploy.local.asynchronous._CLOSING_SECONDS", 0.2)
-    released = threading.Event()
-
-    async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    def write(*_: object) -> None:
-        released.wait(10)
-
-    monkeypatch.setattr("deploy.local.asynchronous._write", write)
-    try:
-        async with asyncio.timeout(5):
-            async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
-                assert [(await client.post(ASYNC, content=b"x")).status_code for _ in range(6)] == [202] * 6
-                await asyncio.sleep(0.1)
-    finally:
-        released.set()
 
 
 async def test_a_full_queue_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
