@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,7 +78,6 @@ def local(
     ] = ["my-endpoint"],  # noqa: B006
     component: _Components = None,
     adapter: _Adapters = None,
-    models_dir: Annotated[Path | None, typer.Option(help="Directory in which TargetModel is looked for.")] = None,
     async_output: _AsyncOutput = None,
     max_payload_mb: Annotated[
         int, typer.Option(min=1, max=1024, help="MiB of a request's body and of an answer.")
@@ -95,7 +93,6 @@ def local(
     settings = LocalSettings(
         container=container.rstrip("/"),
         endpoints=_checked("--endpoint-name", endpoint_name),
-        models_dir=models_dir,
         async_output=async_output,
         max_payload=max_payload_mb * MEBIBYTE,
         answer_timeout=timeout,

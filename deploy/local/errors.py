@@ -8,7 +8,7 @@ from collections.abc import Mapping
 ACCOUNT, REGION = "000000000000", "us-east-1"
 """Placeholders in messages and ARNs: the local endpoint has no account."""
 
-MAX_ORIGINAL_MESSAGE = 2048
+_MAX_ORIGINAL_MESSAGE = 2048
 """Characters of a container's error that the API shows."""
 
 
@@ -55,7 +55,7 @@ def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiErr
     text = None if body is None else body.decode(errors="replace")
     side, code = ("client", "CLIENT_ERROR") if 400 <= status < 500 else ("server", "INTERNAL_FAILURE")
     shown = "and could not load the entire response body" if text is None else f'with message "{text}"'
-    original = (text or "")[:MAX_ORIGINAL_MESSAGE]
+    original = (text or "")[:_MAX_ORIGINAL_MESSAGE]
     return _model_error(endpoint, status, f"Received {side} error ({status}) from primary {shown}.", original, code)
 
 

@@ -30,7 +30,7 @@ from deploy.local.parameters import Headers, Parameters, reply_headers
 logger = logging.getLogger(__name__)
 
 _EVENT_STREAM = (b"content-type", b"application/vnd.amazon.eventstream")
-_NOT_FOUND, _CONFLICT, _UNAVAILABLE = 404, 409, 503
+_CONFLICT, _UNAVAILABLE = 409, 503
 _LOADING = frozenset({207, _UNAVAILABLE})
 """What containers answer to a ping while a model loads; any other failure is the model's own, and a call shows it."""
 _MAX_ANSWER = 65536
@@ -65,7 +65,7 @@ class Invoker:
     def __init__(self, settings: LocalSettings, container: ContainerClient) -> None:
         self._settings = settings
         self._container = container
-        self.endpoints = Endpoints(settings, container)
+        self.endpoints = Endpoints(settings)
         self._readiness = Readiness(container, settings.adapters)
 
     async def invoke(self, invocation: Invocation, seconds: float | None = None, most: int | None = None) -> Answer:
@@ -81,8 +81,6 @@ class Invoker:
             ):
                 body = await read_up_to(response, most or self._settings.max_payload)
         except TimeoutError:
-            if self.endpoints.models.loading(invocation.parameters.values.get("TargetModel")):
-                raise model_not_ready(invocation.endpoint) from None
             raise model_timed_out(invocation.endpoint) from None
         except ContainerBroken as error:
             raise _broken(invocation, error) from error
@@ -145,15 +143,11 @@ class Invoker:
             RuntimeApiError: the call is refused, here or by the container, or does not reach it.
             ContainerBroken: the connection broke.
         """
-        name, model = invocation.endpoint, invocation.parameters.values.get("TargetModel")
+        name = invocation.endpoint
         try:
             await self._readiness.check(name)
-            async with contextlib.AsyncExitStack() as replies:
-                response = await replies.enter_async_context(await self._request(invocation))
-                if response.status_code == _NOT_FOUND and await self.endpoints.models.lost(model):
-                    # Another client has unloaded the model, or the container was restarted; no model has seen the call.
-                    await replies.aclose()
-                    response = await replies.enter_async_context(await self._request(invocation))
+            headers = self.endpoints.headers(name, invocation.parameters)
+            async with self._container.request("POST", "/invocations", headers, invocation.body) as response:
                 if response.status_code == _UNAVAILABLE:
                     self._readiness.lost()
                 if not response.is_success:
@@ -161,7 +155,6 @@ class Invoker:
                 yield response
         except ContainerUnreachable as error:
             self._readiness.lost()
-            self.endpoints.models.forget()
             raise service_unavailable(
                 f"The container of endpoint {name} at {self._settings.container} cannot be reached: {error}"
             ) from error
@@ -169,10 +162,6 @@ class Invoker:
             raise service_unavailable(
                 f"Endpoint {name} has {self._settings.max_connections} calls under way and takes no more."
             ) from error
-
-    async def _request(self, invocation: Invocation) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
-        route = await self.endpoints.route(invocation.endpoint, invocation.parameters)
-        return self._container.request("POST", route.path, route.headers, invocation.body)
 
 
 def _broken(invocation: Invocation, error: ContainerBroken) -> RuntimeApiError:

@@ -88,7 +88,6 @@ class RuntimeApi:
         """End background work, and close all connections."""
         if self._async is not None:
             await self._async.close()
-        await self._invoker.endpoints.models.close()
         await self._container.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:

@@ -77,14 +77,10 @@ def container(
 
 
 @pytest.fixture(scope="module")
-def in_front(
-    container: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
-) -> Iterator[str]:
-    """`slipway local --container`, before the same container, beside whose model it can have others loaded."""
+def in_front(container: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`slipway local --container`, before the same container."""
     directory = tmp_path_factory.mktemp("in-front")
-    write_model(directory / "models" / "tgi", rolling_batch="vllm", tgi_compat="true", **engine_options)
-    shutil.copytree(ECHO, directory / "models" / "echo", ignore=shutil.ignore_patterns("__pycache__"))
-    arguments = ("--endpoint-name", NAME, "--adapter", "red", "--models-dir", str(directory / "models"))
+    arguments = ("--endpoint-name", NAME, "--adapter", "red")
     with local_command(directory, "--container", container.url, *arguments) as (url, _):
         yield url
 
@@ -239,34 +235,16 @@ def test_a_session_begins_goes_on_and_ends(runtime: Any) -> None:
     assert 400 <= closed.value.response["OriginalStatusCode"] < 500
 
 
-def test_a_target_model_is_loaded_before_its_first_call(container: Server, in_front: str) -> None:
-    with contextlib.closing(_client_of(in_front)) as client:
-        answer = json.loads(invoke(client, document(details=True), TargetModel="tgi.tar.gz"))
-        assert answer[0]["details"]["generated_tokens"] == 5  # TGI's answer is a list
-        own = json.loads(invoke(client, document()))
-        assert own["generated_text"] == answer[0]["generated_text"]
-        (loaded,) = target_models(container)
-        named = invoke(client, document(details=True), CustomAttributes=f"model_name={loaded}")
-        assert json.loads(named)[0]["generated_text"] == answer[0]["generated_text"]
-        with pytest.raises(ClientError, match="Failed to download model data"):
-            invoke(client, document(), TargetModel="../model")
-    assert container.client.delete(f"/models/{loaded}").status_code == 200
-
-
-def test_a_target_model_that_was_unloaded_is_loaded_again(container: Server, in_front: str) -> None:
-    with contextlib.closing(_client_of(in_front)) as client:
-        for _ in range(2):
-            answer = client.invoke_endpoint(EndpointName=NAME, Body=b"x", TargetModel="echo")
-            with answer["Body"] as body:
-                assert body.read() == b"x"
-            (loaded,) = target_models(container)
-            assert container.client.delete(f"/models/{loaded}").status_code == 200
-
-
-def target_models(container: Server) -> list[str]:
-    """What the container has beside its own model."""
-    names = [model["modelName"] for model in container.client.get("/models").json()["models"]]
-    return [name for name in names if name != "model"]
+def test_a_target_model_is_one_that_the_container_has(container: Server, runtime: Any, tmp_path: Path) -> None:
+    echo = shutil.copytree(ECHO, tmp_path / "echo", ignore=shutil.ignore_patterns("__pycache__"))
+    loaded = container.client.post("/models", params={"url": str(echo), "model_name": "echo"})
+    assert loaded.status_code == 200, loaded.text
+    try:
+        answer = runtime.invoke_endpoint(EndpointName=NAME, Body=b"x", TargetModel="echo.tar.gz")
+        with answer["Body"] as body:
+            assert body.read() == b"x"
+    finally:
+        container.client.delete("/models/echo")
 
 
 def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:

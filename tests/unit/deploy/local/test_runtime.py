@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -56,6 +55,7 @@ async def test_a_call_reaches_the_container_with_the_headers_of_the_api_alone() 
         f"{X}custom-attributes": "trace=1",
         f"{X}inference-id": "id-1",
         f"{X}session-id": "NEW_SESSION",
+        f"{X}target-model": "a.tar.gz",
         f"{X}enable-explanations": "`true`",
         f"{X}target-variant": "AllTraffic",
         f"{X}prefix-aware-id": "p",
@@ -73,6 +73,7 @@ async def test_a_call_reaches_the_container_with_the_headers_of_the_api_alone() 
         f"{X}custom-attributes": "trace=1",
         f"{X}inference-id": "id-1",
         f"{X}session-id": "NEW_SESSION",
+        f"{X}target-model": "a.tar.gz",
     }
 
 
@@ -169,7 +170,7 @@ async def test_a_huge_error_is_not_shown() -> None:
         (INVOKE, {f"{X}inference-id": "x" * 65}, "at 'inferenceId' failed to satisfy constraint: Member must have"),
         (INVOKE, {f"{X}target-variant": "Other"}, "Variant Other of endpoint e not found"),
         (INVOKE, {f"{X}target-container-hostname": "c"}, "TargetContainerHostname c: endpoint e has one container"),
-        (INVOKE, {f"{X}target-model": "m"}, "TargetModel m: endpoint e is not a multi-model endpoint."),
+        (INVOKE, {f"{X}target-model": "x" * 1025}, "at 'targetModel' failed to satisfy constraint: Member must have"),
         (INVOKE, {f"{X}inference-component": "ic"}, "Inference component ic of account 000000000000 not found."),
         (ASYNC, {}, "Endpoint e is not asynchronous"),
     ],
@@ -210,90 +211,6 @@ async def test_an_adapter_with_a_source_is_registered_before_the_first_call() ->
         await asyncio.gather(*(client.post(INVOKE, content=b"{}") for _ in range(3)))
     assert [seen.line.split()[1] for seen in container.seen] == ["/adapters", *["/invocations"] * 3]
     assert json.loads(container.seen[0].body) == {"name": "fr", "src": "/adapters/fr"}
-
-
-async def test_a_target_model_is_loaded_once_and_others_make_room(tmp_path: Path) -> None:
-    for name in ("a", "b.tar.gz"):
-        (tmp_path / "models" / name).mkdir(parents=True)
-    (tmp_path / "secret").mkdir()
-    loaded: set[str] = set()
-
-    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        method, path, _ = seen.line.split()
-        if path == "/models" and loaded:
-            writer.write(answer("507 Insufficient Storage"))
-        elif path == "/models":
-            loaded.add(json.loads(seen.body)["model_name"])
-            writer.write(answer())
-        elif method == "DELETE":
-            loaded.remove(path.split("/")[2])
-            writer.write(answer())
-        else:
-            assert path.split("/")[2] in loaded
-            writer.write(answer())
-
-    container = ScriptedContainer(script)
-    async with local_endpoint(container, models_dir=tmp_path / "models") as client:
-        for model in ("a.tar.gz", "a.tar.gz", "b.tar.gz", "/a.tar.gz"):
-            response = await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": model})
-            assert response.status_code == 200
-        for model in ("../secret", "c", ".", "/"):
-            response = await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": model})
-            assert error_of(response)[:2] == (400, "ValidationError")
-            assert "Failed to download model data" in response.json()["Message"]
-    kinds = [(seen.line.split()[0], seen.line.split()[1].split("/")[-1]) for seen in container.seen]
-    assert kinds[:3] == [("POST", "models"), ("POST", "invoke"), ("POST", "invoke")]
-    assert container.seen[1].headers[f"{X}target-model"] == "a.tar.gz"
-    urls = [json.loads(seen.body)["url"] for seen in container.seen if seen.line.startswith("POST /models ")]
-    assert urls[0] == str(tmp_path / "models" / "a")
-
-
-async def test_a_target_model_that_somebody_else_unloaded_is_loaded_again(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    loaded: set[str] = set()
-
-    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        path = seen.line.split()[1]
-        if path == "/models":
-            loaded.add(json.loads(seen.body)["model_name"])
-        known = path == "/models" or path.split("/")[2] in loaded
-        writer.write(answer("404 Not Found" if not known or seen.body == b"nothing" else "200 OK"))
-
-    container = ScriptedContainer(script)
-    async with local_endpoint(container, models_dir=tmp_path) as client:
-
-        async def status(body: bytes) -> int:
-            return (await client.post(INVOKE, content=body, headers={f"{X}target-model": "a"})).status_code
-
-        assert await status(b"{}") == 200
-        loaded.clear()
-        assert await status(b"{}") == 200
-        assert await status(b"nothing") == 424  # a 404 of the model's own
-    paths = [(seen.line.split()[0], seen.line.split()[1].count("/")) for seen in container.seen]
-    load, invoke, look = ("POST", 1), ("POST", 3), ("GET", 2)
-    assert paths == [load, invoke, invoke, look, load, invoke, invoke, look]
-
-
-async def test_a_target_model_that_loads_slowly_is_not_ready_and_then_it_is(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    go_on = asyncio.Event()
-
-    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if seen.line.startswith("POST /models "):
-            await go_on.wait()
-        writer.write(answer())
-
-    container = ScriptedContainer(script)
-    async with local_endpoint(container, models_dir=tmp_path, answer_timeout=0.3) as client:
-
-        async def invoke() -> httpx.Response:
-            return await client.post(INVOKE, content=b"{}", headers={f"{X}target-model": "a"})
-
-        for _ in range(2):
-            assert error_of(await invoke())[:2] == (429, "ModelNotReadyException")
-        go_on.set()
-        assert (await invoke()).status_code == 200
-    assert [seen.line.split()[1] == "/models" for seen in container.seen] == [True, False]
 
 
 async def test_payloads_have_a_limit_both_ways() -> None:
