@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from container import cli, logs
+from container.app import Mount
 from container.server import http_server, listen
 from deploy.local.endpoints import MEBIBYTE, LocalSettings
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.parameters import check_endpoint_name
 from deploy.local.runtime import PREFIX, RuntimeApi
-
-if TYPE_CHECKING:
-    from container.app import Mount
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,9 @@ def serve(
         async_output=async_output,
         **_inference_components(component, adapter),
     )
-    cli.run(startup, [_mount(settings)])
+    _announce(settings.container, settings.endpoints)
+    api = RuntimeApi(settings)
+    cli.run(startup, [Mount(PREFIX, api, api.close)])
 
 
 def local(
@@ -121,14 +121,6 @@ async def _run(settings: LocalSettings, host: str, port: int) -> None:
     await api.close()
 
 
-def _mount(settings: LocalSettings) -> Mount:
-    from container.app import Mount
-
-    _announce(settings.container, settings.endpoints)
-    api = RuntimeApi(settings)
-    return Mount(PREFIX, api, api.close)
-
-
 def _announce(url: str, names: tuple[str, ...]) -> None:
     # The container has an access line for each call; httpx need not add its own.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -158,8 +150,6 @@ def _inference_components(components: list[str] | None, adapters: list[str] | No
 
 def _checked(option: str, names: list[str]) -> tuple[str, ...]:
     for name in names:
-        if not name:
-            raise typer.BadParameter("a name is missing", param_hint=option)
         try:
             check_endpoint_name(name)
         except RuntimeApiError as error:

@@ -39,13 +39,6 @@ class LocalSettings:
     max_connections: int = 512
     """Connections to the container; a call beyond them waits a few seconds and is refused then."""
 
-
-class Endpoints:
-    """The endpoints of one container."""
-
-    def __init__(self, settings: LocalSettings) -> None:
-        self._settings = settings
-
     def check_name(self, name: str) -> None:
         """Check that an endpoint exists.
 
@@ -53,10 +46,10 @@ class Endpoints:
             RuntimeApiError: ValidationError, the name is malformed or unknown.
         """
         check_endpoint_name(name)
-        if name not in self._settings.endpoints:
+        if name not in self.endpoints:
             raise validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
 
-    def headers(self, name: str, parameters: Parameters) -> tuple[tuple[str, str], ...]:
+    def container_headers(self, name: str, parameters: Parameters) -> tuple[tuple[str, str], ...]:
         """The container's headers for a call of an endpoint.
 
         Raises:
@@ -71,11 +64,11 @@ class Endpoints:
 
     def _adapter(self, component: str | None) -> tuple[tuple[str, str], ...]:
         if component is None:
-            if self._settings.components:
+            if self.components:
                 raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")
             return ()
-        if component in self._settings.adapters:
+        if component in self.adapters:
             return ((_ADAPTER_HEADER, component),)
-        if component in self._settings.components:
+        if component in self.components:
             return ()
         raise validation_error(f"Inference component {component} of account {ACCOUNT} not found.")

@@ -15,7 +15,7 @@ import httpx
 from starlette.types import Send
 
 from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable, read_up_to
-from deploy.local.endpoints import Endpoints, LocalSettings
+from deploy.local.endpoints import LocalSettings
 from deploy.local.errors import (
     RuntimeApiError,
     internal_failure,
@@ -65,7 +65,6 @@ class Invoker:
     def __init__(self, settings: LocalSettings, container: ContainerClient) -> None:
         self._settings = settings
         self._container = container
-        self.endpoints = Endpoints(settings)
         self._readiness = Readiness(container, settings.adapters)
 
     async def invoke(self, invocation: Invocation, seconds: float | None = None, most: int | None = None) -> Answer:
@@ -146,7 +145,7 @@ class Invoker:
         name = invocation.endpoint
         try:
             await self._readiness.check(name)
-            headers = self.endpoints.headers(name, invocation.parameters)
+            headers = self._settings.container_headers(name, invocation.parameters)
             async with self._container.request("POST", "/invocations", headers, invocation.body) as response:
                 if response.status_code == _UNAVAILABLE:
                     self._readiness.lost()

@@ -101,7 +101,7 @@ class RuntimeApi:
             raise unknown_operation(scope["method"], path)
         name, operation = found.groups()
         if operation.startswith(_OPENAI):
-            self._invoker.endpoints.check_name(name)
+            self._settings.check_name(name)
             prefix = f"{PREFIX}{name}".encode()
             if not raw_path.startswith(prefix + f"/{_OPENAI}".encode()):
                 raise unknown_operation(scope["method"], path)
@@ -110,7 +110,7 @@ class RuntimeApi:
         api = _APIS.get(operation)
         if api is None or scope["method"] != "POST":
             raise unknown_operation(scope["method"], path)
-        self._invoker.endpoints.check_name(name)
+        self._settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
         limit = MAX_INLINE_BODY if api is Api.ASYNC else self._settings.max_payload
         invocation = Invocation(name, parameters, await _read_body(scope, receive, limit))

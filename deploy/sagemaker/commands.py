@@ -87,7 +87,8 @@ def _read(
     profile: Profile = None,
 ) -> _Deployment:
     """The deployment of a file and of options."""
-    options = {key: value for key, value in locals().items() if key not in ("file", "profile")}
+    options = dict(locals())
+    del options["file"], options["profile"]
     values = laid_over(read_file(file) if file else {}, read_options(options))
     in_ecr, given = ecr_image(str(values.get("image"))), values.get("region")
     aws = Aws(given if isinstance(given, str) else None, profile, otherwise=in_ecr.region if in_ecr else None)

@@ -10,7 +10,7 @@ _JSON = "application/json"
 
 
 class StreamBroken(Exception):
-    """The stream ended with an error, of SageMaker's or of the model's."""
+    """The connection broke, or the stream has an error of the model's."""
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
@@ -40,10 +40,9 @@ def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | 
     """The pieces of a streamed answer as they come.
 
     Raises:
-        StreamBroken: the stream ended with an error.
-        botocore.exceptions.ClientError: the endpoint or the model refused.
+        StreamBroken: the connection broke.
+        botocore.exceptions.ClientError: the endpoint or the model refused, or the stream ended with an error.
     """
-    from botocore.exceptions import EventStreamError
     from urllib3.exceptions import HTTPError
 
     stream = runtime.invoke_endpoint_with_response_stream(**_parameters(endpoint, request, component))["Body"]
@@ -51,8 +50,6 @@ def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | 
         for event in stream:
             if "PayloadPart" in event:
                 yield bytes(event["PayloadPart"]["Bytes"])
-    except EventStreamError as error:
-        raise StreamBroken(str(error)) from error
     except HTTPError as error:  # botocore lets it through while it reads a stream
         raise StreamBroken(f"the connection broke: {error}") from error
     finally:
