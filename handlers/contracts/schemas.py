@@ -7,13 +7,12 @@ msgspec struct. `MEANINGS` has a sentence on each field.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, ParameterReader, Reader
+from handlers.contracts.json_fields import Kind, ParameterReader, Reader
 
-T = TypeVar("T")
 Schema = Mapping[str, Any]
 
 ANYTHING: Schema = {}
@@ -151,46 +150,9 @@ class _Asked(ParameterReader):
         super().__init__({})
         self.properties: dict[str, Schema] = {}
 
-    def boolean(self, name: str, default: bool) -> bool:
-        return self._keep(name, default, "boolean")
-
-    def integer(self, name: str, default: int, *, minimum: int | None = None, maximum: int | None = None) -> int:
-        return self._keep(name, default, "integer", minimum=minimum, maximum=maximum)
-
-    def optional_integer(
-        self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
-    ) -> int | None:
-        return self._keep(name, None, ["integer", "string"] if digits else "integer", minimum=minimum, maximum=maximum)
-
-    def number(
-        self,
-        name: str,
-        default: float,
-        *,
-        minimum: float | None = None,
-        maximum: float | None = None,
-        above: float | None = None,
-    ) -> float:
-        return self._keep(name, default, "number", minimum=minimum, maximum=maximum, exclusiveMinimum=above)
-
-    def optional_string(self, name: str) -> str | None:
-        return self._keep(name, None, "string")
-
-    def optional_object(self, name: str) -> dict[str, Any] | None:
-        return self._keep(name, None, "object")
-
-    def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
-        return self._keep(name, (), ["array", "string"], items={"type": "string", "maxLength": longest}, maxItems=most)
-
-    def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
-        return self._keep(name, (), "array", items={"type": "integer", "minimum": minimum})
-
-    def logit_bias(self, name: str) -> dict[int, float] | None:
-        return self._keep(name, None, "object", additionalProperties={"type": "number"})
-
-    def _keep(self, name: str, default: T, kind: str | list[str], **limits: Any) -> T:
+    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
         schema = {"type": kind, **{limit: value for limit, value in limits.items() if value is not None}}
-        self.properties[name] = schema if default in (None, ()) else {**schema, "default": default}
+        self.properties[name] = schema if default in (None, []) else {**schema, "default": default}
         return default
 
 

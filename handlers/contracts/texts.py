@@ -67,9 +67,3 @@ def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
     if size > most:
         raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")
     return text
-
-
-def check_count(name: str, ids: Any) -> None:
-    """Raise InvalidParameter if a list has too many ids; anything but a list passes."""
-    if isinstance(ids, list) and len(ids) > MOST_IDS:
-        raise InvalidParameter(name, f"may have at most {MOST_IDS} token ids, got {len(ids)}")

@@ -10,6 +10,7 @@ from typing import Any
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TRITON
+from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL
@@ -60,6 +61,8 @@ def attempt(document: Any, route: str = "generate", **more: Any) -> Exchange | R
         return parse(document, route, **more)
     except ContractError as error:
         return error.reply
+    except RequestError as error:
+        return TRITON.refuse(error)
 
 
 def refused(document: Any, route: str = "generate", **more: Any) -> Reply:

@@ -17,7 +17,7 @@ from handlers.contracts.family import ContractSetting, Family, Generates, ModelV
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.contracts.happy_vllm.errors import JSON, refuse, wrong_method
-from handlers.contracts.happy_vllm.request import document, read_generation, required_string
+from handlers.contracts.happy_vllm.request import BodyReader, document, read_generation
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.vllm_parameters import read_vllm_parameters
@@ -93,7 +93,7 @@ def live_metrics(call: Call, view: ModelView) -> Reply:
 
 def abort_request(call: Call, view: ModelView) -> Reply:
     """`POST /v1/abort_request`: null, whether or not there is such a request."""
-    view.abort(required_string(document(call), "request_id"))
+    view.abort(BodyReader(document(call)).required_string("request_id"))
     return _reply(None)
 
 

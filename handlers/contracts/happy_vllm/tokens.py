@@ -13,15 +13,14 @@ import msgspec
 
 from handlers.contracts.family import LoadedModel, ModelView, Texts
 from handlers.contracts.happy_vllm.errors import JSON, vllm_error
-from handlers.contracts.happy_vllm.request import coerced, document, required_ids, required_string
-from handlers.contracts.json_fields import ParameterReader, json_kind
+from handlers.contracts.happy_vllm.request import BodyReader, document
+from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import NoChatTemplate, TemplateRefusal, check_body, check_count, check_text, render
+from handlers.contracts.texts import NoChatTemplate, TemplateRefusal, check_body, check_text, render
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
-_SIDES = ("left", "right")
 
 _WORD = "thisisareallybigwordisntit"
 """happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
@@ -38,9 +37,8 @@ _LONGEST_CHARACTER = 8
 
 def tokenizer(call: Call, view: ModelView) -> Reply:
     """`POST /v1/tokenizer`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    text = check_text("text", required_string(values, "text"))
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
     vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
     ids = model.texts.encode(text) if vanilla else ids_inside(model, text)
     answer: dict[str, Any] = {"tokens_ids": ids, "tokens_nb": len(ids)}
@@ -51,23 +49,20 @@ def tokenizer(call: Call, view: ModelView) -> Reply:
 
 def decode(call: Call, view: ModelView) -> Reply:
     """`POST /v1/decode`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    ids = _ids(values, "token_ids", model)
+    read, model = _read(call), view.text()
+    ids = read.required_ids("token_ids", model.texts.vocabulary_size)
     vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
-    if vanilla:
-        answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids)}
-        return _reply(answer | {"tokens_str": model.texts.pieces(ids)} if with_texts else answer)
-    texts = texts_inside(model, ids)
-    answer = {"decoded_string": "".join(texts)}
-    return _reply(answer | {"tokens_str": texts} if with_texts else answer)
+    texts = [] if vanilla else texts_inside(model, ids)
+    answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids) if vanilla else "".join(texts)}
+    if with_texts:
+        answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts
+    return _reply(answer)
 
 
 def split(call: Call, view: ModelView) -> Reply:
     """`POST /v1/split_text`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    text = check_text("text", required_string(values, "text"))
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
     minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
     separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
     return _reply({"split_text": split_text(model, text, minimum, separators)})
@@ -75,11 +70,10 @@ def split(call: Call, view: ModelView) -> Reply:
 
 def metadata(call: Call, view: ModelView) -> Reply:
     """`POST /v1/metadata_text`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    text = check_text("text", required_string(values, "text"))
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
     side = read.optional_string("truncation_side") or model.texts.truncation_side
-    if side not in _SIDES:
+    if side not in ("left", "right"):
         raise InvalidParameter("truncation_side", 'must be "left" or "right"')
     max_length = read.integer("max_length", model.max_model_len, minimum=0)
     dropped = dropped_by_truncation(model, text, max_length, side)
@@ -95,49 +89,45 @@ def tokenizer_v2(call: Call, view: ModelView) -> Reply:
 
 
 def _tokenize(call: Call, view: ModelView) -> Reply:
-    values, model = _values(call), view.text()
-    _check_model(values, view)
-    read = ParameterReader(values)
-    if read.has("messages"):
+    check_body(call)
+    values, model = document(call), view.text()
+    read = BodyReader(values)
+    _check_model(read, view)
+    is_chat = read.has("messages")
+    if is_chat:
         if read.has("chat_template"):
             raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
         add_generation_prompt = read.boolean("add_generation_prompt", True)
         text = check_text("messages", _chat_prompt(model.texts, values["messages"], add_generation_prompt))
     else:
-        text = check_text("prompt", required_string(values, "prompt"))
-    special = read.boolean("add_special_tokens", not read.has("messages"))
-    ids = model.texts.encode(text, special=special)
+        text = check_text("prompt", read.required_string("prompt"))
+    ids = model.texts.encode(text, special=read.boolean("add_special_tokens", not is_chat))
     return _reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
 
 
 def decode_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
     try:
-        values, model = _values(call), view.text()
-        _check_model(values, view)
-        ids = _ids(values, "tokens", model)
+        read, model = _read(call), view.text()
+        _check_model(read, view)
+        ids = read.required_ids("tokens", model.texts.vocabulary_size)
         return _reply({"prompt": model.texts.decode(ids)})
     except (RequestError, ContractError) as error:
         return vllm_error(error)
 
 
-def _values(call: Call) -> dict[str, Any]:
+def _read(call: Call) -> BodyReader:
     check_body(call)
-    return coerced(document(call))
+    return BodyReader(document(call))
 
 
-def _ids(values: dict[str, Any], name: str, model: LoadedModel) -> list[int]:
-    check_count(name, values.get(name))
-    return required_ids(values, name, model.texts.vocabulary_size)
-
-
-def _with_texts(read: ParameterReader) -> bool:
+def _with_texts(read: BodyReader) -> bool:
     """The original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
     return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
 
 
-def _check_model(values: dict[str, Any], view: ModelView) -> None:
-    name = ParameterReader(values).optional_string("model")
+def _check_model(read: BodyReader, view: ModelView) -> None:
+    name = read.optional_string("model")
     settings = view.settings
     if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
         raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")

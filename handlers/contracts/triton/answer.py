@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
 from handlers.contracts.protocol import Reply
 from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
-from handlers.contracts.triton.request import Outputs
+from handlers.contracts.triton.request import TritonRequest
 from handlers.errors import RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 
@@ -33,24 +32,6 @@ _FINISH_REASONS = {
 }
 """vLLM's names, as its backend writes them."""
 _FLOAT32 = struct.Struct("f")
-_PLAIN = Outputs()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """The form of the responses to one request."""
-
-    model: str
-    id: str = ""
-    """Empty: the request has none, and so have the responses."""
-    sequences: int = 1
-    outputs: Outputs = _PLAIN
-    logprobs: bool = False
-    """The request has `logprobs`; without them the output of that name is "null"."""
-    lead: str = ""
-    """What each text begins with; the prompt, or nothing."""
-    text: bool = True
-    """False: `detokenize` is off, and there is no text."""
 
 
 class _Piece:
@@ -80,64 +61,62 @@ class _Piece:
 
 
 class _Objects:
-    """Writes the response objects of one answer, from prefixes made once."""
+    """Writes the response objects of one answer."""
 
-    __slots__ = ("_head", "_id", "_model", "_options")
+    __slots__ = ("_lead", "_members", "_request", "plain")
 
-    def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
-        self._id = f'"id":{quote(options.id)},' if options.id else ""
-        self._model = f'"model_name":{quote(options.model)},"model_version":"{VERSION}",'
-        self._head = "{" + self._id + self._model + '"text_output":'
-
-    @property
-    def plain(self) -> str | None:
+    def __init__(self, model: str, request: TritonRequest) -> None:
+        self._request = request
+        self._lead = request.prompt if request.repeat_prompt else ""
+        self._members = {"id": quote(request.id)} if request.id else {}
+        self._members |= {"model_name": quote(model), "model_version": f'"{VERSION}"'}
+        head = "".join(f'"{name}":{value},' for name, value in self._members.items())
+        shows_text_alone = not request.outputs and request.vllm.sequences == 1 and request.vllm.detokenize
+        self.plain = f'{{{head}"text_output":' if shows_text_alone else None
         """What comes before the text, if only a brace comes after it; None if there is more."""
-        options = self._options
-        return self._head if options.outputs == _PLAIN and options.sequences == 1 and options.text else None
 
     def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
         """One response."""
-        options, outputs = self._options, self._options.outputs
-        parts = ["{"]
-        if outputs.cum_log_probs:
-            parts.append(f'"cum_log_probs":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
-        if outputs.cumulative_logprob:
-            parts.append(f'"cumulative_logprob":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
-        if outputs.finish_reason:
-            parts.append(f'"finish_reason":{_tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)},')
-        parts.append(self._id)
-        if outputs.logprobs:
-            parts.append(f'"logprobs":{_tensor(quote(self._logprobs(piece)) for piece in pieces)},')
-        parts.append(self._model)
-        if outputs.num_input_tokens:
-            parts.append(f'"num_input_tokens":{prompt_token_count},')
-        if outputs.num_output_tokens:
-            parts.append(f'"num_output_tokens":{_tensor(str(piece.new_tokens) for piece in pieces)},')
-        if outputs.cum_log_probs:
-            parts.append(f'"output_log_probs":{_tensor(_rectangle(pieces))},')
-        texts = (quote(options.lead + piece.text if options.text else options.lead) for piece in pieces)
-        parts.append(f'"text_output":{_tensor(texts)}}}')
-        return "".join(parts)
+        members = dict(self._members)
+        texts = [self._lead + piece.text if self._request.vllm.detokenize else self._lead for piece in pieces]
+        members["text_output"] = _tensor(map(quote, texts))
+        for output in self._request.outputs:
+            members[output] = self._output(output, pieces, prompt_token_count)
+        return "{" + ",".join(f'"{name}":{members[name]}' for name in sorted(members)) + "}"
+
+    def _output(self, name: str, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
+        match name:
+            case "finish_reason":
+                return _tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)
+            case "logprobs":
+                return _tensor(quote(self._logprobs(piece)) for piece in pieces)
+            case "num_input_tokens":
+                return str(prompt_token_count)
+            case "num_output_tokens":
+                return _tensor(str(piece.new_tokens) for piece in pieces)
+            case "output_log_probs":
+                return _tensor(_rectangle(pieces))
+            case _:  # cumulative_logprob, and TensorRT-LLM's cum_log_probs
+                return _tensor(_float32(piece.cumulative) for piece in pieces)
 
     def _logprobs(self, piece: _Piece) -> str:
         """JSON in a string, as Python's own writer makes it, which the backend uses."""
-        return json.dumps([_candidates(token) for token in piece.tokens]) if self._options.logprobs else "null"
+        return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
 
 
 class CollectedAnswer:
-    """The one response to a request without `stream`: an object, or the only event of a stream.
+    """One response: an object, or the only event of a stream.
 
-    `steps`: the engine is asked for every step, each of which is a response; more than one is an error.
+    With `stream` each step of the engine is a response, and more than one of them is an error.
     """
 
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, options: AnswerOptions, *, events: bool, steps: bool = False) -> None:
+    def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
         self.content_type = EVENTS if events else JSON
-        self._objects = _Objects(options)
-        self._pieces = [_Piece() for _ in range(options.sequences)]
-        self._events, self._steps = events, steps
+        self._objects = _Objects(model, request)
+        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
+        self._events, self._steps = events, request.stream
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -169,11 +148,11 @@ class EventAnswer:
     content_type = EVENTS
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, options: AnswerOptions) -> None:
-        self._objects = _Objects(options)
+    def __init__(self, model: str, request: TritonRequest) -> None:
+        self._objects = _Objects(model, request)
         plain = self._objects.plain
         self._plain = None if plain is None else f"data: {plain}"
-        self._pieces = [_Piece() for _ in range(options.sequences)]
+        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The event of this delta. The hot path: called for each token of each stream."""

@@ -12,19 +12,12 @@ from handlers.contracts.family import ContractSetting, Family, Generates, Operat
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
-from handlers.contracts.triton.answer import AnswerOptions, CollectedAnswer, EventAnswer
+from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
-from handlers.contracts.triton.request import (
-    TENSORRT_LLM_INPUTS,
-    VLLM_INPUTS,
-    TritonParameters,
-    read_body,
-    read_parameters,
-)
+from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import InvalidParameter, InvalidRequest, RequestError
+from handlers.errors import InvalidParameter, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest
 
 
 class TritonContract:
@@ -32,76 +25,32 @@ class TritonContract:
 
     def __init__(self, setting: ContractSetting, *, events: bool) -> None:
         """`events`: the answer is a stream of server-sent events, whatever `stream` says."""
-        self._name = setting.settings.name
-        self._on_tensorrt_llm = setting.settings.rolling_batch == "trtllm"
-        self._adapters = setting.settings.enable_lora
-        self._eos_token_ids = setting.model.eos_token_ids
-        self._max_logprobs = setting.model.max_top_tokens
-        self._events = events
+        self._setting, self._events = setting, events
 
     def parse(self, call: Call) -> Exchange:
-        missing = missing_model(self._name, call.path_parameters)
-        if missing is not None:
+        model = self._setting.settings.name
+        if (missing := missing_model(model, call.path_parameters)) is not None:
             raise ContractError(missing, "the path names a model or a version that is not served")
-        _check_encoding(call)
-        body = read_body(call.body, self._name)
-        try:
-            parameters = read_parameters(
-                body,
-                on_tensorrt_llm=self._on_tensorrt_llm,
-                eos_token_ids=self._eos_token_ids,
-                adapters=self._adapters,
+        encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise TritonRefusal(
+                f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"
             )
-            if parameters.stream and parameters.vllm.sequences > 1 and not self._events:
-                raise SeveralResponses
-            if parameters.outputs.logprobs and (parameters.vllm.logprobs or 0) > self._max_logprobs:
-                raise InvalidParameter(
-                    "logprobs", f"must be at most {self._max_logprobs}, got {parameters.vllm.logprobs}"
-                )
-        except InvalidRequest as error:
-            raise ContractError(refusal(error), error.message) from None
-        options = AnswerOptions(
-            model=self._name,
-            id=body.id,
-            sequences=parameters.vllm.sequences,
-            outputs=parameters.outputs,
-            logprobs=parameters.vllm.logprobs is not None,
-            lead=body.text_input if parameters.repeat_prompt else "",
-            text=parameters.vllm.detokenize,
-        )
-        request = _request(call.request_id, body.text_input, parameters, options)
-        notes = (f"parameters without effect: {', '.join(parameters.ignored)}",) if parameters.ignored else ()
-        return Exchange((request,), self._answer(options, parameters.stream), notes)
+        request = read_request(call.body, self._setting)
+        if request.stream and request.vllm.sequences > 1 and not self._events:
+            raise SeveralResponses
+        most = self._setting.model.max_top_tokens
+        if request.shows_logprobs and (request.vllm.logprobs or 0) > most:
+            raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
+        if request.stream and self._events:
+            answer: Answer = EventAnswer(model, request)
+        else:
+            answer = CollectedAnswer(model, request, events=self._events)
+        notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
+        return Exchange((request.for_engine(call.request_id),), answer, notes)
 
     def refusal(self, error: RequestError) -> Reply:
         return refusal(error)
-
-    def _answer(self, options: AnswerOptions, stream: bool) -> Answer:
-        if stream and self._events:
-            return EventAnswer(options)
-        return CollectedAnswer(options, events=self._events, steps=stream)
-
-
-def _check_encoding(call: Call) -> None:
-    encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise TritonRefusal(f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)")
-
-
-def _request(request_id: str, prompt: str, parameters: TritonParameters, options: AnswerOptions) -> GenerationRequest:
-    vllm, outputs = parameters.vllm, parameters.outputs
-    shows_logprobs = outputs.logprobs and options.logprobs
-    want_logprobs = shows_logprobs or outputs.cumulative_logprob or outputs.cum_log_probs
-    return vllm.request(
-        request_id,
-        prompt,
-        stream=parameters.stream,
-        want_tokens=want_logprobs,
-        want_logprobs=want_logprobs,
-        want_ranks=shows_logprobs,
-        top_tokens=(vllm.logprobs or 0) if shows_logprobs else 0,
-        adapter=parameters.adapter,
-    )
 
 
 JSON, EVENTS = "application/json", "text/event-stream"
