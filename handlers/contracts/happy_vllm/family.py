@@ -18,10 +18,10 @@ from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.contracts.happy_vllm.errors import JSON, refuse, wrong_method
 from handlers.contracts.happy_vllm.request import BodyReader, document, read_generation
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import InvalidParameter, RequestError
+from handlers.errors import RequestError
 
 
 class HappyVllmContract:
@@ -31,11 +31,7 @@ class HappyVllmContract:
         self._stream = stream
 
     def parse(self, call: Call) -> Exchange:
-        values = document(call)
-        try:
-            generation = read_generation(values)
-        except InvalidParameter as error:
-            raise ContractError(refuse(error), error.message) from None
+        generation = read_generation(document(call))
         requests = (generation.request(call.request_id, self._stream),)
         if not self._stream:
             return Exchange(requests, WholeAnswer(generation))

@@ -34,16 +34,16 @@ Headers = tuple[tuple[str, str], ...]
 class AnswerOptions:
     """What one answer shows."""
 
-    prompt: str = ""
+    prompt: str
     """What each text begins with; empty unless the full text is wanted."""
-    details: bool = False
-    top_tokens: bool = False
-    in_array: bool = False
-    seeds: tuple[int | None, ...] = (None,)
+    details: bool
+    top_tokens: bool
+    in_array: bool
+    seeds: tuple[int | None, ...]
     """Of each sequence; None for greedy decoding."""
     special_texts: Mapping[int, str]
     """Texts of special tokens, which are no part of the generated text."""
-    characters: int = 0
+    characters: int
     """Length of `inputs`."""
     compute_type: str
 
@@ -114,6 +114,16 @@ class GenerationAnswer:
         return f',"top_tokens":[{lists}]'
 
 
+def stream_headers(compute_type: str, characters: int) -> Headers:
+    """The headers of a stream, be it of an error alone. `characters`: the length of `inputs`."""
+    return (
+        ("x-compute-type", compute_type),
+        ("x-compute-characters", str(characters)),
+        ("x-accel-buffering", "no"),
+        ("cache-control", "no-cache"),
+    )
+
+
 class StreamAnswer:
     """An event for each token; the last one carries the whole text."""
 
@@ -123,12 +133,7 @@ class StreamAnswer:
         self._options = options
         self._text: list[str] = []
         self._index = 0
-        self.headers: Headers = (
-            ("x-compute-type", options.compute_type),
-            ("x-compute-characters", str(options.characters)),
-            ("x-accel-buffering", "no"),
-            ("cache-control", "no-cache"),
-        )
+        self.headers = stream_headers(options.compute_type, options.characters)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The events of this delta's tokens. The hot path: called for each token of each stream."""
@@ -233,13 +238,10 @@ def float32(value: float | None) -> str:
         return "null"
     nearest: float = _unpack(packed)[0]
     # Six digits always survive 32 bits, and nine tell all numbers apart: the fewest that do are written.
-    text = f"{nearest:.6g}"
-    if _pack(float(text)) != packed:
-        text = f"{nearest:.7g}"
-        if _pack(float(text)) != packed:
-            text = f"{nearest:.8g}"
-            if _pack(float(text)) != packed:
-                text = f"{nearest:.9g}"
+    for form in ("%.6g", "%.7g", "%.8g", "%.9g"):
+        text = form % nearest
+        if _pack(float(text)) == packed:
+            break
     if "e" in text:
         return _exponential(text)
     return text if "." in text else text + ".0"

@@ -3,116 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Tells
-from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.contracts.tgi.answer import AnswerOptions, GenerationAnswer, StreamAnswer
+from handlers.contracts.tgi.answer import AnswerOptions, GenerationAnswer, StreamAnswer, stream_headers
 from handlers.contracts.tgi.errors import EVENTS, JSON, refuse, refuse_stream, wrong_method
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens
-from handlers.contracts.tgi.request import (
-    Body,
-    TgiParameters,
-    parameter_rules,
-    read,
-    shown_seed,
-    unknown_fields,
-    validate,
-)
+from handlers.contracts.tgi.request import Body, Parameters, read, validate
 from handlers.contracts.tgi.vertex import LONG_CHATS, VertexContract
 from handlers.errors import InvalidRequest, RequestError
-from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"
 """What TGI sends while a stream is idle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """The differences between the generating routes."""
-
-    streams: bool | None
-    """None: the body's `stream` decides."""
-    in_array: bool = False
-    full_text: bool = False
-    """Default of `return_full_text`."""
-
-
 class TgiContract:
     """/, /generate or /generate_stream of one model."""
 
-    def __init__(self, setting: ContractSetting, style: Style) -> None:
-        self._settings, self._style = setting.settings, style
-        self._rules = parameter_rules(setting.model, setting.settings)
-        self._special_texts = {token_id: text for text, token_id in self._rules.special_ids.items()}
-        self._compute_type = setting.settings.rolling_batch
+    def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
+        """`streams`: None on /, where the body decides, an answer is an array, and the full text is the default."""
+        self._setting, self._streams = setting, streams
+        self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
     def parse(self, call: Call) -> Exchange:
         body, document = read(call, Body)
-        streams = bool(body.stream) if self._style.streams is None else self._style.streams
+        streams = bool(body.stream) if self._streams is None else self._streams
         try:
             notes = self._notes(document)
-            parameters = validate(body.inputs, body.parameters, self._rules, streams=streams)
+            parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
         except InvalidRequest as error:
-            reply = refuse(error)
-            if streams:
-                reply = refuse_stream(error, StreamAnswer(self._options(body)).headers)
-            raise ContractError(reply, error.message) from None
-        return self._exchange(call, body, parameters, streams, notes)
-
-    def refusal(self, error: RequestError) -> Reply:
-        return refuse(error)
-
-    def _exchange(
-        self, call: Call, body: Body, parameters: TgiParameters, streams: bool, notes: tuple[str, ...]
-    ) -> Exchange:
-        samplings = [parameters.sampling] * parameters.best_of
+            if not streams:
+                raise
+            headers = stream_headers(self._setting.settings.rolling_batch, len(body.inputs))
+            raise ContractError(refuse_stream(error, headers), error.message) from None
+        candidates = [parameters] * parameters.best_of
         if parameters.details:
-            samplings = [parameters.seeded() for _ in samplings]
+            candidates = [parameters.seeded() for _ in candidates]
         want_tokens = streams or parameters.details or parameters.best_of > 1
         requests = tuple(
-            GenerationRequest(
-                request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
-                prompt=body.inputs,
-                sampling=sampling,
+            candidate.request(
+                call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
+                body.inputs,
                 stream=streams,
-                truncate_prompt_tokens=parameters.truncate,
-                room=parameters.room,
                 want_tokens=want_tokens,
                 want_logprobs=want_tokens,
                 want_prompt_tokens=parameters.prefill,
                 top_tokens=parameters.top_tokens if streams or parameters.details else 0,
-                adapter=parameters.adapter,
             )
-            for place, sampling in enumerate(samplings)
+            for place, candidate in enumerate(candidates)
         )
-        options = self._options(body, parameters, tuple(map(shown_seed, samplings)))
-        answer: Answer = StreamAnswer(options) if streams else GenerationAnswer(options)
-        return Exchange(requests, answer, notes, comment=_COMMENT if streams else b"")
-
-    def _options(
-        self, body: Body, parameters: TgiParameters | None = None, seeds: tuple[int | None, ...] = (None,)
-    ) -> AnswerOptions:
-        asked = body.parameters.return_full_text if body.parameters is not None else None
-        return AnswerOptions(
-            prompt=body.inputs if (self._style.full_text if asked is None else asked) else "",
-            details=parameters is not None and parameters.details,
-            top_tokens=parameters is not None and parameters.top_tokens > 0,
-            in_array=self._style.in_array,
-            seeds=seeds,
+        full_text = body.parameters.return_full_text if body.parameters is not None else None
+        options = AnswerOptions(
+            prompt=body.inputs if (self._streams is None if full_text is None else full_text) else "",
+            details=parameters.details,
+            top_tokens=parameters.top_tokens > 0,
+            in_array=self._streams is None,
+            seeds=tuple(candidate.shown_seed for candidate in candidates),
             special_texts=self._special_texts,
             characters=len(body.inputs),
-            compute_type=self._compute_type,
+            compute_type=self._setting.settings.rolling_batch,
         )
+        if streams:
+            return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
+        return Exchange(requests, GenerationAnswer(options), notes)
+
+    def refusal(self, error: RequestError) -> Reply:
+        return refuse(error)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        unknown = unknown_fields(document)
+        values = document.get("parameters")
+        unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
+        unknown += sorted(document.keys() - set(Body.__struct_fields__))
         if not unknown:
             return ()
-        if self._settings.strict_parameters:
+        if self._setting.settings.strict_parameters:
             raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
         return (f"fields without effect: {', '.join(unknown)}",)
 
@@ -156,7 +123,7 @@ TGI = Family(
     routes=(
         Generates(
             path="/",
-            contract=partial(TgiContract, style=Style(streams=None, in_array=True, full_text=True)),
+            contract=partial(TgiContract, streams=None),
             about=_generating(
                 "Generate text (TGI); events with `stream`",
                 "The answer in an array",
@@ -165,12 +132,12 @@ TGI = Family(
         ),
         Generates(
             path="/generate",
-            contract=partial(TgiContract, style=Style(streams=False)),
+            contract=partial(TgiContract, streams=False),
             about=_generating("Generate text (TGI)", "The answer", {JSON: _ANSWER}),
         ),
         Generates(
             path="/generate_stream",
-            contract=partial(TgiContract, style=Style(streams=True)),
+            contract=partial(TgiContract, streams=True),
             about=_generating(
                 "Stream text (TGI)", "An event for each token; errors are events as well", {EVENTS: _EVENT}
             ),

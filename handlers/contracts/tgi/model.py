@@ -36,12 +36,7 @@ def tell_health(_: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def tell_info(_: Call, view: ModelView) -> Reply:
-    """The model and its limits.
-
-    Raises:
-        NotReady: it is not loaded.
-        NotServed: a custom handler generates.
-    """
+    """The model and its limits."""
     model = view.text()
     info: dict[str, Any] = {
         "model_id": view.settings.model_id,
@@ -63,14 +58,7 @@ def tell_info(_: Call, view: ModelView) -> Reply:
 
 
 def tell_tokens(call: Call, view: ModelView) -> Reply:
-    """The tokens of `inputs` with their places; only the last `truncate` of them.
-
-    Raises:
-        ContractError: the body is wrong.
-        NotReady: the model is not loaded.
-        NotServed: a custom handler generates.
-        InvalidRequest: the tokenizer cannot take the text.
-    """
+    """The tokens of `inputs` with their places; only the last `truncate` of them."""
     texts = view.text().texts
     check_body(call)
     body, _ = read(call, Body)
@@ -80,14 +68,7 @@ def tell_tokens(call: Call, view: ModelView) -> Reply:
 
 
 def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
-    """The prompt that a chat becomes, and its tokens.
-
-    Raises:
-        ContractError: the body is wrong.
-        NotReady: the model is not loaded.
-        NotServed: a custom handler generates.
-        InvalidRequest: the tokenizer cannot take the text.
-    """
+    """The prompt that a chat becomes, and its tokens."""
     texts = view.text().texts
     check_body(call)
     chat, _ = read(call, Chat)

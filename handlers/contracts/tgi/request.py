@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import getrandbits
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from handlers.contracts.family import LoadedModel
+from handlers.contracts.family import ContractSetting, LoadedModel
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import NO_JSON_TYPE, NOT_JSON, does_not_fit, unreadable
 from handlers.errors import InvalidRequest
 from handlers.model_settings import ModelSettings
-from handlers.request import Constraint, SamplingParameters
+from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -95,42 +95,6 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
         raise does_not_fit(message) from None
 
 
-def unknown_fields(document: dict[str, Any]) -> tuple[str, ...]:
-    """Names in the body that have no meaning, those of parameters first."""
-    values = document.get("parameters")
-    unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
-    return (*unknown, *sorted(document.keys() - set(Body.__struct_fields__)))
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRules:
-    """What decides how the parameters for one model are read."""
-
-    max_input_tokens: int
-    max_best_of: int
-    max_stop_sequences: int
-    do_sample_inferred: bool
-    """Sampling parameters switch sampling on, as in TGI's model server; otherwise `do_sample` alone does."""
-    special_ids: Mapping[str, int]
-    """The model's special tokens, by their texts."""
-    eos_token_ids: frozenset[int]
-    adapters: bool = False
-    """Whether there are adapters (`option.enable_lora`)."""
-
-
-def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
-    """The rules for one model."""
-    return ParameterRules(
-        max_input_tokens=max_input_tokens(model, settings),
-        max_best_of=settings.max_best_of,
-        max_stop_sequences=settings.max_stop_sequences,
-        do_sample_inferred=settings.do_sample_inferred,
-        special_ids=model.texts.special_tokens,
-        eos_token_ids=model.eos_token_ids,
-        adapters=settings.enable_lora,
-    )
-
-
 def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
     """The length of the longest prompt, in tokens."""
     context = model.max_model_len - 1
@@ -148,29 +112,41 @@ class TgiParameters:
     top_tokens: int
     truncate: int | None
     room: int
-    adapter: str | None = None
+    adapter: str | None
 
-    def seeded(self) -> SamplingParameters:
-        """The sampling parameters with a seed, random if the request samples and has none."""
+    @property
+    def shown_seed(self) -> int | None:
+        """The seed as details show it; None for greedy decoding."""
+        return None if self.sampling.greedy or self.sampling.seed is None else self.sampling.seed % _UINT64
+
+    def seeded(self) -> TgiParameters:
+        """The same with a random seed, if the request samples and has none."""
         if self.sampling.greedy or self.sampling.seed is not None:
-            return self.sampling
-        return msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS))
+            return self
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS)))
+
+    def request(self, request_id: str, prompt: str, **fields: Any) -> GenerationRequest:
+        """The request to the engine. `fields`: further ones, such as `want_tokens`."""
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=self.sampling,
+            truncate_prompt_tokens=self.truncate,
+            room=self.room,
+            adapter=self.adapter,
+            **fields,
+        )
 
 
-def shown_seed(sampling: SamplingParameters) -> int | None:
-    """The seed as details show it; None for greedy decoding."""
-    return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
-
-
-def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, streams: bool) -> TgiParameters:
+def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
     """Check all values, and translate them.
 
     Raises:
         InvalidRequest: with TGI's text, without its prefix.
     """
     parameters = Parameters(do_sample=True) if given is None else given
-    best_of = _best_of(parameters, rules, streams)
-    sampling = _sampling(parameters, rules, best_of)
+    best_of = _best_of(parameters, setting.settings.max_best_of, streams)
+    sampling = _sampling(parameters, setting, best_of)
     top_tokens = parameters.top_n_tokens or 0
     if top_tokens > MAX_TOP_N_TOKENS:
         raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {top_tokens}")
@@ -183,20 +159,20 @@ def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, st
         details=bool(parameters.details) or prefill,
         prefill=prefill,
         top_tokens=top_tokens,
-        truncate=_truncate(parameters.truncate, rules.max_input_tokens),
+        truncate=_truncate(parameters.truncate, max_input_tokens(setting.model, setting.settings)),
         room=min(sampling.max_tokens or 1, MOST_RESERVED),
         adapter=parameters.adapter_id or None,
     )
 
 
-def _best_of(parameters: Parameters, rules: ParameterRules, streams: bool) -> int:
+def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if streams and best_of != 1:
         raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
     if streams and parameters.decoder_input_details:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
-    if not 0 < best_of <= rules.max_best_of:
-        raise InvalidRequest(f"`best_of` must be > 0 and <= {rules.max_best_of}. Given: {best_of}")
+    if not 0 < best_of <= most:
+        raise InvalidRequest(f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
     if best_of > 1 and not (parameters.do_sample or parameters.temperature is not None or _selects(parameters)):
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
     return best_of
@@ -207,13 +183,7 @@ def _selects(parameters: Parameters) -> bool:
     return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 
-def _samples(parameters: Parameters, rules: ParameterRules, best_of: int) -> bool:
-    if parameters.do_sample or best_of > 1:
-        return True
-    return rules.do_sample_inferred and (parameters.temperature not in (None, 1.0) or _selects(parameters))
-
-
-def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> SamplingParameters:
+def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) -> SamplingParameters:
     temperature = _strictly_positive("temperature", parameters.temperature, 1.0)
     repetition_penalty = _strictly_positive("repetition_penalty", parameters.repetition_penalty, 1.0)
     frequency_penalty = 0.0 if parameters.frequency_penalty is None else parameters.frequency_penalty
@@ -224,13 +194,16 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
     top_k = _strictly_positive("top_k", parameters.top_k, 0)
     if parameters.max_new_tokens == 0:
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
-    stop = _stop(parameters.stop or (), rules.max_stop_sequences)
+    stop = _stop(parameters.stop or (), setting.settings.max_stop_sequences)
     seed = _seed(parameters.seed, best_of)
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
-    if parameters.adapter_id is not None and not rules.adapters:
+    if parameters.adapter_id is not None and not setting.settings.enable_lora:
         raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
-    samples = _samples(parameters, rules, best_of)
+    samples = bool(parameters.do_sample) or best_of > 1
+    if not samples and setting.settings.do_sample_inferred:
+        samples = parameters.temperature not in (None, 1.0) or _selects(parameters)
+    special_ids = setting.model.texts.special_tokens
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
         temperature=temperature if samples else 0.0,
@@ -240,8 +213,8 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
         repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty,
         seed=seed,
-        stop=tuple(text for text in stop if text not in rules.special_ids),
-        stop_token_ids=_stop_token_ids(stop, rules),
+        stop=tuple(text for text in stop if text not in special_ids),
+        stop_token_ids=_stop_token_ids(stop, special_ids, setting.model.eos_token_ids),
         include_stop_str_in_output=True,
     )
 
@@ -272,10 +245,12 @@ def _stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
     return stop
 
 
-def _stop_token_ids(stop: tuple[str, ...], rules: ParameterRules) -> tuple[int, ...]:
+def _stop_token_ids(
+    stop: tuple[str, ...], special_ids: Mapping[str, int], eos_token_ids: frozenset[int]
+) -> tuple[int, ...]:
     """Ids of stop texts that are special tokens, which the text does not show; without the model's end tokens."""
-    ids = dict.fromkeys(rules.special_ids[text] for text in stop if text in rules.special_ids)
-    return tuple(token_id for token_id in ids if token_id not in rules.eos_token_ids)
+    ids = dict.fromkeys(special_ids[text] for text in stop if text in special_ids)
+    return tuple(token_id for token_id in ids if token_id not in eos_token_ids)
 
 
 def _seed(seed: int | None, best_of: int) -> int | None:

@@ -15,16 +15,7 @@ from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.tgi.answer import PredictionsAnswer
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document, refuse
 from handlers.contracts.tgi.model import Chat, templated
-from handlers.contracts.tgi.request import (
-    Parameters,
-    Signed32,
-    TgiParameters,
-    Unsigned32,
-    Unsigned64,
-    parameter_rules,
-    read,
-    validate,
-)
+from handlers.contracts.tgi.request import Parameters, Signed32, Unsigned32, Unsigned64, read, validate
 from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 
@@ -61,19 +52,15 @@ class VertexContract:
     """/vertex of one model."""
 
     def __init__(self, setting: ContractSetting) -> None:
-        self._texts = setting.model.texts
-        self._rules = parameter_rules(setting.model, setting.settings)
+        self._setting = setting
 
     def parse(self, call: Call) -> Exchange:
         body, _ = read(call, _Body)
         if not body.instances:
             raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
-        try:
-            requests = tuple(
-                self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
-            )
-        except InvalidRequest as error:
-            raise ContractError(refuse(error), error.message) from None
+        requests = tuple(
+            self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
+        )
         return Exchange(requests, PredictionsAnswer(len(requests)))
 
     def refusal(self, error: RequestError) -> Reply:
@@ -85,25 +72,14 @@ class VertexContract:
             prompt, given = text.inputs, text.parameters or Parameters()
         else:
             chat = _instance(document, _ChatInstance)
-            prompt, given = templated(chat, self._texts), _of_chat(chat)
-        parameters = self._validated(prompt, given)
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=prompt,
-            add_special_tokens=is_text,  # a template has written those that the model wants
-            sampling=parameters.sampling,
-            truncate_prompt_tokens=parameters.truncate,
-            room=parameters.room,
-            adapter=parameters.adapter,
-        )
-
-    def _validated(self, prompt: str, given: Parameters) -> TgiParameters:
+            prompt, given = templated(chat, self._setting.model.texts), _of_chat(chat)
         if given.do_sample is None:
             given = msgspec.structs.replace(given, do_sample=True)
-        validated = validate(prompt, given, self._rules, streams=False)
-        if validated.best_of > 1:
+        parameters = validate(prompt, given, self._setting, streams=False)
+        if parameters.best_of > 1:
             raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
-        return validated
+        # A template has written the special tokens that the model wants.
+        return parameters.request(request_id, prompt, add_special_tokens=is_text)
 
 
 def _instance(document: dict[str, Any], shape: type[T]) -> T:
