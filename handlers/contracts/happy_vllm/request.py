@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.happy_vllm.errors import conflict, missing, no_body, not_an_object, not_json
+from handlers.contracts.happy_vllm.errors import WrongBody, not_json
 from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
 from handlers.contracts.protocol import Call
 from handlers.contracts.texts import MOST_IDS
@@ -23,7 +23,7 @@ from handlers.contracts.vllm_parameters import (
     number_of_text,
     read_vllm_parameters,
 )
-from handlers.errors import InvalidParameter
+from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import Constraint, GenerationRequest
 
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
@@ -40,52 +40,48 @@ def document(call: Call) -> dict[str, Any]:
     """The call's JSON object.
 
     Raises:
-        ContractError: there is none.
+        WrongBody: there is none.
     """
     body = call.body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
-        raise no_body()
+        raise WrongBody("the body is empty", "missing", "Field required")
     try:
         value = decode_json(body)
     except JsonError as error:
         raise not_json(str(error)) from None
     if not isinstance(value, dict):
-        raise not_an_object(json_kind(value))
+        message = f"the body is {json_kind(value)}, not an object"
+        raise WrongBody(message, "dict_type", "Input should be a valid dictionary")
     return value
 
 
 class BodyReader(ParameterReader):
-    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16"."""
+    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
+
+    Where a required one is absent, `WrongBody` is raised.
+    """
 
     def required_string(self, name: str) -> str:
-        """A string.
-
-        Raises:
-            ContractError: it is absent.
-            InvalidParameter: it is not a string.
-        """
+        """A string."""
+        self._require(name)
         value = self._take(name, "string", None)
-        if value is None:
-            raise missing(name)
         if not isinstance(value, str):
             raise InvalidParameter(name, f"must be a string, got {json_kind(value)}")
         return value
 
     def required_ids(self, name: str, vocabulary_size: int) -> list[int]:
-        """Token ids.
-
-        Raises:
-            ContractError: they are absent.
-            InvalidParameter: they are not ids of the vocabulary, or too many.
-        """
-        if not self.has(name):
-            raise missing(name)
+        """Ids of the vocabulary."""
+        self._require(name)
         ids = list(self.integers(name, minimum=0))
         if len(ids) > MOST_IDS:
             raise InvalidParameter(name, f"may have at most {MOST_IDS} token ids, got {len(ids)}")
         if ids and max(ids) >= vocabulary_size:
             raise InvalidParameter(name, f"must be ids of the vocabulary, below {vocabulary_size}, got {max(ids)}")
         return ids
+
+    def _require(self, name: str) -> None:
+        if not self.has(name):
+            raise WrongBody(f"`{name}` is missing", "missing", "Field required", name)
 
     def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
         value = super()._take(name, kind, default, **limits)
@@ -123,8 +119,8 @@ def read_generation(values: dict[str, Any]) -> Generation:
     """Validate and translate a body.
 
     Raises:
-        ContractError: the prompt is missing, or keywords exclude each other.
-        InvalidParameter: a keyword has the wrong type or value, or is unknown.
+        InvalidRequest: the prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
+            wrong type or value, or is unknown.
     """
     read = BodyReader(values)
     prompt = read.required_string("prompt")
@@ -134,12 +130,16 @@ def read_generation(values: dict[str, Any]) -> Generation:
     if parameters.sampling.constraint is not None:
         constraints.append(parameters.sampling.constraint)
     if len(constraints) > 1:
-        raise conflict(constraints[0].parameter, constraints[1].parameter)
+        raise _conflict(constraints[0].parameter, constraints[1].parameter)
     if constraints:
         if constraints[0].parameter == "response_pool" and parameters.sampling.min_tokens > 0:
-            raise conflict("response_pool", "min_tokens")
+            raise _conflict("response_pool", "min_tokens")
         parameters = parameters.constrained(constraints[0])
     return Generation(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
+
+
+def _conflict(one: str, other: str) -> InvalidRequest:
+    return InvalidRequest(f"`{one}` cannot be combined with `{other}`")
 
 
 def _pool(read: BodyReader, given: Any) -> Constraint | None:

@@ -15,7 +15,7 @@ from handlers.contracts.family import LoadedModel, ModelView, Texts
 from handlers.contracts.happy_vllm.errors import JSON, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.texts import NoChatTemplate, TemplateRefusal, check_body, check_text, render
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
@@ -84,7 +84,7 @@ def tokenizer_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
     try:
         return _tokenize(call, view)
-    except (RequestError, ContractError) as error:
+    except RequestError as error:
         return vllm_error(error)
 
 
@@ -112,7 +112,7 @@ def decode_v2(call: Call, view: ModelView) -> Reply:
         _check_model(read, view)
         ids = read.required_ids("tokens", model.texts.vocabulary_size)
         return _reply({"prompt": model.texts.decode(ids)})
-    except (RequestError, ContractError) as error:
+    except RequestError as error:
         return vllm_error(error)
 
 
