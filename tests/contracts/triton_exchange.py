@@ -51,7 +51,10 @@ def parse(
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
     found = next(one for one in TRITON.routes if isinstance(one, Generates) and one.path == path)
-    contract = found.contract(ContractSetting(settings=replace(MODEL, **settings), model=LoadedText()))
+    model = replace(MODEL, **settings)
+    if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
+        raise ContractError(refusal, "the path is wrong")
+    contract = found.contract(ContractSetting(settings=model, model=LoadedText()))
     call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
     return contract.parse(call)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
-from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
 from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer
@@ -17,7 +17,6 @@ from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, mi
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.contracts.vllm_parameters import read_vllm_parameters
 from handlers.errors import InvalidParameter, RequestError
-from handlers.model_settings import ModelSettings
 
 
 class TritonContract:
@@ -28,9 +27,6 @@ class TritonContract:
         self._setting, self._events = setting, events
 
     def parse(self, call: Call) -> Exchange:
-        model = self._setting.settings.name
-        if (missing := missing_model(model, call.path_parameters)) is not None:
-            raise ContractError(missing, "the path names a model or a version that is not served")
         encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
         if encoding not in ("", "identity"):
             raise TritonRefusal(
@@ -42,6 +38,7 @@ class TritonContract:
         most = self._setting.model.max_top_tokens
         if request.shows_logprobs and (request.vllm.logprobs or 0) > most:
             raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
+        model = self._setting.settings.name
         if request.stream and self._events:
             answer: Answer = EventAnswer(model, request)
         else:
@@ -85,23 +82,24 @@ _RESPONSE = an_answer(
     *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
     *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
 )
-_ERROR = {JSON: an_answer("TritonError", "What is wrong.", "error")}
-_UNKNOWN: dict[str, tuple[str, Mapping[str, Schema]]] = {"404": ("Unknown model or version", _ERROR)}
+_ERROR = an_answer("TritonError", "What is wrong.", "error")
+_FAILURES = {
+    "400": "The request is wrong",
+    "404": "Unknown model or version",
+    "500": "Generation failed",
+    "501": "Models of this kind do not take it",
+    "503": "The queue is full, or the model is not ready",
+}
+_INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
 
 
-def _generating(summary: str, meaning: str, kind: str) -> Operation:
-    """A route that generates, for the API description."""
-    return Operation(
-        summary=summary,
-        request=_BODY,
-        answers={
-            "200": (meaning, {kind: _RESPONSE}),
-            "400": ("The request is wrong", _ERROR),
-            **_UNKNOWN,
-            "500": ("Generation failed", _ERROR),
-            "503": ("The queue is full, or the model is not ready", _ERROR),
-        },
-    )
+def _about(
+    summary: str, failures: str = "", answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None
+) -> Operation:
+    """A route for the API description. `failures`: its statuses beside 200. `answer`: None is an empty body."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, {kind: answer} if answer else {})}
+    answers |= {status: (_FAILURES[status], {JSON: _ERROR}) for status in failures.split()}
+    return Operation(summary=summary, request=request, answers=answers)
 
 
 def _probe(question: str) -> Operation:
@@ -109,13 +107,7 @@ def _probe(question: str) -> Operation:
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
-def _document(summary: str) -> Operation:
-    """A route that answers with an object."""
-    return Operation(summary=summary, answers={"200": (summary, {JSON: OBJECT}), **_UNKNOWN})
-
-
-_MODEL = "/v2/models/{model}"
-_MODEL_PATHS = (_MODEL, _MODEL + "/versions/{version:int}")
+_MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
 def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
@@ -123,60 +115,45 @@ def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET"
     return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
 
 
-def _generates(path: str, about: Operation, *, events: bool) -> tuple[Generates, ...]:
-    contract = partial(TritonContract, events=events)
+def _generates(path: str, summary: str, kind: str) -> tuple[Generates, ...]:
+    contract = partial(TritonContract, events=kind == EVENTS)
+    about = _about(summary, "400 404 500 503", _RESPONSE, kind, _BODY)
     return tuple(
-        Generates(path=prefix + path, contract=contract, refuse_path=_unknown_model, about=about)
+        Generates(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
         for prefix in _MODEL_PATHS
     )
 
 
-def _unknown_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
-    return missing_model(settings.name, names)
-
-
-_INDEX = Operation(
-    summary="Models of this server (Triton)",
-    request=an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}}),
-    answers={"200": ("The models", {JSON: an_array(OBJECT)})},
-)
-_LOAD = Operation(
-    summary="Load a model; the served one is loaded (Triton)",
-    answers={
-        "200": ("It is loaded", {}),
-        "404": ("There is no such model", _ERROR),
-        "503": ("Not ready", _ERROR),
-    },
-)
-_UNLOAD = Operation(
-    summary="Unload a model; refused for the served one (Triton)",
-    answers={"200": ("There is no such model", {}), "501": ("It is the served one", _ERROR)},
-)
-_INFER = Operation(
-    summary="Tensors in and out (KServe); refused, use generate",
-    answers={**_UNKNOWN, "501": ("Models of this kind do not take it", _ERROR)},
-)
 _ROUTES: tuple[Route, ...] = (
-    *_generates("/generate", _generating("Generate text (Triton)", "One response", JSON), events=False),
-    *_generates(
-        "/generate_stream",
-        _generating(
-            "Generate text as server-sent events (Triton)", "An event for each response, or with an error", EVENTS
-        ),
-        events=True,
-    ),
-    Tells.of_all("/v2", model.server_metadata, about=_document("Server metadata (KServe)")),
+    *_generates("/generate", "Generate text (Triton)", JSON),
+    *_generates("/generate_stream", "Generate text as server-sent events, one for each response (Triton)", EVENTS),
+    Tells.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
     Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
     Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
-    Tells.of_all("/v2/models/stats", model.statistics, about=_document("Statistics of all models (Triton)")),
-    *_of_model("", model.metadata, _document("Model metadata (KServe)")),
+    Tells.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
+    *_of_model("", model.metadata, _about("Model metadata (KServe)", "404")),
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
-    *_of_model("/config", model.configuration, _document("Model configuration (Triton)")),
-    *_of_model("/stats", model.model_statistics, _document("Statistics of the model (Triton)")),
-    *_of_model("/infer", model.infer, _INFER, method="POST"),
-    Tells.of_all("/v2/repository/index", model.repository_index, methods=("POST",), about=_INDEX),
-    Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=_LOAD),
-    Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=_UNLOAD),
+    *_of_model("/config", model.configuration, _about("Model configuration (Triton)", "404")),
+    *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)", "400")),
+    *_of_model("/infer", model.infer, _about("Tensors (KServe); refused, use generate", "404 501", None), "POST"),
+    Tells.of_all(
+        "/v2/repository/index",
+        model.repository_index,
+        methods=("POST",),
+        about=_about("Models of this server (Triton)", "400", an_array(OBJECT), request=_INDEX),
+    ),
+    Tells(
+        path="/v2/repository/models/{model}/load",
+        tell=model.load,
+        methods=("POST",),
+        about=_about("Load a model; the served one is loaded (Triton)", "404 503", None),
+    ),
+    Tells(
+        path="/v2/repository/models/{model}/unload",
+        tell=model.unload,
+        methods=("POST",),
+        about=_about("Unload a model; refused for the served one (Triton)", "501", None),
+    ),
 )
 
 TRITON = Family(
