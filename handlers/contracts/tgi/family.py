@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Tells
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.contracts.tgi.answer import AnswerOptions, GenerationAnswer, StreamAnswer, stream_headers
 from handlers.contracts.tgi.errors import EVENTS, JSON, refuse, refuse_stream, wrong_method
@@ -99,99 +99,79 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-
-_NOT_READY: dict[str, tuple[str, Mapping[str, Schema]]] = {"503": ("The model is not ready", {JSON: _ERROR})}
 _FAILURES = {
-    "422": ("A parameter is wrong, or the prompt is too long", {JSON: _ERROR}),
-    "424": ("Generation failed", {JSON: _ERROR}),
-    "429": ("The queue is full", {JSON: _ERROR}),
-    **_NOT_READY,
+    "422": "A parameter is wrong, the prompt is too long, or the template does not take the messages",
+    "424": "Generation failed",
+    "429": "The queue is full",
+    "503": "The model is not ready",
 }
 
 
-def _generating(summary: str, meaning: str, content: Mapping[str, Schema], request: Schema = _BODY) -> Operation:
-    """A route that generates, for the API description."""
-    return Operation(summary=summary, request=request, answers={"200": (meaning, content), **_FAILURES})
+def _about(
+    summary: str, answer: Mapping[str, Schema], failures: str = "503", request: Schema | None = None
+) -> Operation:
+    """A route for the API description. `answer`: by media type. `failures`: its statuses beside 200."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
+    answers |= {status: (_FAILURES[status], {JSON: _ERROR}) for status in failures.split()}
+    return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
 
 
-_HEALTH = Operation(
-    summary="Health (TGI)", answers={"200": ("The model can serve", {}), "503": ("It cannot", {JSON: _ERROR})}
-)
+def _generates(
+    path: str, contract: Callable[[ContractSetting], Contract], summary: str, answer: Mapping[str, Schema]
+) -> Generates:
+    about = _about(summary, answer, "422 424 429 503", _BODY)
+    return Generates(path=path, contract=contract, about=about)
+
+
+_INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
+_HEALTH = _about("Health", {})
 
 TGI = Family(
     name="tgi",
     routes=(
-        Generates(
-            path="/",
-            contract=partial(TgiContract, streams=None),
-            about=_generating(
-                "Generate text (TGI); events with `stream`",
-                "The answer in an array",
-                {JSON: an_array(_ANSWER), EVENTS: _EVENT},
-            ),
+        _generates(
+            "/",
+            partial(TgiContract, streams=None),
+            "Generate text; events with `stream`",
+            {JSON: an_array(_ANSWER), EVENTS: _EVENT},
         ),
-        Generates(
-            path="/generate",
-            contract=partial(TgiContract, streams=False),
-            about=_generating("Generate text (TGI)", "The answer", {JSON: _ANSWER}),
-        ),
-        Generates(
-            path="/generate_stream",
-            contract=partial(TgiContract, streams=True),
-            about=_generating(
-                "Stream text (TGI)", "An event for each token; errors are events as well", {EVENTS: _EVENT}
-            ),
+        _generates("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
+        _generates(
+            "/generate_stream",
+            partial(TgiContract, streams=True),
+            "Stream text, an event for each token; errors are events as well",
+            {EVENTS: _EVENT},
         ),
         Generates(
             path="/vertex",
             contract=VertexContract,
             long_body=LONG_CHATS,
-            about=_generating(
-                "Generate texts (TGI, as Vertex AI asks for them)",
-                "A text for each instance",
+            about=_about(
+                "Generate a text for each instance, as Vertex AI asks for them",
                 {JSON: an_object({"predictions": an_array(STRING)})},
-                an_object(
-                    {"instances": {**an_array(_BODY), "description": "Requests, also chats with `messages`."}},
-                    "instances",
-                ),
+                "422 424 429 503",
+                an_object({"instances": _INSTANCES}, "instances"),
             ),
         ),
         Tells.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
         Tells.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
-        Tells(
-            path="/info",
-            tell=tell_info,
-            about=Operation(
-                summary="Model and limits (TGI)",
-                answers={"200": ("The model and its limits", {JSON: OBJECT}), **_NOT_READY},
-            ),
-        ),
+        Tells(path="/info", tell=tell_info, about=_about("The model and its limits", {JSON: OBJECT})),
         Tells(
             path="/tokenize",
             tell=tell_tokens,
             methods=("POST",),
             where="inputs",
-            about=Operation(
-                summary="Tokens of a text (TGI)",
-                request=_BODY,
-                answers={"200": ("The tokens", {JSON: _TOKENS}), **_NOT_READY},
-            ),
+            about=_about("Tokens of a text", {JSON: _TOKENS}, request=_BODY),
         ),
         Tells(
             path="/chat_tokenize",
             tell=tell_chat_tokens,
             methods=("POST",),
-            about=Operation(
-                summary="Prompt and tokens of a chat (TGI)",
-                request=struct(Chat, "TgiChat"),
-                answers={
-                    "200": (
-                        "The prompt and its tokens",
-                        {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
-                    ),
-                    "422": ("The model's template does not take these messages", {JSON: _ERROR}),
-                    **_NOT_READY,
-                },
+            about=_about(
+                "Prompt and tokens of a chat",
+                {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
+                "422 503",
+                struct(Chat, "TgiChat"),
             ),
         ),
     ),
