@@ -22,10 +22,6 @@ MOST_BODY = 4 * MOST_BYTES
 """Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
 
 
-class NoChatTemplate(Exception):
-    """The model has no chat template."""
-
-
 class TemplateRefusal(Exception):
     """The template does not take these messages; the text of the exception is its reason."""
 
@@ -40,11 +36,8 @@ def render(
     """The prompt that the model's template makes of messages, which have a string as `content`.
 
     Raises:
-        NoChatTemplate: the model has none.
         TemplateRefusal: it does not take these messages.
     """
-    if not texts.has_chat_template:
-        raise NoChatTemplate
     try:
         return texts.chat(messages, tools, add_generation_prompt)
     except Exception as error:  # a template is the model's own code, and may raise anything

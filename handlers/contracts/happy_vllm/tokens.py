@@ -16,7 +16,7 @@ from handlers.contracts.happy_vllm.errors import JSON, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.texts import NoChatTemplate, TemplateRefusal, check_body, check_text, render
+from handlers.contracts.texts import TemplateRefusal, check_body, check_text, render
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
@@ -138,28 +138,19 @@ def _reply(answer: dict[str, Any]) -> Reply:
 
 
 def _chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:
-    """The prompt that the template makes of the messages.
-
-    Raises:
-        InvalidRequest: there is no template, or the messages do not suit it.
-    """
-    conversation = _conversation(messages)
+    """The prompt that the model's template makes of the messages."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameter("messages", "must be an array of at least one message")
+    conversation = [_message(f"messages.{index}", message) for index, message in enumerate(messages)]
+    if not texts.has_chat_template:
+        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`")
     try:
         return render(texts, conversation, add_generation_prompt=add_generation_prompt)
-    except NoChatTemplate:
-        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`") from None
     except TemplateRefusal as error:
         raise InvalidRequest(f"the model's chat template does not take these messages: {error}") from None
 
 
-def _conversation(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameter("messages", "must be an array of at least one message")
-    return [_message(index, message) for index, message in enumerate(messages)]
-
-
-def _message(index: int, message: Any) -> dict[str, Any]:
-    where = f"messages.{index}"
+def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidParameter(where, "must be an object with a string `role`")
     return {**message, "content": _content(f"{where}.content", message.get("content"))}

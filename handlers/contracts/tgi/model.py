@@ -16,7 +16,7 @@ import msgspec
 from handlers.contracts.family import ModelView, Texts
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import PLACED_BYTES, NoChatTemplate, TemplateRefusal, check_body, check_text, render
+from handlers.contracts.texts import PLACED_BYTES, TemplateRefusal, check_body, check_text, render
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest
@@ -127,10 +127,10 @@ def templated(chat: Chat, texts: Texts) -> str:
         ContractError: the model has no template, or the template does not take these messages.
     """
     messages = [msgspec.to_builtins(message) | {"content": _text(message.content)} for message in chat.messages]
+    if not texts.has_chat_template:
+        raise _template_error("template not found: this model has no chat template")
     try:
         text = render(texts, messages, chat.tools)
-    except NoChatTemplate:
-        raise _template_error("template not found: this model has no chat template") from None
     except TemplateRefusal as error:
         raise _template_error(str(error)) from error
     last = messages[-1] if messages else {}
