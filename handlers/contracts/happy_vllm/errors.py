@@ -27,11 +27,9 @@ from handlers.errors import (
 )
 
 JSON = "application/json"
-UNPROCESSABLE = 422
-FAILED = 500
 
 _STATUS: tuple[tuple[type[RequestError], int], ...] = (
-    (InvalidRequest, UNPROCESSABLE),
+    (InvalidRequest, 422),
     (UnknownModel, 404),
     (NotServed, 404),
     (BodyTooLarge, 413),
@@ -47,6 +45,11 @@ _VLLM_TYPES = {
     503: "ServiceUnavailableError",
 }
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
+
+
+def json_reply(body: dict[str, Any] | None, status: int = 200) -> Reply:
+    """A reply as Starlette writes JSON: compact, in UTF-8."""
+    return Reply(status, JSON, msgspec.json.encode(body))
 
 
 class WrongBody(InvalidRequest):
@@ -69,19 +72,19 @@ def not_json(reason: str) -> WrongBody:
 def refuse(error: RequestError) -> Reply:
     """The reply to a call that has failed before its first byte."""
     status = _status_of(error)
-    if status == FAILED:
-        return _reply(status, {"error": type(error).__name__, "messages": [error.message]})
+    if status == 500:
+        return json_reply({"error": type(error).__name__, "messages": [error.message]}, status)
     if isinstance(error, WrongBody):
-        return _reply(status, {"detail": [error.entry]})
+        return json_reply({"detail": [error.entry]}, status)
     if isinstance(error, InvalidParameter):
-        return _reply(status, {"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]})
-    return _reply(status, {"detail": error.message})
+        return json_reply({"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]}, status)
+    return json_reply({"detail": error.message}, status)
 
 
 def vllm_error(error: RequestError) -> Reply:
     """The same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
     status, parameter = _status_of(error), None
-    if status == UNPROCESSABLE:
+    if status == 422:
         status = 400
     if isinstance(error, InvalidParameter):
         parameter = error.parameter
@@ -93,17 +96,13 @@ def vllm_error(error: RequestError) -> Reply:
 
 def wrong_method(call: Call) -> Reply:
     """The reply to a method that the route does not have."""
-    return _reply(405, {"detail": "Method Not Allowed"})
+    return json_reply({"detail": "Method Not Allowed"}, 405)
 
 
 def _status_of(error: RequestError) -> int:
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), FAILED)
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
     """An error as Pydantic has it, without `input`: the client's own text is not sent back."""
     return {"type": kind, "loc": ["body", *location], "msg": message}
-
-
-def _reply(status: int, body: dict[str, Any]) -> Reply:
-    return Reply(status, JSON, msgspec.json.encode(body))

@@ -7,16 +7,12 @@ Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
-from typing import Any
 
-import msgspec
-
-from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Operation, Tells
+from handlers.contracts.family import Family, Generates, ModelView, Operation, Tells
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
-from handlers.contracts.happy_vllm.errors import JSON, refuse, wrong_method
+from handlers.contracts.happy_vllm.errors import JSON, json_reply, refuse, wrong_method
 from handlers.contracts.happy_vllm.request import BodyReader, document, read_generation
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
@@ -44,18 +40,18 @@ class HappyVllmContract:
 
 def liveness(call: Call, views: Sequence[ModelView]) -> Reply:
     """`GET /liveness`: whether the process answers."""
-    return _reply({"alive": "ok"})
+    return json_reply({"alive": "ok"})
 
 
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
     """`GET /readiness`: always 200; the body says whether all models answer."""
-    return _reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
+    return json_reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
 
 
 def info(call: Call, view: ModelView) -> Reply:
     """`GET /v1/info`."""
     model = view.text()
-    return _reply(
+    return json_reply(
         {
             "application": "happy_vllm",
             "version": version("slipway"),
@@ -70,13 +66,13 @@ def info(call: Call, view: ModelView) -> Reply:
 
 def launch_arguments(call: Call, view: ModelView) -> Reply:
     """`GET /v1/launch_arguments`: empty, as it is in happy_vllm unless it is told to show them."""
-    return _reply({})
+    return json_reply({})
 
 
 def live_metrics(call: Call, view: ModelView) -> Reply:
     """`GET /live_metrics`. vLLM no longer swaps sequences to the CPU, so what counts that is zero."""
     status = view.text().status()
-    return _reply(
+    return json_reply(
         {
             "requests_running": status.running_requests,
             "requests_swapped": 0,
@@ -90,15 +86,7 @@ def live_metrics(call: Call, view: ModelView) -> Reply:
 def abort_request(call: Call, view: ModelView) -> Reply:
     """`POST /v1/abort_request`: null, whether or not there is such a request."""
     view.abort(BodyReader(document(call)).required_string("request_id"))
-    return _reply(None)
-
-
-def _reply(answer: dict[str, Any] | None) -> Reply:
-    return Reply(200, JSON, msgspec.json.encode(answer))
-
-
-def _contract(setting: ContractSetting, *, stream: bool) -> HappyVllmContract:
-    return HappyVllmContract(stream=stream)
+    return json_reply(None)
 
 
 _TRUE: Schema = {"type": "boolean", "default": True}
@@ -159,11 +147,13 @@ HAPPY_VLLM = Family(
     name="happy_vllm",
     routes=(
         Generates(
-            path="/v1/generate", contract=partial(_contract, stream=False), about=_generating("Generate text", JSON)
+            path="/v1/generate",
+            contract=lambda _: HappyVllmContract(stream=False),
+            about=_generating("Generate text", JSON),
         ),
         Generates(
             path="/v1/generate_stream",
-            contract=partial(_contract, stream=True),
+            contract=lambda _: HappyVllmContract(stream=True),
             about=_generating(_STREAMS, "application/jsonlines"),  # what it is; the answer has no content type
         ),
         _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),

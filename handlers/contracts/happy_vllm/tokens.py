@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from handlers.contracts.family import LoadedModel, ModelView, Texts
-from handlers.contracts.happy_vllm.errors import JSON, vllm_error
+from handlers.contracts.happy_vllm.errors import json_reply, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, Reply
@@ -44,7 +42,7 @@ def tokenizer(call: Call, view: ModelView) -> Reply:
     answer: dict[str, Any] = {"tokens_ids": ids, "tokens_nb": len(ids)}
     if with_texts:
         answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts_inside(model, ids)
-    return _reply(answer)
+    return json_reply(answer)
 
 
 def decode(call: Call, view: ModelView) -> Reply:
@@ -56,7 +54,7 @@ def decode(call: Call, view: ModelView) -> Reply:
     answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids) if vanilla else "".join(texts)}
     if with_texts:
         answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts
-    return _reply(answer)
+    return json_reply(answer)
 
 
 def split(call: Call, view: ModelView) -> Reply:
@@ -65,7 +63,7 @@ def split(call: Call, view: ModelView) -> Reply:
     text = check_text("text", read.required_string("text"))
     minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
     separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
-    return _reply({"split_text": split_text(model, text, minimum, separators)})
+    return json_reply({"split_text": split_text(model, text, minimum, separators)})
 
 
 def metadata(call: Call, view: ModelView) -> Reply:
@@ -77,7 +75,7 @@ def metadata(call: Call, view: ModelView) -> Reply:
         raise InvalidParameter("truncation_side", 'must be "left" or "right"')
     max_length = read.integer("max_length", model.max_model_len, minimum=0)
     dropped = dropped_by_truncation(model, text, max_length, side)
-    return _reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
+    return json_reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
 
 
 def tokenizer_v2(call: Call, view: ModelView) -> Reply:
@@ -102,7 +100,7 @@ def _tokenize(call: Call, view: ModelView) -> Reply:
     else:
         text = check_text("prompt", read.required_string("prompt"))
     ids = model.texts.encode(text, special=read.boolean("add_special_tokens", not is_chat))
-    return _reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
+    return json_reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
 
 
 def decode_v2(call: Call, view: ModelView) -> Reply:
@@ -111,7 +109,7 @@ def decode_v2(call: Call, view: ModelView) -> Reply:
         read, model = _read(call), view.text()
         _check_model(read, view)
         ids = read.required_ids("tokens", model.texts.vocabulary_size)
-        return _reply({"prompt": model.texts.decode(ids)})
+        return json_reply({"prompt": model.texts.decode(ids)})
     except RequestError as error:
         return vllm_error(error)
 
@@ -131,10 +129,6 @@ def _check_model(read: BodyReader, view: ModelView) -> None:
     settings = view.settings
     if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
         raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
-
-
-def _reply(answer: dict[str, Any]) -> Reply:
-    return Reply(200, JSON, msgspec.json.encode(answer))
 
 
 def _chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:

@@ -23,13 +23,6 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 _TEXT = "text/plain; charset=utf-8"
 
-NOT_JSON = 400
-"""The body is not JSON."""
-NO_JSON_TYPE = 415
-"""The content type does not say JSON."""
-DOES_NOT_FIT = 422
-"""The body is JSON of another shape."""
-
 
 def unreadable(status: int, explanation: str) -> ContractError:
     """The refusal of a body that is not a request; the reason is plain text, as from TGI's web framework."""
@@ -38,7 +31,7 @@ def unreadable(status: int, explanation: str) -> ContractError:
 
 def does_not_fit(reason: str) -> ContractError:
     """The refusal of a body that is JSON of another shape."""
-    return unreadable(DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: {reason}")
+    return unreadable(422, f"Failed to deserialize the JSON body into the target type: {reason}")
 
 
 def refuse(error: RequestError) -> Reply:

@@ -16,7 +16,7 @@ import msgspec
 from handlers.contracts.family import ContractSetting, LoadedModel
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
-from handlers.contracts.tgi.errors import NO_JSON_TYPE, NOT_JSON, does_not_fit, unreadable
+from handlers.contracts.tgi.errors import does_not_fit, unreadable
 from handlers.errors import InvalidRequest
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
@@ -81,11 +81,11 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
     """
     kind = call.content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise unreadable(NO_JSON_TYPE, "Expected request with `Content-Type: application/json`")
+        raise unreadable(415, "Expected request with `Content-Type: application/json`")
     try:
         document = decode_json(call.body)
     except JsonError as error:
-        raise unreadable(NOT_JSON, f"Failed to parse the request body as JSON: {error}") from None
+        raise unreadable(400, f"Failed to parse the request body as JSON: {error}") from None
     try:
         return msgspec.convert(document, shape), document
     except msgspec.ValidationError as error:

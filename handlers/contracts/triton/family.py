@@ -93,13 +93,19 @@ _FAILURES = {
 _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
 
 
+Answers = dict[str, tuple[str, Mapping[str, Schema]]]
+
+
+def _failing(statuses: str) -> Answers:
+    return {status: (_FAILURES[status], {JSON: _ERROR}) for status in statuses.split()}
+
+
 def _about(
     summary: str, failures: str = "", answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None
 ) -> Operation:
     """A route for the API description. `failures`: its statuses beside 200. `answer`: None is an empty body."""
-    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, {kind: answer} if answer else {})}
-    answers |= {status: (_FAILURES[status], {JSON: _ERROR}) for status in failures.split()}
-    return Operation(summary=summary, request=request, answers=answers)
+    done: Answers = {"200": (summary, {kind: answer} if answer else {})}
+    return Operation(summary=summary, request=request, answers=done | _failing(failures))
 
 
 def _probe(question: str) -> Operation:
@@ -107,6 +113,7 @@ def _probe(question: str) -> Operation:
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
+_INFER = Operation(summary="Tensors (KServe); refused, use generate", answers=_failing("404 501"))
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
@@ -135,7 +142,7 @@ _ROUTES: tuple[Route, ...] = (
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, _about("Model configuration (Triton)", "404")),
     *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)", "400")),
-    *_of_model("/infer", model.infer, _about("Tensors (KServe); refused, use generate", "404 501", None), "POST"),
+    *_of_model("/infer", model.infer, _INFER, "POST"),
     Tells.of_all(
         "/v2/repository/index",
         model.repository_index,
