@@ -36,6 +36,7 @@ MEANINGS = {
     "exclude_input_in_output": "Leave the prompt out of text_output; by default it is there unless streaming.",
     "frequency_penalty": "Discourages frequent tokens.",
     "grammar": "The text fits a grammar: type is json, json_schema or regex, value the schema or expression.",
+    "guided_decoding": "Earlier name of structured_outputs.",
     "guided_decoding_guide": "The schema, expression or grammar that the text fits.",
     "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
     "id": "Returned in every response.",

@@ -26,7 +26,7 @@ GREEDY_BELOW = 1e-5
 MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
 """The engine makes one grammar of them before it begins."""
 
-_CONSTRAINTS = ("guided_decoding", "structured_outputs")
+_CONSTRAINTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
 """Fields of earlier releases that select a back end, which the server does."""
@@ -213,7 +213,7 @@ def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
 
 
 def _constraint(read: ParameterReader) -> Constraint | None:
-    asked = {name: read.optional_object(name) for name in _CONSTRAINTS if read.has(name)}
+    asked = {name: read.optional_object(name) for name in _CONSTRAINTS}
     constraints = [_constraint_of(name, values) for name, values in asked.items() if values is not None]
     if len(constraints) > 1:
         raise InvalidParameter("guided_decoding", "is the earlier name of `structured_outputs`: send one of them")

@@ -46,8 +46,6 @@ class _State:
     The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
     """
 
-    __slots__ = ("_counts", "_end", "_prompt_tokens", "_reasons", "_responses", "_show_text", "_style")
-
     def __init__(self, generation: Generation, style: _Style) -> None:
         count = generation.parameters.sequences
         self._style = style

@@ -37,13 +37,7 @@ _STATUS: tuple[tuple[type[RequestError], int], ...] = (
     (NotReady, 503),
     (Overloaded, 503),
 )
-_VLLM_TYPES = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    408: "BadRequestError",
-    413: "BadRequestError",
-    503: "ServiceUnavailableError",
-}
+_VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
 

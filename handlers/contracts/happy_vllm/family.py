@@ -102,7 +102,6 @@ _REQUEST = an_object(
         "json_format": OBJECT,
         "json_format_is_json_schema": _FALSE,
         **parameters(lambda reader: read_vllm_parameters({}, reader=reader)),
-        "structured_outputs": OBJECT,
     },
     "prompt",
     name="HappyVllmRequest",

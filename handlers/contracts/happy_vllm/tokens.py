@@ -14,7 +14,7 @@ from handlers.contracts.happy_vllm.errors import json_reply, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.texts import TemplateRefusal, check_body, check_text, render
+from handlers.contracts.texts import check_body, check_text
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
@@ -139,9 +139,10 @@ def _chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> st
     if not texts.has_chat_template:
         raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`")
     try:
-        return render(texts, conversation, add_generation_prompt=add_generation_prompt)
-    except TemplateRefusal as error:
-        raise InvalidRequest(f"the model's chat template does not take these messages: {error}") from None
+        return texts.chat(conversation, None, add_generation_prompt)
+    except Exception as error:  # a template is the model's own code, and may raise anything
+        reason = str(error) or type(error).__name__
+        raise InvalidRequest(f"the model's chat template does not take these messages: {reason}") from error
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:

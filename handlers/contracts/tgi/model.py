@@ -16,7 +16,7 @@ import msgspec
 from handlers.contracts.family import ModelView, Texts
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import PLACED_BYTES, TemplateRefusal, check_body, check_text, render
+from handlers.contracts.texts import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest
@@ -130,9 +130,9 @@ def templated(chat: Chat, texts: Texts) -> str:
     if not texts.has_chat_template:
         raise _template_error("template not found: this model has no chat template")
     try:
-        text = render(texts, messages, chat.tools)
-    except TemplateRefusal as error:
-        raise _template_error(str(error)) from error
+        text = texts.chat(messages, chat.tools, True)
+    except Exception as error:  # a template is the model's own code, and may raise anything
+        raise _template_error(str(error) or type(error).__name__) from error
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (place := text.rfind(last["content"])) < 0:
         return text

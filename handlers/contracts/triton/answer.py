@@ -37,8 +37,6 @@ _FLOAT32 = struct.Struct("f")
 class _Piece:
     """One sequence's part of one response."""
 
-    __slots__ = ("cumulative", "finish_reason", "new_tokens", "seen", "text", "tokens")
-
     def __init__(self) -> None:
         self.text = ""
         self.tokens: list[Token] = []
@@ -62,8 +60,6 @@ class _Piece:
 
 class _Objects:
     """Writes the response objects of one answer."""
-
-    __slots__ = ("_lead", "_members", "_request", "plain")
 
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request

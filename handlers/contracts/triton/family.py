@@ -50,6 +50,8 @@ class TritonContract:
         return refusal(error)
 
 
+Answers = dict[str, tuple[str, Mapping[str, Schema]]]
+
 JSON, EVENTS = "application/json", "text/event-stream"
 _SCALARS = ("string", "integer", "number", "boolean")
 _KINDS: dict[str, Schema] = {
@@ -61,7 +63,7 @@ _KINDS: dict[str, Schema] = {
 _SAMPLING = {
     name: schema if schema["type"] in _SCALARS else {**STRING, "contentMediaType": JSON}
     for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader=reader)).items()
-} | {"stop": STRING, "structured_outputs": {**STRING, "contentMediaType": JSON}}
+} | {"stop": STRING}
 
 _BODY = an_object(
     {
@@ -91,9 +93,6 @@ _FAILURES = {
     "503": "The queue is full, or the model is not ready",
 }
 _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
-
-
-Answers = dict[str, tuple[str, Mapping[str, Schema]]]
 
 
 def _failing(statuses: str) -> Answers:
