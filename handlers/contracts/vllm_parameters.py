@@ -102,7 +102,7 @@ class TextReader(ParameterReader):
             return number_of_text(value)
         if kind not in ("array", "object"):
             return value
-        if (document := _decoded(value)) is not None:
+        if (document := decoded(value)) is not None:
             return document
         del self._values[name]  # null
         return default
@@ -234,49 +234,38 @@ def _constraint_of(parameter: str, values: dict[str, Any]) -> Constraint:
             within + "disable_additional_properties",
             'cannot be switched on here: put "additionalProperties": false into the schema',
         )
-    kind = kinds[0]
-    constraint = Constraint(
-        parameter=within + kind,
-        json_schema=_schema(within + kind, values[kind]) if kind == "json" else None,
-        regex=_text(read, within + kind) if kind == "regex" else None,
-        choice=_choice(read, within + kind) if kind == "choice" else None,
-        grammar=_text(read, within + kind) if kind == "grammar" else None,
-        json_object=kind == "json_object" and _must_be_true(read, within + kind),
-        any_whitespace=any_whitespace,
-    )
-    for name in sorted(read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}):
-        raise InvalidParameter(name[:_LONGEST_NAME], "is not a field that this server can follow")
+    name = within + kinds[0]
+    form = _form(read, name, kinds[0], values[kinds[0]])
+    constraint = Constraint(parameter=name, any_whitespace=any_whitespace, **form)
+    if unknown := read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}:
+        raise InvalidParameter(min(unknown)[:_LONGEST_NAME], "is not a field that this server can follow")
     return constraint
 
 
-def _schema(parameter: str, value: Any) -> str:
-    """The text of a schema, which is given as an object or as its text."""
-    if not isinstance(_decoded(value), dict):
-        raise InvalidParameter(parameter, "must be a JSON schema: an object, or the text of one")
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _form(read: ParameterReader, name: str, kind: str, value: Any) -> dict[str, Any]:
+    """The field of `Constraint` that a kind of constraint sets."""
+    match kind:
+        case "json":
+            if not isinstance(decoded(value), dict):
+                raise InvalidParameter(name, "must be a JSON schema: an object, or the text of one")
+            return {"json_schema": value if isinstance(value, str) else msgspec.json.encode(value).decode()}
+        case "choice":
+            choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
+            if not choice:
+                raise InvalidParameter(name, "must have at least one string")
+            return {"choice": tuple(dict.fromkeys(choice))}
+        case "json_object":
+            if not read.boolean(name, True):
+                raise InvalidParameter(name, "must be true if it is given")
+            return {"json_object": True}
+        case _:
+            text = read.optional_string(name) or ""
+            if not text.strip():
+                raise InvalidParameter(name, "must not be empty")
+            return {kind: text}
 
 
-def _choice(read: ParameterReader, name: str) -> tuple[str, ...]:
-    choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
-    if not choice:
-        raise InvalidParameter(name, "must have at least one string")
-    return tuple(dict.fromkeys(choice))
-
-
-def _text(read: ParameterReader, name: str) -> str:
-    text = read.optional_string(name) or ""
-    if not text.strip():
-        raise InvalidParameter(name, "must not be empty")
-    return text
-
-
-def _must_be_true(read: ParameterReader, name: str) -> bool:
-    if not read.boolean(name, True):
-        raise InvalidParameter(name, "must be true if it is given")
-    return True
-
-
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """The document that a text holds; anything else as it is."""
     if not isinstance(value, str):
         return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from handlers.contracts.json_fields import JsonError, decode_json
+from handlers.contracts.vllm_parameters import decoded
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint
 
@@ -129,16 +129,9 @@ def _constraint(kind: Any, guide: Any) -> Constraint | None:
     if not isinstance(guide, str) or not guide.strip():
         raise InvalidParameter(name, f"must be a text, and not empty, where `guided_decoding_guide_type` is {kind}")
     if kind == "json_schema":
-        if not _is_object(guide):
+        if not isinstance(decoded(guide), dict):
             raise InvalidParameter(name, "must be a JSON schema: the text of an object")
         return Constraint(parameter=name, json_schema=guide)
     if kind == "regex":
         return Constraint(parameter=name, regex=guide)
     return Constraint(parameter=name, grammar=guide)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(decode_json(text), dict)
-    except JsonError:
-        return False
