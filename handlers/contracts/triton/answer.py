@@ -100,18 +100,29 @@ class _Objects:
         return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
 
 
-class CollectedAnswer:
+class _Answer:
+    """What both answers share."""
+
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, model: str, request: TritonRequest) -> None:
+        self._objects = _Objects(model, request)
+        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
+
+    def fail(self, error: RequestError) -> Reply:
+        """The error as a JSON document, of a stream as well, since nothing has been streamed."""
+        return refusal(error)
+
+
+class CollectedAnswer(_Answer):
     """One response: an object, or the only event of a stream.
 
     With `stream` each step of the engine is a response, and more than one of them is an error.
     """
 
-    headers: tuple[tuple[str, str], ...] = ()
-
     def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
+        super().__init__(model, request)
         self.content_type = EVENTS if events else JSON
-        self._objects = _Objects(model, request)
-        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
         self._events, self._steps = events, request.stream
         self._fed = False
 
@@ -131,24 +142,19 @@ class CollectedAnswer:
         document = self._objects.write(self._pieces, delta.prompt_token_count)
         return (f"data: {document}\n\n" if self._events else document).encode()
 
-    def fail(self, error: RequestError) -> Reply:
-        return refusal(error)
-
     def fail_midway(self, error: RequestError) -> bytes:
         return b""  # the body is sent whole
 
 
-class EventAnswer:
+class EventAnswer(_Answer):
     """An event for each step of the engine; nothing marks the last one."""
 
     content_type = EVENTS
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, model: str, request: TritonRequest) -> None:
-        self._objects = _Objects(model, request)
+        super().__init__(model, request)
         plain = self._objects.plain
         self._plain = None if plain is None else f"data: {plain}"
-        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The event of this delta. The hot path: called for each token of each stream."""
@@ -158,10 +164,6 @@ class EventAnswer:
             piece.begin()
         self._pieces[delta.sequence].add(delta)
         return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        """The error as a JSON document, since nothing has been streamed."""
-        return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return f"data: {error_object(message_of(error))}\n\n".encode("utf-8", "replace")
