@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Tells
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.contracts.tgi.answer import AnswerOptions, GenerationAnswer, StreamAnswer, stream_headers
-from handlers.contracts.tgi.errors import EVENTS, JSON, refuse, refuse_stream, wrong_method
-from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens
-from handlers.contracts.tgi.request import Body, Parameters, read, validate
-from handlers.contracts.tgi.vertex import LONG_CHATS, VertexContract
+from handlers.contracts.tgi.answer import (
+    AnswerOptions,
+    GenerationAnswer,
+    PredictionsAnswer,
+    StreamAnswer,
+    stream_headers,
+)
+from handlers.contracts.tgi.errors import (
+    EVENTS,
+    JSON,
+    does_not_fit,
+    error_document,
+    refuse,
+    refuse_stream,
+    wrong_method,
+)
+from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
+from handlers.contracts.tgi.request import Body, Parameters, Signed32, Unsigned32, Unsigned64, read, validate
 from handlers.errors import InvalidRequest, RequestError
+from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"
 """What TGI sends while a stream is idle."""
+_LONG_CHATS = 16 * 1024
+"""Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
+_KIND = "Input validation error"
+
+T = TypeVar("T")
 
 
 class TgiContract:
@@ -84,6 +105,92 @@ class TgiContract:
         return (f"fields without effect: {', '.join(unknown)}",)
 
 
+class _TextInstance(msgspec.Struct, frozen=True):
+    inputs: str
+    parameters: Parameters | None = None
+
+
+class _ChatInstance(Chat, frozen=True):
+    max_tokens: Unsigned32 | None = None
+    max_completion_tokens: Unsigned32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Signed32 | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Unsigned64 | None = None
+    stop: tuple[str, ...] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    instances: list[dict[str, Any]]
+
+
+class VertexContract:
+    """/vertex of one model: several requests in one call, as Vertex AI sends them.
+
+    TGI reads only `max_new_tokens` and `seed` of an instance's parameters; here all of them have an effect. Sampling is
+    the default, as it is there.
+    """
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._setting = setting
+
+    def parse(self, call: Call) -> Exchange:
+        body, _ = read(call, _Body)
+        if not body.instances:
+            raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
+        requests = tuple(
+            self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
+        )
+        return Exchange(requests, PredictionsAnswer(len(requests)))
+
+    def refusal(self, error: RequestError) -> Reply:
+        return refuse(error)
+
+    def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
+        if is_text := "inputs" in document:
+            text = _instance(document, _TextInstance)
+            prompt, given = text.inputs, text.parameters or Parameters()
+        else:
+            chat = _instance(document, _ChatInstance)
+            prompt, given = templated(chat, self._setting.model.texts), _of_chat(chat)
+        if given.do_sample is None:
+            given = msgspec.structs.replace(given, do_sample=True)
+        parameters = validate(prompt, given, self._setting, streams=False)
+        if parameters.best_of > 1:
+            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+        # A template has written the special tokens that the model wants.
+        return parameters.request(request_id, prompt, add_special_tokens=is_text)
+
+
+def _instance(document: dict[str, Any], shape: type[T]) -> T:
+    try:
+        return msgspec.convert(document, shape)
+    except msgspec.ValidationError as error:
+        raise does_not_fit(f"instances: {error}") from None
+
+
+def _of_chat(chat: _ChatInstance) -> Parameters:
+    """A chat's parameters by the names of /generate. As in TGI, a chat samples unless its temperature is 0."""
+    if chat.tools:
+        raise InvalidRequest("`tools` cannot be used here; /v1/chat/completions takes them")
+    greedy = chat.temperature == 0.0
+    return Parameters(
+        temperature=None if greedy else chat.temperature,
+        do_sample=not greedy,
+        top_p=None if greedy else chat.top_p,
+        top_k=None if greedy else chat.top_k,
+        frequency_penalty=chat.frequency_penalty,
+        repetition_penalty=chat.repetition_penalty,
+        max_new_tokens=chat.max_tokens if chat.max_tokens is not None else chat.max_completion_tokens,
+        seed=chat.seed,
+        stop=chat.stop,
+        grammar=chat.response_format,
+    )
+
+
 _BODY = struct(Body, "TgiRequest")
 _ANSWER = an_answer(
     "TgiAnswer",
@@ -145,7 +252,7 @@ TGI = Family(
         Generates(
             path="/vertex",
             contract=VertexContract,
-            long_body=LONG_CHATS,
+            long_body=_LONG_CHATS,
             about=_about(
                 "Generate a text for each instance, as Vertex AI asks for them",
                 {JSON: an_object({"predictions": an_array(STRING)})},

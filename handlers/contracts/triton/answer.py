@@ -58,29 +58,32 @@ class _Piece:
         self.text, self.tokens, self.new_tokens = "", [], 0
 
 
-class _Objects:
-    """Writes the response objects of one answer."""
+class _Answer:
+    """What both answers share: writing a response."""
+
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
+        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
         self._lead = request.prompt if request.repeat_prompt else ""
         self._members = {"id": quote(request.id)} if request.id else {}
         self._members |= {"model_name": quote(model), "model_version": f'"{VERSION}"'}
-        head = "".join(f'"{name}":{value},' for name, value in self._members.items())
-        shows_text_alone = not request.outputs and request.vllm.sequences == 1 and request.vllm.detokenize
-        self.plain = f'{{{head}"text_output":' if shows_text_alone else None
-        """What comes before the text, if only a brace comes after it; None if there is more."""
 
-    def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
-        """One response."""
+    def fail(self, error: RequestError) -> Reply:
+        """The error as a JSON document, of a stream as well, since nothing has been streamed."""
+        return refusal(error)
+
+    def _response(self, prompt_token_count: int) -> str:
         members = dict(self._members)
-        texts = [self._lead + piece.text if self._request.vllm.detokenize else self._lead for piece in pieces]
+        texts = [self._lead + piece.text if self._request.vllm.detokenize else self._lead for piece in self._pieces]
         members["text_output"] = _tensor(map(quote, texts))
         for output in self._request.outputs:
-            members[output] = self._output(output, pieces, prompt_token_count)
+            members[output] = self._output(output, prompt_token_count)
         return "{" + ",".join(f'"{name}":{members[name]}' for name in sorted(members)) + "}"
 
-    def _output(self, name: str, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
+    def _output(self, name: str, prompt_token_count: int) -> str:
+        pieces = self._pieces
         match name:
             case "finish_reason":
                 return _tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)
@@ -98,20 +101,6 @@ class _Objects:
     def _logprobs(self, piece: _Piece) -> str:
         """JSON in a string, as Python's own writer makes it, which the backend uses."""
         return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
-
-
-class _Answer:
-    """What both answers share."""
-
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, model: str, request: TritonRequest) -> None:
-        self._objects = _Objects(model, request)
-        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
-
-    def fail(self, error: RequestError) -> Reply:
-        """The error as a JSON document, of a stream as well, since nothing has been streamed."""
-        return refusal(error)
 
 
 class CollectedAnswer(_Answer):
@@ -139,7 +128,7 @@ class CollectedAnswer(_Answer):
             self._pieces[delta.sequence].add(delta)
         if not delta.last:
             return b""
-        document = self._objects.write(self._pieces, delta.prompt_token_count)
+        document = self._response(delta.prompt_token_count)
         return (f"data: {document}\n\n" if self._events else document).encode()
 
     def fail_midway(self, error: RequestError) -> bytes:
@@ -153,8 +142,10 @@ class EventAnswer(_Answer):
 
     def __init__(self, model: str, request: TritonRequest) -> None:
         super().__init__(model, request)
-        plain = self._objects.plain
-        self._plain = None if plain is None else f"data: {plain}"
+        head = "".join(f'"{name}":{value},' for name, value in self._members.items())
+        shows_text_alone = not request.outputs and request.vllm.sequences == 1 and request.vllm.detokenize
+        self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
+        """What comes before the text, if only a brace comes after it; None if there is more."""
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The event of this delta. The hot path: called for each token of each stream."""
@@ -163,7 +154,7 @@ class EventAnswer(_Answer):
         for piece in self._pieces:
             piece.begin()
         self._pieces[delta.sequence].add(delta)
-        return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
+        return f"data: {self._response(delta.prompt_token_count)}\n\n".encode()
 
     def fail_midway(self, error: RequestError) -> bytes:
         return f"data: {error_object(message_of(error))}\n\n".encode("utf-8", "replace")
