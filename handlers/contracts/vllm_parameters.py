@@ -46,7 +46,7 @@ _NOT_FOR_CLIENTS = {
 _LONGEST_NAME = 80
 _TEXT_NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?").fullmatch
 _TEXT_INTEGER = re.compile(r"[+-]?[0-9]{1,40}").fullmatch
-_TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class TextReader(ParameterReader):
         if not isinstance(value, str):
             return value
         if kind == "boolean":
-            return _TEXT_BOOLEANS.get(value.strip().lower(), value)
+            return TEXT_BOOLEANS.get(value.strip().lower(), value)
         if kind in ("integer", "number"):
             return number_of_text(value)
         if kind not in ("array", "object"):

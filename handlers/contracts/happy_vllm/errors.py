@@ -28,15 +28,14 @@ from handlers.errors import (
 
 JSON = "application/json"
 
-_STATUS: tuple[tuple[type[RequestError], int], ...] = (
-    (InvalidRequest, 422),
-    (UnknownModel, 404),
-    (NotServed, 404),
-    (BodyTooLarge, 413),
-    (BodyTimeout, 408),
-    (NotReady, 503),
-    (Overloaded, 503),
-)
+_STATUS: dict[int, tuple[type[RequestError], ...]] = {
+    404: (UnknownModel, NotServed),
+    408: (BodyTimeout,),
+    413: (BodyTooLarge,),
+    422: (InvalidRequest,),
+    503: (NotReady, Overloaded),
+}
+"""Any other error is a 500."""
 _VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
@@ -94,7 +93,7 @@ def wrong_method(call: Call) -> Reply:
 
 
 def _status_of(error: RequestError) -> int:
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    return next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:

@@ -152,14 +152,18 @@ def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *,
         raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {top_tokens}")
     if not inputs:
         raise InvalidRequest("`inputs` cannot be empty")
+    sampling = msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar))
+    truncate, most = parameters.truncate, max_input_tokens(setting.model, setting.settings)
+    if truncate is not None and not 0 < truncate <= most:
+        raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
     return TgiParameters(
-        sampling=msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar)),
+        sampling=sampling,
         best_of=best_of,
         details=bool(parameters.details) or prefill,
         prefill=prefill,
         top_tokens=top_tokens,
-        truncate=_truncate(parameters.truncate, max_input_tokens(setting.model, setting.settings)),
+        truncate=truncate,
         room=min(sampling.max_tokens or 1, MOST_RESERVED),
         adapter=parameters.adapter_id or None,
     )
@@ -194,7 +198,7 @@ def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) ->
     top_k = _strictly_positive("top_k", parameters.top_k, 0)
     if parameters.max_new_tokens == 0:
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
-    stop = _stop(parameters.stop or (), setting.settings.max_stop_sequences)
+    stop, stop_token_ids = _stop(parameters.stop or (), setting)
     seed = _seed(parameters.seed, best_of)
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
@@ -203,7 +207,6 @@ def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) ->
     samples = bool(parameters.do_sample) or best_of > 1
     if not samples and setting.settings.do_sample_inferred:
         samples = parameters.temperature not in (None, 1.0) or _selects(parameters)
-    special_ids = setting.model.texts.special_tokens
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
         temperature=temperature if samples else 0.0,
@@ -213,8 +216,8 @@ def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) ->
         repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty,
         seed=seed,
-        stop=tuple(text for text in stop if text not in special_ids),
-        stop_token_ids=_stop_token_ids(stop, special_ids, setting.model.eos_token_ids),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
         include_stop_str_in_output=True,
     )
 
@@ -237,20 +240,17 @@ def _share(name: str, value: float | None) -> float:
     return value
 
 
-def _stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
+def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop texts, and the ids of those that are special tokens, which the text does not show."""
+    most = setting.settings.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
         raise InvalidRequest(f"`stop` must hold texts of 1 to {MAX_STRING_LENGTH} characters")
-    return stop
-
-
-def _stop_token_ids(
-    stop: tuple[str, ...], special_ids: Mapping[str, int], eos_token_ids: frozenset[int]
-) -> tuple[int, ...]:
-    """Ids of stop texts that are special tokens, which the text does not show; without the model's end tokens."""
+    special_ids = setting.model.texts.special_tokens
+    texts = tuple(text for text in stop if text not in special_ids)
     ids = dict.fromkeys(special_ids[text] for text in stop if text in special_ids)
-    return tuple(token_id for token_id in ids if token_id not in eos_token_ids)
+    return texts, tuple(token_id for token_id in ids if token_id not in setting.model.eos_token_ids)
 
 
 def _seed(seed: int | None, best_of: int) -> int | None:
@@ -261,12 +261,6 @@ def _seed(seed: int | None, best_of: int) -> int | None:
     if seed >= _UINT64:
         raise InvalidRequest(f"`seed` must be below {_UINT64}")
     return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
-
-
-def _truncate(truncate: int | None, most: int) -> int | None:
-    if truncate is not None and not 0 < truncate <= most:
-        raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
-    return truncate
 
 
 def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:

@@ -27,15 +27,14 @@ from handlers.model_settings import ModelSettings
 JSON = "application/json"
 VERSION = "1"
 """The only version of a model."""
-_STATUS: tuple[tuple[type[RequestError], int], ...] = (
-    (UnknownModel, 404),
-    (Overloaded, 503),
-    (NotReady, 503),
-    (NotServed, 501),
-    (BodyTimeout, 408),
-    (InvalidRequest, 400),
-    (BodyTooLarge, 400),
-)
+_STATUS: dict[int, tuple[type[RequestError], ...]] = {
+    400: (InvalidRequest, BodyTooLarge),
+    404: (UnknownModel,),
+    408: (BodyTimeout,),
+    501: (NotServed,),
+    503: (Overloaded, NotReady),
+}
+"""Any other error is a 500."""
 _LARGEST_VERSION = 2**63 - 1
 _LONGEST_NAME = 200
 
@@ -75,7 +74,7 @@ def message_of(error: RequestError) -> str:
 
 def refusal(error: RequestError) -> Reply:
     """The reply to a call that ends with an error before anything was sent."""
-    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    status = next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
     return error_reply(status, message_of(error))
 
 

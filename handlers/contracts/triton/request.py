@@ -18,7 +18,7 @@ from handlers.contracts.family import ContractSetting
 from handlers.contracts.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.contracts.triton.errors import TritonRefusal
 from handlers.contracts.triton.tensorrt_llm import SAMPLING_PREFIX, plain_names, to_vllm
-from handlers.contracts.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
+from handlers.contracts.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint, GenerationRequest
 
@@ -68,11 +68,7 @@ _TYPES: dict[Kind, tuple[type, str]] = {
 }
 """Types of the elements of inputs, with Triton's message for others."""
 _OUTPUTS = {
-    "return_finish_reason": ("finish_reason",),
-    "return_cumulative_logprob": ("cumulative_logprob",),
-    "return_logprobs": ("logprobs",),
-    "return_num_input_tokens": ("num_input_tokens",),
-    "return_num_output_tokens": ("num_output_tokens",),
+    **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
 }
 """Outputs, beside `text_output`, by the inputs that ask for them."""
@@ -80,7 +76,6 @@ _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
 """Names that Triton reserves, and `id` as a parameter; they have no effect here."""
-_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 _WITHIN = "Converting keyword: 'parameters': "
 """How Triton's messages about what is within `parameters` begin."""
 _LONGEST_NAME = 80
@@ -145,7 +140,9 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         parameters = _document(sampling_parameters)
     ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
-    tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(map(_is_tensorrt_llms, values))
+    tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
+        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in values
+    )
     if tensorrt_llm:
         values = plain_names(values)
     stream = _switch(values, "stream") or _switch(values, "streaming") or False
@@ -281,16 +278,12 @@ def _document(text: str) -> dict[str, Any]:
     return document
 
 
-def _is_tensorrt_llms(name: str) -> bool:
-    return name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX)
-
-
 def _switch(values: dict[str, Any], name: str) -> bool | None:
     """Take a boolean out of the values; None if it is absent. Within `sampling_parameters` it may be text."""
     value = values.pop(name, None)
     if value is None or isinstance(value, bool):
         return value
-    meant = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
+    meant = TEXT_BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
     if meant is None:
         raise InvalidParameter(name, f"must be true or false, got {json_kind(value)}")
     return meant
