@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.family import error_body
-from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.protocol import Reply
 from handlers.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -85,11 +85,6 @@ def vllm_error(error: RequestError) -> Reply:
         parameter = "model"
     kind = _VLLM_TYPES.get(status, "InternalServerError")
     return Reply(status, JSON, error_body(error.message, kind, status, parameter))
-
-
-def wrong_method(call: Call) -> Reply:
-    """The reply to a method that the route does not have."""
-    return json_reply({"detail": "Method Not Allowed"}, 405)
 
 
 def _status_of(error: RequestError) -> int:

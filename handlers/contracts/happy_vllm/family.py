@@ -12,7 +12,7 @@ from importlib.metadata import version
 from handlers.contracts.family import Family, Generates, ModelView, Operation, Tells
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
-from handlers.contracts.happy_vllm.errors import JSON, json_reply, refuse, wrong_method
+from handlers.contracts.happy_vllm.errors import JSON, json_reply, refuse
 from handlers.contracts.happy_vllm.request import BodyReader, document, read_generation
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
@@ -38,11 +38,6 @@ class HappyVllmContract:
         return refuse(error)
 
 
-def liveness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """`GET /liveness`: whether the process answers."""
-    return json_reply({"alive": "ok"})
-
-
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
     """`GET /readiness`: always 200; the body says whether all models answer."""
     return json_reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
@@ -62,11 +57,6 @@ def info(call: Call, view: ModelView) -> Reply:
             "extra_information": {},
         }
     )
-
-
-def launch_arguments(call: Call, view: ModelView) -> Reply:
-    """`GET /v1/launch_arguments`: empty, as it is in happy_vllm unless it is told to show them."""
-    return json_reply({})
 
 
 def live_metrics(call: Call, view: ModelView) -> Reply:
@@ -190,14 +180,18 @@ HAPPY_VLLM = Family(
             max_length=_COUNT,
         ),
         _tells("/v1/abort_request", abort_request, "End a running request", "", request_id=STRING),
-        Tells.of_all("/liveness", liveness, about=_telling("Whether the server answers", "alive")),
+        Tells.of_all(
+            "/liveness",
+            lambda call, views: json_reply({"alive": "ok"}),
+            about=_telling("Whether the server answers", "alive"),
+        ),
         Tells.of_all(
             "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
         ),
         _tells("/v1/info", info, "The application and its model", _INFO),
-        _tells("/v1/launch_arguments", launch_arguments, "The launch arguments; always empty", ""),
+        _tells("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),
         _tells("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
     ),
     refuse=refuse,
-    wrong_method=wrong_method,
+    wrong_method=lambda _: json_reply({"detail": "Method Not Allowed"}, 405),
 )

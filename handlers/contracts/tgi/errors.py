@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import ContractError, Reply
 from handlers.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -63,11 +63,6 @@ def document(error: RequestError) -> str:
 def error_document(text: str, kind: str) -> str:
     """An error's JSON object. `kind`: the `error_type`, by which clients choose the exception."""
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
-
-
-def wrong_method(_: Call) -> Reply:
-    """The reply to a method that the route does not have: 405 without a body, as in axum."""
-    return Reply(405, "", b"")
 
 
 class Incomplete(GenerationFailed):

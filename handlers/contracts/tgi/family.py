@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -25,7 +25,6 @@ from handlers.contracts.tgi.errors import (
     error_document,
     refuse,
     refuse_stream,
-    wrong_method,
 )
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
 from handlers.contracts.tgi.request import Body, Parameters, Signed32, Unsigned32, Unsigned64, read, validate
@@ -37,8 +36,6 @@ _COMMENT = b":\n\n"
 _LONG_CHATS = 16 * 1024
 """Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
 _KIND = "Input validation error"
-
-T = TypeVar("T")
 
 
 class TgiContract:
@@ -150,26 +147,22 @@ class VertexContract:
         return refuse(error)
 
     def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
-        if is_text := "inputs" in document:
-            text = _instance(document, _TextInstance)
-            prompt, given = text.inputs, text.parameters or Parameters()
+        shape = _TextInstance if "inputs" in document else _ChatInstance
+        try:
+            instance: _TextInstance | _ChatInstance = msgspec.convert(document, shape)
+        except msgspec.ValidationError as error:
+            raise does_not_fit(f"instances: {error}") from None
+        if isinstance(instance, _TextInstance):
+            prompt, given = instance.inputs, instance.parameters or Parameters()
         else:
-            chat = _instance(document, _ChatInstance)
-            prompt, given = templated(chat, self._setting.model.texts), _of_chat(chat)
+            prompt, given = templated(instance, self._setting.model.texts), _of_chat(instance)
         if given.do_sample is None:
             given = msgspec.structs.replace(given, do_sample=True)
         parameters = validate(prompt, given, self._setting, streams=False)
         if parameters.best_of > 1:
             raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
         # A template has written the special tokens that the model wants.
-        return parameters.request(request_id, prompt, add_special_tokens=is_text)
-
-
-def _instance(document: dict[str, Any], shape: type[T]) -> T:
-    try:
-        return msgspec.convert(document, shape)
-    except msgspec.ValidationError as error:
-        raise does_not_fit(f"instances: {error}") from None
+        return parameters.request(request_id, prompt, add_special_tokens=isinstance(instance, _TextInstance))
 
 
 def _of_chat(chat: _ChatInstance) -> Parameters:
@@ -283,5 +276,5 @@ TGI = Family(
         ),
     ),
     refuse=refuse,
-    wrong_method=wrong_method,
+    wrong_method=lambda _: Reply(405, "", b""),  # as in axum
 )

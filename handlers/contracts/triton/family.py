@@ -13,7 +13,7 @@ from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
 from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer
-from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
+from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.contracts.vllm_parameters import read_vllm_parameters
 from handlers.errors import InvalidParameter, RequestError
@@ -166,7 +166,7 @@ TRITON = Family(
     name="triton",
     routes=_ROUTES,
     refuse=refusal,
-    wrong_method=model.wrong_method,
+    wrong_method=lambda _: error_reply(405, "Method Not Allowed"),
     prefix="/v2/",
-    not_found=model.not_found,
+    not_found=lambda _: Reply(404, "text/plain", b'{"error":"Not Found"}'),
 )

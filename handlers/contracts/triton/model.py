@@ -218,16 +218,6 @@ def infer(call: Call, view: ModelView) -> Reply:
     )
 
 
-def wrong_method(call: Call) -> Reply:
-    """The reply to a method that the route does not have."""
-    return error_reply(405, "Method Not Allowed")
-
-
-def not_found(call: Call) -> Reply:
-    """The reply to a path that Triton does not have."""
-    return Reply(404, "text/plain", b'{"error":"Not Found"}')
-
-
 def _backend(view: ModelView) -> str:
     """The name of Triton's backend for such a model."""
     if view.engine != "vllm":
