@@ -40,8 +40,8 @@ def refuse(error: RequestError) -> Reply:
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
     if isinstance(error, BodyTimeout):
         return Reply(408, _TEXT, f"Failed to buffer the request body: {error.message}".encode())
-    status, _, _ = _meaning(error)
-    return Reply(status, JSON, document(error).encode("utf-8", "replace"))
+    status, kind, text = _meaning(error)
+    return Reply(status, JSON, error_document(text, kind).encode("utf-8", "replace"))
 
 
 def refuse_stream(error: RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
@@ -51,13 +51,8 @@ def refuse_stream(error: RequestError, headers: tuple[tuple[str, str], ...]) -> 
 
 def event(error: RequestError) -> bytes:
     """The event that ends a stream."""
-    return f"data:{document(error)}\n\n".encode("utf-8", "replace")
-
-
-def document(error: RequestError) -> str:
-    """The error's JSON object."""
     _, kind, text = _meaning(error)
-    return error_document(text, kind)
+    return f"data:{error_document(text, kind)}\n\n".encode("utf-8", "replace")
 
 
 def error_document(text: str, kind: str) -> str:

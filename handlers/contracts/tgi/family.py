@@ -147,9 +147,9 @@ class VertexContract:
         return refuse(error)
 
     def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
-        shape = _TextInstance if "inputs" in document else _ChatInstance
+        shape: type[_TextInstance | _ChatInstance] = _TextInstance if "inputs" in document else _ChatInstance
         try:
-            instance: _TextInstance | _ChatInstance = msgspec.convert(document, shape)
+            instance = msgspec.convert(document, shape)
         except msgspec.ValidationError as error:
             raise does_not_fit(f"instances: {error}") from None
         if isinstance(instance, _TextInstance):
