@@ -28,11 +28,13 @@ class HappyVllmContract:
 
     def parse(self, call: Call) -> Exchange:
         generation = read_generation(document(call))
-        requests = (generation.request(call.request_id, self._stream),)
+        parameters = generation.parameters
+        stream = self._stream and parameters.beam_search is None  # no token of a beam is final before the last
+        request = parameters.request(call.request_id, generation.prompt, stream=stream)
         if not self._stream:
-            return Exchange(requests, WholeAnswer(generation))
+            return Exchange((request,), WholeAnswer(generation))
         answer = StreamAnswer(generation)
-        return Exchange(requests, answer, cumulative=answer)
+        return Exchange((request,), answer, cumulative=answer)
 
     def refusal(self, error: RequestError) -> Reply:
         return refuse(error)

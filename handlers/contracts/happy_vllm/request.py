@@ -24,7 +24,7 @@ from handlers.contracts.vllm_parameters import (
     read_vllm_parameters,
 )
 from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.request import Constraint, GenerationRequest
+from handlers.request import Constraint
 
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
 """Keywords of /v1/generate that are not vLLM's."""
@@ -107,12 +107,6 @@ class Generation:
     prompt_in_response: bool
     parameters: VllmParameters
     """With the constraint that `response_pool` or `json_format` stands for."""
-
-    def request(self, request_id: str, stream: bool) -> GenerationRequest:
-        """The request to the engine: for text alone, since no answer shows tokens or their probabilities."""
-        # No token of a beam is final before the last.
-        stream = stream and self.parameters.beam_search is None
-        return self.parameters.request(request_id, self.prompt, stream=stream)
 
 
 def read_generation(values: dict[str, Any]) -> Generation:

@@ -156,12 +156,14 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     if tensorrt_llm:
         values, constraint = to_vllm(values, setting.model.eos_token_ids)
     adapter = _adapter(values.pop("lora_name", None), setting)
+    if leaves_out_prompt is None:
+        leaves_out_prompt = stream or tensorrt_llm
     return TritonRequest(
         id=request_id,
         prompt=prompt,
         vllm=_vllm(values, constraint, stream),
         stream=stream,
-        repeat_prompt=not (stream or tensorrt_llm if leaves_out_prompt is None else leaves_out_prompt),
+        repeat_prompt=not leaves_out_prompt,
         outputs=outputs,
         adapter=adapter,
         ignored=ignored,
