@@ -213,11 +213,11 @@ def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
 
 
 def _constraint(read: ParameterReader) -> Constraint | None:
-    asked = {name: read.optional_object(name) for name in _CONSTRAINTS}
-    constraints = [_constraint_of(name, values) for name, values in asked.items() if values is not None]
-    if len(constraints) > 1:
+    documents = {name: read.optional_object(name) for name in _CONSTRAINTS}
+    given = {name: values for name, values in documents.items() if values is not None}
+    if len(given) > 1:
         raise InvalidParameter("guided_decoding", "is the earlier name of `structured_outputs`: send one of them")
-    return constraints[0] if constraints else None
+    return next((_constraint_of(name, values) for name, values in given.items()), None)
 
 
 def _constraint_of(parameter: str, values: dict[str, Any]) -> Constraint:
