@@ -60,11 +60,20 @@ _KINDS: dict[str, Schema] = {
     "boolean": {"type": "boolean"},
     "integer": {"type": "integer"},
 }
-_SAMPLING = {
-    name: schema if schema["type"] in _SCALARS else {**STRING, "contentMediaType": JSON}
-    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader=reader)).items()
-} | {"stop": STRING}
 
+
+def _in_parameters(schema: Schema) -> Schema:
+    """What a parameter of vLLM is where only strings, numbers and booleans can be given."""
+    if schema["type"] in _SCALARS:
+        return schema
+    return STRING if "string" in schema["type"] else {**STRING, "contentMediaType": JSON}
+
+
+_SAMPLING = {
+    name: _in_parameters(schema)
+    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader)).items()
+    if name not in TENSORRT_LLM_INPUTS
+}
 _BODY = an_object(
     {
         "id": STRING,
