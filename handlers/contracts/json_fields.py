@@ -191,9 +191,18 @@ class ParameterReader:
         return biases
 
     def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
-        """The value as it came, or the default. `kind`, `limits`: JSON schema's `type`, and what else it says."""
+        """The value, or the default. `kind`, `limits`: JSON schema's `type`, and what else it says."""
         self._read.add(name)
-        return self._values.get(name, default)
+        if (given := self._values.get(name)) is None:
+            return default
+        if (value := self._meant(kind, given)) is None:
+            del self._values[name]
+            return default
+        return value
+
+    def _meant(self, kind: Kind, value: Any) -> Any:
+        """What a value stands for where one of this kind is asked for; here itself."""
+        return value
 
 
 Reader = Callable[[Mapping[str, Any]], ParameterReader]

@@ -92,20 +92,14 @@ class TextReader(ParameterReader):
     Text that stands for no such value is refused by its name.
     """
 
-    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
-        value = super()._take(name, kind, default, **limits)
+    def _meant(self, kind: Kind, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         if kind == "boolean":
             return TEXT_BOOLEANS.get(value.strip().lower(), value)
         if kind in ("integer", "number"):
             return number_of_text(value)
-        if kind not in ("array", "object"):
-            return value
-        if (document := decoded(value)) is not None:
-            return document
-        del self._values[name]  # null
-        return default
+        return decoded(value) if kind in ("array", "object") else value
 
 
 def number_of_text(text: str) -> int | float | str:

@@ -83,8 +83,8 @@ class BodyReader(ParameterReader):
         if not self.has(name):
             raise WrongBody(f"`{name}` is missing", "missing", "Field required", name)
 
-    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
-        value = super()._take(name, kind, default, **limits)
+    def _meant(self, kind: Kind, value: Any) -> Any:
+        value = super()._meant(kind, value)
         if kind == "integer" and isinstance(value, str):
             return number_of_text(value)
         if kind != "boolean":

@@ -69,22 +69,24 @@ class _Answer:
         self._lead = request.prompt if request.repeat_prompt else ""
         self._members = {"id": quote(request.id)} if request.id else {}
         self._members |= {"model_name": quote(model), "model_version": f'"{VERSION}"'}
+        self._names = sorted((*self._members, *request.outputs, "text_output"))
 
     def fail(self, error: RequestError) -> Reply:
         """The error as a JSON document, of a stream as well, since nothing has been streamed."""
         return refusal(error)
 
     def _response(self, prompt_token_count: int) -> str:
-        members = dict(self._members)
-        texts = [self._lead + piece.text if self._request.vllm.detokenize else self._lead for piece in self._pieces]
-        members["text_output"] = _tensor(map(quote, texts))
-        for output in self._request.outputs:
-            members[output] = self._output(output, prompt_token_count)
-        return "{" + ",".join(f'"{name}":{members[name]}' for name in sorted(members)) + "}"
+        members = [
+            f'"{name}":{self._members.get(name) or self._output(name, prompt_token_count)}' for name in self._names
+        ]
+        return f"{{{','.join(members)}}}"
 
     def _output(self, name: str, prompt_token_count: int) -> str:
         pieces = self._pieces
         match name:
+            case "text_output":
+                shows_text = self._request.vllm.detokenize
+                return _tensor(quote(self._lead + piece.text if shows_text else self._lead) for piece in pieces)
             case "finish_reason":
                 return _tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)
             case "logprobs":
