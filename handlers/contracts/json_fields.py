@@ -17,6 +17,9 @@ MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
 """Engines look for each of them after each token."""
 
+Kind = str | list[str]
+"""`type` of a JSON schema, such as "integer"."""
+
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
 _DIGITS = re.compile("[0-9]{1,19}").fullmatch
 _TRUNCATED = "Input data was truncated"
@@ -82,24 +85,27 @@ class ParameterReader:
 
     def boolean(self, name: str, default: bool) -> bool:
         """A JSON true or false."""
-        value = self._take(name, default)
+        value = self._take(name, "boolean", default)
         if isinstance(value, bool):
             return value
         raise _wrong(name, "true or false", value)
 
     def integer(self, name: str, default: int, *, minimum: int | None = None, maximum: int | None = None) -> int:
         """A whole number within bounds, both included."""
-        value = self.optional_integer(name, minimum=minimum, maximum=maximum)
+        value = self._integer(name, "integer", default, minimum, maximum)
         return default if value is None else value
 
     def optional_integer(
         self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
     ) -> int | None:
         """A whole number within bounds, or None if absent. `digits`: a string of digits is taken as well."""
-        value = self._take(name, None)
+        return self._integer(name, ["integer", "string"] if digits else "integer", None, minimum, maximum)
+
+    def _integer(self, name: str, kind: Kind, default: Any, minimum: int | None, maximum: int | None) -> int | None:
+        value = self._take(name, kind, default, minimum=minimum, maximum=maximum)
         if value is None:
             return None
-        if digits and isinstance(value, str) and _DIGITS(value):
+        if kind != "integer" and isinstance(value, str) and _DIGITS(value):
             value = int(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -118,7 +124,7 @@ class ParameterReader:
         above: float | None = None,
     ) -> float:
         """A finite number within bounds; `above` is a bound that is itself excluded."""
-        value = self._take(name, default)
+        value = self._take(name, "number", default, minimum=minimum, maximum=maximum, exclusiveMinimum=above)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(name, "a number", value)
         try:
@@ -132,21 +138,22 @@ class ParameterReader:
 
     def optional_string(self, name: str) -> str | None:
         """A string, or None if absent."""
-        value = self._take(name, None)
+        value = self._take(name, "string", None)
         if value is None or isinstance(value, str):
             return value
         raise _wrong(name, "a string", value)
 
     def optional_object(self, name: str) -> dict[str, Any] | None:
         """An object, or None if absent."""
-        value = self._take(name, None)
+        value = self._take(name, "object", None)
         if value is None or isinstance(value, dict):
             return value
         raise _wrong(name, "an object", value)
 
     def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
         """A list of strings, none empty; one string alone stands for a list of it."""
-        value = self._take(name, [])
+        items = {"type": "string", "maxLength": longest}
+        value = self._take(name, ["array", "string"], [], items=items, maxItems=most)
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -159,7 +166,7 @@ class ParameterReader:
 
     def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
         """A list of whole numbers."""
-        value = self._take(name, [])
+        value = self._take(name, "array", [], items={"type": "integer", "minimum": minimum})
         if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             raise _wrong(name, "a list of whole numbers", value)
         for item in value:
@@ -168,7 +175,7 @@ class ParameterReader:
 
     def logit_bias(self, name: str) -> dict[int, float] | None:
         """An object of token ids (as strings, JSON has no other keys) and numbers from -100 to 100."""
-        value = self._take(name, None)
+        value = self._take(name, "object", None, additionalProperties={"type": "number"})
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -183,9 +190,19 @@ class ParameterReader:
             biases[int(token_id)] = float(bias)
         return biases
 
-    def _take(self, name: str, default: Any) -> Any:
+    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
+        """The value, or the default. `kind`, `limits`: JSON schema's `type`, and what else it says."""
         self._read.add(name)
-        return self._values.get(name, default)
+        if (given := self._values.get(name)) is None:
+            return default
+        if (value := self._meant(kind, given)) is None:
+            del self._values[name]
+            return default
+        return value
+
+    def _meant(self, kind: Kind, value: Any) -> Any:
+        """What a value stands for where one of this kind is asked for; here itself."""
+        return value
 
 
 Reader = Callable[[Mapping[str, Any]], ParameterReader]

@@ -7,13 +7,12 @@ msgspec struct. `MEANINGS` has a sentence on each field.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, ParameterReader, Reader
+from handlers.contracts.json_fields import Kind, ParameterReader, Reader
 
-T = TypeVar("T")
 Schema = Mapping[str, Any]
 
 ANYTHING: Schema = {}
@@ -31,12 +30,13 @@ MEANINGS = {
     "decoder_input_details": "Return the prompt's tokens in details.prefill.",
     "details": "Return details of the generation.",
     "detokenize": "False: the texts are empty.",
-    "do_sample": "Sample; by default inferred from the other sampling parameters.",
+    "do_sample": "Sample; other sampling parameters may switch it on as well.",
     "early_stopping": "Beam search: stop once all beams are complete.",
     "end_id": "Token that ends the generation instead of the model's own; -1 for none.",
     "exclude_input_in_output": "Leave the prompt out of text_output; by default it is there unless streaming.",
     "frequency_penalty": "Discourages frequent tokens.",
     "grammar": "The text fits a grammar: type is json, json_schema or regex, value the schema or expression.",
+    "guided_decoding": "Earlier name of structured_outputs.",
     "guided_decoding_guide": "The schema, expression or grammar that the text fits.",
     "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
     "id": "Returned in every response.",
@@ -61,7 +61,7 @@ MEANINGS = {
     **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), "Least number of new tokens."),
     "min_p": "Least probability, relative to the best token.",
     "model": "The served model's name; may be left out.",
-    **dict.fromkeys(("n", "num_return_sequences"), "Number of sequences."),
+    **dict.fromkeys(("n", "num_return_sequences"), "Number of sequences; above 1 needs sampling or beam search."),
     **dict.fromkeys(("num_beams", "beam_width"), "Above 1: beam search; not when streaming."),
     "num_tokens_in_chunk": "Least number of tokens of a chunk.",
     "output_formatter": "Format of this answer: json, jsonlines or sse.",
@@ -92,12 +92,12 @@ MEANINGS = {
     "stop_token_ids": "Tokens that end the generation.",
     **dict.fromkeys(("stream", "streaming"), "Send the answer in parts while it is generated."),
     "structured_outputs": "One of json, regex, choice, grammar, json_object, as in vLLM.",
-    "temperature": "Sampling temperature; 0 is greedy.",
+    "temperature": "Sampling temperature; 0, where it is allowed, is greedy.",
     "text": "The text.",
     **dict.fromkeys(("tokens", "token_ids"), "Token ids."),
     "token_logprobs": "Compute log probabilities; false: they are null.",
     "tools": "Functions that the chat's template shows to the model.",
-    "top_k": "Sample from so many of the best tokens.",
+    "top_k": "Sample from so many of the best tokens; 0 or -1, where it is allowed: from all.",
     "top_n_tokens": "Number of alternatives to return for each token, in details.",
     "top_p": "Sample from the best tokens with this total probability.",
     **dict.fromkeys(("truncate", "truncate_prompt_tokens"), "Keep only the last so many tokens of the prompt."),
@@ -151,46 +151,9 @@ class _Asked(ParameterReader):
         super().__init__({})
         self.properties: dict[str, Schema] = {}
 
-    def boolean(self, name: str, default: bool) -> bool:
-        return self._keep(name, default, "boolean")
-
-    def integer(self, name: str, default: int, *, minimum: int | None = None, maximum: int | None = None) -> int:
-        return self._keep(name, default, "integer", minimum=minimum, maximum=maximum)
-
-    def optional_integer(
-        self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
-    ) -> int | None:
-        return self._keep(name, None, ["integer", "string"] if digits else "integer", minimum=minimum, maximum=maximum)
-
-    def number(
-        self,
-        name: str,
-        default: float,
-        *,
-        minimum: float | None = None,
-        maximum: float | None = None,
-        above: float | None = None,
-    ) -> float:
-        return self._keep(name, default, "number", minimum=minimum, maximum=maximum, exclusiveMinimum=above)
-
-    def optional_string(self, name: str) -> str | None:
-        return self._keep(name, None, "string")
-
-    def optional_object(self, name: str) -> dict[str, Any] | None:
-        return self._keep(name, None, "object")
-
-    def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
-        return self._keep(name, (), ["array", "string"], items={"type": "string", "maxLength": longest}, maxItems=most)
-
-    def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
-        return self._keep(name, (), "array", items={"type": "integer", "minimum": minimum})
-
-    def logit_bias(self, name: str) -> dict[int, float] | None:
-        return self._keep(name, None, "object", additionalProperties={"type": "number"})
-
-    def _keep(self, name: str, default: T, kind: str | list[str], **limits: Any) -> T:
+    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
         schema = {"type": kind, **{limit: value for limit, value in limits.items() if value is not None}}
-        self.properties[name] = schema if default in (None, ()) else {**schema, "default": default}
+        self.properties[name] = schema if default in (None, []) else {**schema, "default": default}
         return default
 
 

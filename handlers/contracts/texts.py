@@ -1,4 +1,4 @@
-"""Chat templates, and limits on what one call may have tokenized on routes that generate nothing.
+"""Limits on what one call may have tokenized on routes that generate nothing.
 
 Where text is generated, the model's context bounds the prompt. Here a limit of our own is needed: a tokenizer takes up
 to 200 bytes of memory and 2 µs for each byte of a text.
@@ -6,10 +6,6 @@ to 200 bytes of memory and 2 µs for each byte of a text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from handlers.contracts.family import Texts
 from handlers.contracts.protocol import Call
 from handlers.errors import InvalidParameter, InvalidRequest
 
@@ -20,35 +16,6 @@ PLACED_BYTES = MOST_BYTES // 2
 MOST_IDS = 1 << 19
 MOST_BODY = 4 * MOST_BYTES
 """Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
-
-
-class NoChatTemplate(Exception):
-    """The model has no chat template."""
-
-
-class TemplateRefusal(Exception):
-    """The template does not take these messages; the text of the exception is its reason."""
-
-
-def render(
-    texts: Texts,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    add_generation_prompt: bool = True,
-) -> str:
-    """The prompt that the model's template makes of messages, which have a string as `content`.
-
-    Raises:
-        NoChatTemplate: the model has none.
-        TemplateRefusal: it does not take these messages.
-    """
-    if not texts.has_chat_template:
-        raise NoChatTemplate
-    try:
-        return texts.chat(messages, tools, add_generation_prompt)
-    except Exception as error:  # a template is the model's own code, and may raise anything
-        raise TemplateRefusal(str(error) or type(error).__name__) from error
 
 
 def check_body(call: Call) -> None:
@@ -67,9 +34,3 @@ def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
     if size > most:
         raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")
     return text
-
-
-def check_count(name: str, ids: Any) -> None:
-    """Raise InvalidParameter if a list has too many ids; anything but a list passes."""
-    if isinstance(ids, list) and len(ids) > MOST_IDS:
-        raise InvalidParameter(name, f"may have at most {MOST_IDS} token ids, got {len(ids)}")

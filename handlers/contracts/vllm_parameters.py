@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import JsonError, ParameterReader, Reader, decode_json
+from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, Reader, decode_json
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
@@ -26,25 +26,7 @@ GREEDY_BELOW = 1e-5
 MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
 """The engine makes one grammar of them before it begins."""
 
-_INTEGERS = frozenset(
-    {
-        *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens"),
-        *("truncate_prompt_tokens", "logprobs", "prompt_logprobs"),
-    }
-)
-_NUMBERS = frozenset(
-    {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty"}
-)
-BOOLEANS = frozenset(
-    {
-        *("use_beam_search", "early_stopping", "include_stop_str_in_output", "ignore_eos", "detokenize"),
-        *("skip_special_tokens", "spaces_between_special_tokens"),
-    }
-)
-_CONSTRAINTS = ("guided_decoding", "structured_outputs")
-_DOCUMENTS = frozenset({*_CONSTRAINTS, "stop_token_ids", "allowed_token_ids", "logit_bias"})
-"""A client that can send nothing but text, numbers and booleans sends these as JSON in a string."""
-
+_CONSTRAINTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
 """Fields of earlier releases that select a back end, which the server does."""
@@ -64,7 +46,7 @@ _NOT_FOR_CLIENTS = {
 _LONGEST_NAME = 80
 _TEXT_NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?").fullmatch
 _TEXT_INTEGER = re.compile(r"[+-]?[0-9]{1,40}").fullmatch
-_TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,20 +86,37 @@ class VllmParameters:
         return replace(self, sampling=msgspec.structs.replace(self.sampling, constraint=constraint))
 
 
-def read_vllm_parameters(
-    values: Mapping[str, Any],
-    *,
-    text_values: bool = False,
-    reader: Reader = ParameterReader,
-) -> VllmParameters:
-    """Validate and translate vLLM's keywords; null is absent. The API description asks with a `reader` of its own.
+class TextReader(ParameterReader):
+    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it.
 
-    `text_values`: numbers, booleans and documents may be strings ("16", "0.5", "true"), as Triton's clients send them.
+    Text that stands for no such value is refused by its name.
+    """
+
+    def _meant(self, kind: Kind, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if kind == "boolean":
+            return TEXT_BOOLEANS.get(value.strip().lower(), value)
+        if kind in ("integer", "number"):
+            return number_of_text(value)
+        return decoded(value) if kind in ("array", "object") else value
+
+
+def number_of_text(text: str) -> int | float | str:
+    """The number that a text stands for, or the text itself."""
+    stripped = text.strip()
+    if _TEXT_INTEGER(stripped):
+        return int(stripped)
+    return float(stripped) if _TEXT_NUMBER(stripped) else text
+
+
+def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterReader) -> VllmParameters:
+    """Validate and translate vLLM's keywords; null is absent. The API description asks with a `reader` of its own.
 
     Raises:
         InvalidParameter: naming the parameter, its value and what is allowed; also for an unknown name.
     """
-    read = reader(_from_text(values) if text_values else values)
+    read = reader(values)
     sampling = _sampling(read)
     sequences, candidates = _sequences(read)
     beam_search = _beam_search(read, candidates)
@@ -138,31 +137,11 @@ def read_vllm_parameters(
     )
     if sampling.stop and not parameters.detokenize:
         raise InvalidParameter("stop", "needs the text of the answer: it cannot be combined with `detokenize` false")
-    _refuse_others(read)
+    if unknown := read.unread():
+        name = min(unknown)
+        refusal = _NOT_FOR_CLIENTS.get(name, "is not a sampling parameter that vLLM has")
+        raise InvalidParameter(name[:_LONGEST_NAME], refusal)
     return parameters
-
-
-def _from_text(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that strings stand for. A string that stands for none is kept, and the reader refuses it by name."""
-    return {name: _value(name, value) if isinstance(value, str) else value for name, value in values.items()}
-
-
-def _value(name: str, text: str) -> Any:
-    if name in BOOLEANS:
-        return _TEXT_BOOLEANS.get(text.strip().lower(), text)
-    if name in _INTEGERS or name in _NUMBERS:
-        return number_of_text(text)
-    if name in _DOCUMENTS:
-        return _decoded(text)
-    return text
-
-
-def number_of_text(text: str) -> int | float | str:
-    """The number that a text stands for, or the text itself."""
-    stripped = text.strip()
-    if _TEXT_INTEGER(stripped):
-        return int(stripped)
-    return float(stripped) if _TEXT_NUMBER(stripped) else text
 
 
 def _sampling(read: ParameterReader) -> SamplingParameters:
@@ -228,11 +207,11 @@ def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
 
 
 def _constraint(read: ParameterReader) -> Constraint | None:
-    given = [name for name in _CONSTRAINTS if read.has(name)]
+    documents = {name: read.optional_object(name) for name in _CONSTRAINTS}
+    given = {name: values for name, values in documents.items() if values is not None}
     if len(given) > 1:
         raise InvalidParameter("guided_decoding", "is the earlier name of `structured_outputs`: send one of them")
-    objects = {name: read.optional_object(name) for name in given}
-    return next((_constraint_of(name, values or {}) for name, values in objects.items()), None)
+    return next((_constraint_of(name, values) for name, values in given.items()), None)
 
 
 def _constraint_of(parameter: str, values: dict[str, Any]) -> Constraint:
@@ -249,56 +228,38 @@ def _constraint_of(parameter: str, values: dict[str, Any]) -> Constraint:
             within + "disable_additional_properties",
             'cannot be switched on here: put "additionalProperties": false into the schema',
         )
-    kind = kinds[0]
-    constraint = Constraint(
-        parameter=within + kind,
-        json_schema=_schema(within + kind, values[kind]) if kind == "json" else None,
-        regex=_text(read, within + kind) if kind == "regex" else None,
-        choice=_choice(read, within + kind) if kind == "choice" else None,
-        grammar=_text(read, within + kind) if kind == "grammar" else None,
-        json_object=kind == "json_object" and _must_be_true(read, within + kind),
-        any_whitespace=any_whitespace,
-    )
-    for name in sorted(read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}):
-        raise InvalidParameter(name[:80], "is not a field that this server can follow")
+    name = within + kinds[0]
+    form = _form(read, name, kinds[0], values[kinds[0]])
+    constraint = Constraint(parameter=name, any_whitespace=any_whitespace, **form)
+    if unknown := read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}:
+        raise InvalidParameter(min(unknown)[:_LONGEST_NAME], "is not a field that this server can follow")
     return constraint
 
 
-def _schema(parameter: str, value: Any) -> str:
-    """The text of a schema, which is given as an object or as its text."""
-    if not isinstance(_decoded(value), dict):
-        raise InvalidParameter(parameter, "must be a JSON schema: an object, or the text of one")
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _form(read: ParameterReader, name: str, kind: str, value: Any) -> dict[str, Any]:
+    """The field of `Constraint` that a kind of constraint sets."""
+    match kind:
+        case "json":
+            if not isinstance(decoded(value), dict):
+                raise InvalidParameter(name, "must be a JSON schema: an object, or the text of one")
+            return {"json_schema": value if isinstance(value, str) else msgspec.json.encode(value).decode()}
+        case "choice":
+            choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
+            if not choice:
+                raise InvalidParameter(name, "must have at least one string")
+            return {"choice": tuple(dict.fromkeys(choice))}
+        case "json_object":
+            if not read.boolean(name, True):
+                raise InvalidParameter(name, "must be true if it is given")
+            return {"json_object": True}
+        case _:
+            text = read.optional_string(name) or ""
+            if not text.strip():
+                raise InvalidParameter(name, "must not be empty")
+            return {kind: text}
 
 
-def _choice(read: ParameterReader, name: str) -> tuple[str, ...]:
-    choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
-    if not choice:
-        raise InvalidParameter(name, "must have at least one string")
-    return tuple(dict.fromkeys(choice))
-
-
-def _text(read: ParameterReader, name: str) -> str:
-    text = read.optional_string(name) or ""
-    if not text.strip():
-        raise InvalidParameter(name, "must not be empty")
-    return text
-
-
-def _must_be_true(read: ParameterReader, name: str) -> bool:
-    if not read.boolean(name, True):
-        raise InvalidParameter(name, "must be true if it is given")
-    return True
-
-
-def _refuse_others(read: ParameterReader) -> None:
-    for name in sorted(read.unread()):
-        raise InvalidParameter(
-            name[:_LONGEST_NAME], _NOT_FOR_CLIENTS.get(name, "is not a sampling parameter that vLLM has")
-        )
-
-
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """The document that a text holds; anything else as it is."""
     if not isinstance(value, str):
         return value

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.errors import (
     BodyTooLarge,
     EngineDead,
@@ -33,9 +33,9 @@ def parse(document: Any, *, stream: bool = False) -> Exchange:
 
 
 def refusal(document: Any) -> Reply:
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(RequestError) as caught:
         parse(document)
-    return caught.value.reply
+    return HAPPY_VLLM.refuse(caught.value)
 
 
 def lines(document: Any, *deltas: TokenDelta) -> list[bytes]:

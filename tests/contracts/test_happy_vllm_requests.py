@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.contracts.happy_vllm.family import HappyVllmContract
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
 from handlers.contracts.happy_vllm.request import read_generation
-from handlers.contracts.protocol import ContractError
+from handlers.contracts.protocol import Reply
+from handlers.errors import RequestError
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
 from tests.contracts.exchange import call
 
@@ -113,10 +114,10 @@ def test_a_json_schema_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("kind", ["str", "array", "object", "", 1, True, {}, {"a": "string"}, [], ["string"] * 2, [[]]])
 def test_the_simple_form_has_its_four_types_and_arrays_of_one_of_them_only(kind: Any) -> None:
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(RequestError) as caught:
         request_of({"json_format": {"field": kind}})
-    assert caught.value.reply.status == 422
-    assert json.loads(caught.value.reply.body)["detail"][0]["loc"] == ["body", "json_format", "field"]
+    assert HAPPY_VLLM.refuse(caught.value).status == 422
+    assert json.loads(HAPPY_VLLM.refuse(caught.value).body)["detail"][0]["loc"] == ["body", "json_format", "field"]
 
 
 def test_sampling_keywords_stand_beside_the_prompt() -> None:
@@ -145,23 +146,23 @@ JSON = st.recursive(
 @settings(deadline=None)
 @given(document=JSON | st.dictionaries(st.sampled_from(NAMES) | st.text(), JSON), stream=st.booleans())
 def test_any_json_is_understood_or_refused_with_a_detail(document: Any, stream: bool) -> None:
-    refusal: ContractError | None = None
+    refusal: Reply | None = None
     try:
         HappyVllmContract(stream=stream).parse(call(document))
-    except ContractError as error:
-        refusal = error
+    except RequestError as error:
+        refusal = HAPPY_VLLM.refuse(error)
     if refusal is not None:
-        assert refusal.reply.status == 422
-        assert json.loads(refusal.reply.body)["detail"]
+        assert refusal.status == 422
+        assert json.loads(refusal.body)["detail"]
 
 
 @settings(deadline=None)
 @given(body=st.binary())
 def test_any_bytes_are_understood_or_refused_with_a_detail(body: bytes) -> None:
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(RequestError) as caught:
         HappyVllmContract(stream=False).parse(call(body))
-    assert caught.value.reply.status == 422
-    assert json.loads(caught.value.reply.body)["detail"]
+    assert HAPPY_VLLM.refuse(caught.value).status == 422
+    assert json.loads(HAPPY_VLLM.refuse(caught.value).body)["detail"]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +191,6 @@ def test_the_prompt_in_the_response_may_be_asked_for_as_pydantic_allows(value: A
     [("prompt_in_response", 2), ("prompt_in_response", "maybe"), ("max_tokens", "many"), ("temperature", "0x1")],
 )
 def test_what_pydantic_refuses_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(RequestError) as caught:
         request_of({name: value})
-    assert json.loads(caught.value.reply.body)["detail"][0]["loc"] == ["body", name]
+    assert json.loads(HAPPY_VLLM.refuse(caught.value).body)["detail"][0]["loc"] == ["body", name]

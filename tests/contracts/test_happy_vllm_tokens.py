@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from handlers.contracts.family import ModelView, Tells
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM
 from handlers.contracts.happy_vllm.tokens import ids_inside
-from handlers.contracts.protocol import ContractError, Reply
+from handlers.contracts.protocol import Reply
 from handlers.engines.texts import ModelTexts
 from handlers.engines.texts import split_text as text_of_tokens
 from handlers.errors import NotReady, NotServed, RequestError
@@ -143,9 +143,7 @@ TELLS = {route.path: route.tell for route in HAPPY_VLLM.routes if isinstance(rou
 def reply(path: str, document: Any = b"", view: ModelView = VIEW) -> Reply:
     try:
         return TELLS[path](call(document), view)
-    except ContractError as error:  # the server answers both so, for every route
-        return error.reply
-    except RequestError as error:
+    except RequestError as error:  # the server answers it so, for every route
         return HAPPY_VLLM.refuse(error)
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
+from handlers.contracts.json_fields import ParameterReader, Reader
+from handlers.contracts.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, Constraint, SamplingParameters
 
@@ -21,9 +22,9 @@ NAMES = (
 )
 
 
-def refused(values: dict[str, Any], **options: bool) -> str:
+def refused(values: dict[str, Any], reader: Reader = ParameterReader) -> str:
     with pytest.raises(InvalidParameter) as caught:
-        read_vllm_parameters(values, **options)
+        read_vllm_parameters(values, reader)
     return caught.value.message
 
 
@@ -277,7 +278,7 @@ def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
         "guided_decoding": {"choice": ["a"]},
         "stop": "12",
     }
-    assert read_vllm_parameters(as_text, text_values=True) == read_vllm_parameters(typed)
+    assert read_vllm_parameters(as_text, TextReader) == read_vllm_parameters(typed)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
     ],
 )
 def test_text_that_is_no_such_value_is_refused(values: dict[str, Any], message: str) -> None:
-    assert refused(values, text_values=True) == message
+    assert refused(values, TextReader) == message
 
 
 JSON = st.recursive(
@@ -304,11 +305,14 @@ JSON = st.recursive(
 
 
 @settings(deadline=None)
-@given(values=st.dictionaries(st.sampled_from(NAMES) | st.text(), JSON), text_values=st.booleans())
-def test_any_json_is_read_or_refused_by_name(values: dict[str, Any], text_values: bool) -> None:
+@given(
+    values=st.dictionaries(st.sampled_from(NAMES) | st.text(), JSON),
+    reader=st.sampled_from([ParameterReader, TextReader]),
+)
+def test_any_json_is_read_or_refused_by_name(values: dict[str, Any], reader: Reader) -> None:
     refusal: InvalidParameter | None = None
     try:
-        parameters = read_vllm_parameters(values, text_values=text_values)
+        parameters = read_vllm_parameters(values, reader)
     except InvalidParameter as error:
         refusal = error
     if refusal is not None:

@@ -15,6 +15,7 @@ from handlers.contracts.family import ContractSetting, Generates, ModelView, Sta
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.tgi.family import TGI
 from handlers.engines.texts import ModelTexts
+from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token
 from tests.contracts.exchange import MODEL
@@ -107,6 +108,8 @@ def attempt(path: str, document: Any, content_type: str = "application/json", **
         return contract(path, **settings).parse(call(document, content_type))
     except ContractError as error:
         return error.reply
+    except RequestError as error:
+        return TGI.refuse(error)
 
 
 def refusal(path: str, document: Any, content_type: str = "application/json", **settings: Any) -> Reply:

@@ -10,6 +10,7 @@ from typing import Any
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TRITON
+from handlers.errors import RequestError
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL
@@ -50,7 +51,10 @@ def parse(
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
     found = next(one for one in TRITON.routes if isinstance(one, Generates) and one.path == path)
-    contract = found.contract(ContractSetting(settings=replace(MODEL, **settings), model=LoadedText()))
+    model = replace(MODEL, **settings)
+    if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
+        raise ContractError(refusal, "the path is wrong")
+    contract = found.contract(ContractSetting(settings=model, model=LoadedText()))
     call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
     return contract.parse(call)
 
@@ -60,6 +64,8 @@ def attempt(document: Any, route: str = "generate", **more: Any) -> Exchange | R
         return parse(document, route, **more)
     except ContractError as error:
         return error.reply
+    except RequestError as error:
+        return TRITON.refuse(error)
 
 
 def refused(document: Any, route: str = "generate", **more: Any) -> Reply:

@@ -40,17 +40,17 @@ _COMPACT = _Style(",", ":", encode_basestring)
 _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
-class _State:
+class _Answer:
     """All sequences of one answer, as far as they have been generated.
 
     The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
     """
 
-    __slots__ = ("_counts", "_end", "_prompt_tokens", "_reasons", "_responses", "_show_text", "_style")
+    headers: tuple[tuple[str, str], ...] = ()
+    _style: _Style
 
-    def __init__(self, generation: Generation, style: _Style) -> None:
+    def __init__(self, generation: Generation) -> None:
         count = generation.parameters.sequences
-        self._style = style
         self._show_text = generation.parameters.detokenize
         self._responses = [""] * count
         self._reasons = [_UNFINISHED] * count
@@ -58,10 +58,11 @@ class _State:
         self._prompt_tokens = 0
         self._end = ""
         if generation.prompt_in_response:
-            self._end = f'{style.comma}"prompt"{style.colon}{style.quote(generation.prompt)}'
+            self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
 
-    def add(self, delta: TokenDelta) -> bool:
-        """Add a delta; whether that changed anything. Beams that are not shown change nothing."""
+    def add(self, prompt: int, delta: TokenDelta) -> bool:
+        """Take a delta; whether it changed anything: beams that are not shown do not. The hot path: called for each
+        token of each stream."""
         sequence = delta.sequence
         if sequence >= len(self._responses):
             return False
@@ -73,11 +74,10 @@ class _State:
             self._reasons[sequence] = _FINISH_REASONS[delta.finish_reason]
         return True
 
-    def abort(self) -> None:
-        """Mark the sequences that have not finished as aborted."""
-        self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
+    def fail(self, error: RequestError) -> Reply:
+        return refuse(error)
 
-    def document(self, addition: str = "") -> str:
+    def _document(self, addition: str = "") -> str:
         """The whole object; `addition`: further members at its end."""
         comma, colon, _ = self._style
         prompt_tokens = self._prompt_tokens
@@ -95,53 +95,37 @@ class _State:
         )
 
 
-class WholeAnswer:
+class WholeAnswer(_Answer):
     """`/v1/generate`: one document when all has finished."""
 
     content_type = JSON
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, generation: Generation) -> None:
-        self._state = _State(generation, _COMPACT)
+    _style = _COMPACT
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._state.add(delta)
-        return self._state.document().encode() if delta.last else b""
-
-    def fail(self, error: RequestError) -> Reply:
-        return refuse(error)
+        self.add(prompt, delta)
+        return self._document().encode() if delta.last else b""
 
     def fail_midway(self, error: RequestError) -> bytes:
         return b""  # the body is sent whole
 
 
-class StreamAnswer:
+class StreamAnswer(_Answer):
     """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
 
     A `CumulativeAnswer`: a client that lags is sent fewer lines.
     """
 
     content_type = ""
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, generation: Generation) -> None:
-        self._state = _State(generation, _SPACED)
+    _style = _SPACED
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        return self.latest() if self._state.add(delta) else b""
-
-    def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta without writing it. The hot path: called for each token of each stream."""
-        return self._state.add(delta)
+        return self.latest() if self.add(prompt, delta) else b""
 
     def latest(self) -> bytes:
-        return (self._state.document() + "\n").encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return refuse(error)
+        return (self._document() + "\n").encode()
 
     def fail_midway(self, error: RequestError) -> bytes:
         """A last line with the texts so far, aborted, and the reason; the original breaks the connection off."""
-        self._state.abort()
+        self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
         reason = f', "error": {encode_basestring_ascii(error.message)}'
-        return (self._state.document(reason) + "\n").encode()
+        return (self._document(reason) + "\n").encode()

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.family import error_body
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Reply
 from handlers.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -27,100 +27,70 @@ from handlers.errors import (
 )
 
 JSON = "application/json"
-UNPROCESSABLE = 422
-FAILED = 500
 
-_STATUS: tuple[tuple[type[RequestError], int], ...] = (
-    (InvalidRequest, UNPROCESSABLE),
-    (UnknownModel, 404),
-    (NotServed, 404),
-    (BodyTooLarge, 413),
-    (BodyTimeout, 408),
-    (NotReady, 503),
-    (Overloaded, 503),
-)
-_VLLM_TYPES = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    408: "BadRequestError",
-    413: "BadRequestError",
-    503: "ServiceUnavailableError",
+_STATUS: dict[int, tuple[type[RequestError], ...]] = {
+    404: (UnknownModel, NotServed),
+    408: (BodyTimeout,),
+    413: (BodyTooLarge,),
+    422: (InvalidRequest,),
+    503: (NotReady, Overloaded),
 }
+"""Any other error is a 500."""
+_VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
+
+
+def json_reply(body: dict[str, Any] | None, status: int = 200) -> Reply:
+    """A reply as Starlette writes JSON: compact, in UTF-8."""
+    return Reply(status, JSON, msgspec.json.encode(body))
+
+
+class WrongBody(InvalidRequest):
+    """A body that is not an object, or lacks a field."""
+
+    def __init__(self, message: str, kind: str, text: str, *location: str | int) -> None:
+        """`kind`, `text`: Pydantic's words for it. `location`: of the field in the body."""
+        super().__init__(message)
+        self.entry = _entry(kind, text, *location)
+
+
+def not_json(reason: str) -> WrongBody:
+    """The refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
+    place = _BYTE.search(reason)
+    error = WrongBody("the body is not JSON", "json_invalid", "JSON decode error", int(place[1]) if place else 0)
+    error.entry["ctx"] = {"error": _BYTE.sub("", reason)}
+    return error
 
 
 def refuse(error: RequestError) -> Reply:
     """The reply to a call that has failed before its first byte."""
     status = _status_of(error)
-    if status == FAILED:
-        return _reply(status, {"error": type(error).__name__, "messages": [error.message]})
+    if status == 500:
+        return json_reply({"error": type(error).__name__, "messages": [error.message]}, status)
+    if isinstance(error, WrongBody):
+        return json_reply({"detail": [error.entry]}, status)
     if isinstance(error, InvalidParameter):
-        return _reply(status, {"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]})
-    return _reply(status, {"detail": error.message})
+        return json_reply({"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]}, status)
+    return json_reply({"detail": error.message}, status)
 
 
-def missing(parameter: str) -> ContractError:
-    """The refusal of a body without a required field."""
-    return _unprocessable(_entry("missing", "Field required", parameter), f"`{parameter}` is missing")
-
-
-def conflict(one: str, other: str) -> ContractError:
-    """The refusal of fields that exclude each other."""
-    message = f"`{one}` cannot be combined with `{other}`"
-    return ContractError(_reply(UNPROCESSABLE, {"detail": message}), message)
-
-
-def no_body() -> ContractError:
-    """The refusal of a call without a body."""
-    return _unprocessable(_entry("missing", "Field required"), "the body is empty")
-
-
-def not_an_object(kind: str) -> ContractError:
-    """The refusal of a body that is JSON of another `kind`."""
-    entry = _entry("dict_type", "Input should be a valid dictionary")
-    return _unprocessable(entry, f"the body is {kind}, not an object")
-
-
-def not_json(reason: str) -> ContractError:
-    """The refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
-    place = _BYTE.search(reason)
-    entry = _entry("json_invalid", "JSON decode error", int(place[1]) if place else 0)
-    return _unprocessable(entry | {"ctx": {"error": _BYTE.sub("", reason)}}, "the body is not JSON")
-
-
-def vllm_error(error: RequestError | ContractError) -> Reply:
+def vllm_error(error: RequestError) -> Reply:
     """The same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
-    parameter = None
-    if isinstance(error, ContractError):
-        status, message = 400, error.reason
-    else:
-        status, message = _status_of(error), error.message
-        status = 400 if status == UNPROCESSABLE else status
-        if isinstance(error, InvalidParameter):
-            parameter = error.parameter
-        elif isinstance(error, UnknownModel):
-            parameter = "model"
+    status, parameter = _status_of(error), None
+    if status == 422:
+        status = 400
+    if isinstance(error, InvalidParameter):
+        parameter = error.parameter
+    elif isinstance(error, UnknownModel):
+        parameter = "model"
     kind = _VLLM_TYPES.get(status, "InternalServerError")
-    return Reply(status, JSON, error_body(message, kind, status, parameter))
-
-
-def wrong_method(call: Call) -> Reply:
-    """The reply to a method that the route does not have."""
-    return _reply(405, {"detail": "Method Not Allowed"})
+    return Reply(status, JSON, error_body(error.message, kind, status, parameter))
 
 
 def _status_of(error: RequestError) -> int:
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), FAILED)
-
-
-def _unprocessable(entry: dict[str, Any], reason: str) -> ContractError:
-    return ContractError(_reply(UNPROCESSABLE, {"detail": [entry]}), reason)
+    return next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
     """An error as Pydantic has it, without `input`: the client's own text is not sent back."""
     return {"type": kind, "loc": ["body", *location], "msg": message}
-
-
-def _reply(status: int, body: dict[str, Any]) -> Reply:
-    return Reply(status, JSON, msgspec.json.encode(body))

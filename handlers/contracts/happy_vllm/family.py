@@ -7,21 +7,17 @@ Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
-from typing import Any
 
-import msgspec
-
-from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Operation, Tells
+from handlers.contracts.family import Family, Generates, ModelView, Operation, Tells
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
-from handlers.contracts.happy_vllm.errors import JSON, refuse, wrong_method
-from handlers.contracts.happy_vllm.request import document, read_generation, required_string
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contracts.happy_vllm.errors import JSON, json_reply, refuse
+from handlers.contracts.happy_vllm.request import BodyReader, document, read_generation
+from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import InvalidParameter, RequestError
+from handlers.errors import RequestError
 
 
 class HappyVllmContract:
@@ -31,35 +27,28 @@ class HappyVllmContract:
         self._stream = stream
 
     def parse(self, call: Call) -> Exchange:
-        values = document(call)
-        try:
-            generation = read_generation(values)
-        except InvalidParameter as error:
-            raise ContractError(refuse(error), error.message) from None
-        requests = (generation.request(call.request_id, self._stream),)
+        generation = read_generation(document(call))
+        parameters = generation.parameters
+        stream = self._stream and parameters.beam_search is None  # no token of a beam is final before the last
+        request = parameters.request(call.request_id, generation.prompt, stream=stream)
         if not self._stream:
-            return Exchange(requests, WholeAnswer(generation))
+            return Exchange((request,), WholeAnswer(generation))
         answer = StreamAnswer(generation)
-        return Exchange(requests, answer, cumulative=answer)
+        return Exchange((request,), answer, cumulative=answer)
 
     def refusal(self, error: RequestError) -> Reply:
         return refuse(error)
 
 
-def liveness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """`GET /liveness`: whether the process answers."""
-    return _reply({"alive": "ok"})
-
-
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
     """`GET /readiness`: always 200; the body says whether all models answer."""
-    return _reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
+    return json_reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
 
 
 def info(call: Call, view: ModelView) -> Reply:
     """`GET /v1/info`."""
     model = view.text()
-    return _reply(
+    return json_reply(
         {
             "application": "happy_vllm",
             "version": version("slipway"),
@@ -72,15 +61,10 @@ def info(call: Call, view: ModelView) -> Reply:
     )
 
 
-def launch_arguments(call: Call, view: ModelView) -> Reply:
-    """`GET /v1/launch_arguments`: empty, as it is in happy_vllm unless it is told to show them."""
-    return _reply({})
-
-
 def live_metrics(call: Call, view: ModelView) -> Reply:
     """`GET /live_metrics`. vLLM no longer swaps sequences to the CPU, so what counts that is zero."""
     status = view.text().status()
-    return _reply(
+    return json_reply(
         {
             "requests_running": status.running_requests,
             "requests_swapped": 0,
@@ -93,16 +77,8 @@ def live_metrics(call: Call, view: ModelView) -> Reply:
 
 def abort_request(call: Call, view: ModelView) -> Reply:
     """`POST /v1/abort_request`: null, whether or not there is such a request."""
-    view.abort(required_string(document(call), "request_id"))
-    return _reply(None)
-
-
-def _reply(answer: dict[str, Any] | None) -> Reply:
-    return Reply(200, JSON, msgspec.json.encode(answer))
-
-
-def _contract(setting: ContractSetting, *, stream: bool) -> HappyVllmContract:
-    return HappyVllmContract(stream=stream)
+    view.abort(BodyReader(document(call)).required_string("request_id"))
+    return json_reply(None)
 
 
 _TRUE: Schema = {"type": "boolean", "default": True}
@@ -118,7 +94,6 @@ _REQUEST = an_object(
         "json_format": OBJECT,
         "json_format_is_json_schema": _FALSE,
         **parameters(lambda reader: read_vllm_parameters({}, reader=reader)),
-        "structured_outputs": OBJECT,
     },
     "prompt",
     name="HappyVllmRequest",
@@ -163,11 +138,13 @@ HAPPY_VLLM = Family(
     name="happy_vllm",
     routes=(
         Generates(
-            path="/v1/generate", contract=partial(_contract, stream=False), about=_generating("Generate text", JSON)
+            path="/v1/generate",
+            contract=lambda _: HappyVllmContract(stream=False),
+            about=_generating("Generate text", JSON),
         ),
         Generates(
             path="/v1/generate_stream",
-            contract=partial(_contract, stream=True),
+            contract=lambda _: HappyVllmContract(stream=True),
             about=_generating(_STREAMS, "application/jsonlines"),  # what it is; the answer has no content type
         ),
         _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
@@ -205,14 +182,18 @@ HAPPY_VLLM = Family(
             max_length=_COUNT,
         ),
         _tells("/v1/abort_request", abort_request, "End a running request", "", request_id=STRING),
-        Tells.of_all("/liveness", liveness, about=_telling("Whether the server answers", "alive")),
+        Tells.of_all(
+            "/liveness",
+            lambda call, views: json_reply({"alive": "ok"}),
+            about=_telling("Whether the server answers", "alive"),
+        ),
         Tells.of_all(
             "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
         ),
         _tells("/v1/info", info, "The application and its model", _INFO),
-        _tells("/v1/launch_arguments", launch_arguments, "The launch arguments; always empty", ""),
+        _tells("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),
         _tells("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
     ),
     refuse=refuse,
-    wrong_method=wrong_method,
+    wrong_method=lambda _: json_reply({"detail": "Method Not Allowed"}, 405),
 )

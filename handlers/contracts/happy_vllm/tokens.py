@@ -9,19 +9,16 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from handlers.contracts.family import LoadedModel, ModelView, Texts
-from handlers.contracts.happy_vllm.errors import JSON, vllm_error
-from handlers.contracts.happy_vllm.request import coerced, document, required_ids, required_string
-from handlers.contracts.json_fields import ParameterReader, json_kind
-from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import NoChatTemplate, TemplateRefusal, check_body, check_count, check_text, render
+from handlers.contracts.happy_vllm.errors import json_reply, vllm_error
+from handlers.contracts.happy_vllm.request import BodyReader, document
+from handlers.contracts.json_fields import json_kind
+from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.texts import check_body, check_text
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
-_SIDES = ("left", "right")
 
 _WORD = "thisisareallybigwordisntit"
 """happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
@@ -38,138 +35,117 @@ _LONGEST_CHARACTER = 8
 
 def tokenizer(call: Call, view: ModelView) -> Reply:
     """`POST /v1/tokenizer`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    text = check_text("text", required_string(values, "text"))
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
     vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
     ids = model.texts.encode(text) if vanilla else ids_inside(model, text)
     answer: dict[str, Any] = {"tokens_ids": ids, "tokens_nb": len(ids)}
     if with_texts:
         answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts_inside(model, ids)
-    return _reply(answer)
+    return json_reply(answer)
 
 
 def decode(call: Call, view: ModelView) -> Reply:
     """`POST /v1/decode`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    ids = _ids(values, "token_ids", model)
+    read, model = _read(call), view.text()
+    ids = read.required_ids("token_ids", model.texts.vocabulary_size)
     vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
-    if vanilla:
-        answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids)}
-        return _reply(answer | {"tokens_str": model.texts.pieces(ids)} if with_texts else answer)
-    texts = texts_inside(model, ids)
-    answer = {"decoded_string": "".join(texts)}
-    return _reply(answer | {"tokens_str": texts} if with_texts else answer)
+    texts = [] if vanilla else texts_inside(model, ids)
+    answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids) if vanilla else "".join(texts)}
+    if with_texts:
+        answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts
+    return json_reply(answer)
 
 
 def split(call: Call, view: ModelView) -> Reply:
     """`POST /v1/split_text`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    text = check_text("text", required_string(values, "text"))
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
     minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
     separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
-    return _reply({"split_text": split_text(model, text, minimum, separators)})
+    return json_reply({"split_text": split_text(model, text, minimum, separators)})
 
 
 def metadata(call: Call, view: ModelView) -> Reply:
     """`POST /v1/metadata_text`."""
-    values, model = _values(call), view.text()
-    read = ParameterReader(values)
-    text = check_text("text", required_string(values, "text"))
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
     side = read.optional_string("truncation_side") or model.texts.truncation_side
-    if side not in _SIDES:
+    if side not in ("left", "right"):
         raise InvalidParameter("truncation_side", 'must be "left" or "right"')
     max_length = read.integer("max_length", model.max_model_len, minimum=0)
     dropped = dropped_by_truncation(model, text, max_length, side)
-    return _reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
+    return json_reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
 
 
 def tokenizer_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
     try:
         return _tokenize(call, view)
-    except (RequestError, ContractError) as error:
+    except RequestError as error:
         return vllm_error(error)
 
 
 def _tokenize(call: Call, view: ModelView) -> Reply:
-    values, model = _values(call), view.text()
-    _check_model(values, view)
-    read = ParameterReader(values)
-    if read.has("messages"):
+    check_body(call)
+    values, model = document(call), view.text()
+    read = BodyReader(values)
+    _check_model(read, view)
+    is_chat = read.has("messages")
+    if is_chat:
         if read.has("chat_template"):
             raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
         add_generation_prompt = read.boolean("add_generation_prompt", True)
         text = check_text("messages", _chat_prompt(model.texts, values["messages"], add_generation_prompt))
     else:
-        text = check_text("prompt", required_string(values, "prompt"))
-    special = read.boolean("add_special_tokens", not read.has("messages"))
-    ids = model.texts.encode(text, special=special)
-    return _reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
+        text = check_text("prompt", read.required_string("prompt"))
+    ids = model.texts.encode(text, special=read.boolean("add_special_tokens", not is_chat))
+    return json_reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
 
 
 def decode_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
     try:
-        values, model = _values(call), view.text()
-        _check_model(values, view)
-        ids = _ids(values, "tokens", model)
-        return _reply({"prompt": model.texts.decode(ids)})
-    except (RequestError, ContractError) as error:
+        read, model = _read(call), view.text()
+        _check_model(read, view)
+        ids = read.required_ids("tokens", model.texts.vocabulary_size)
+        return json_reply({"prompt": model.texts.decode(ids)})
+    except RequestError as error:
         return vllm_error(error)
 
 
-def _values(call: Call) -> dict[str, Any]:
+def _read(call: Call) -> BodyReader:
     check_body(call)
-    return coerced(document(call))
+    return BodyReader(document(call))
 
 
-def _ids(values: dict[str, Any], name: str, model: LoadedModel) -> list[int]:
-    check_count(name, values.get(name))
-    return required_ids(values, name, model.texts.vocabulary_size)
-
-
-def _with_texts(read: ParameterReader) -> bool:
+def _with_texts(read: BodyReader) -> bool:
     """The original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
     return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
 
 
-def _check_model(values: dict[str, Any], view: ModelView) -> None:
-    name = ParameterReader(values).optional_string("model")
+def _check_model(read: BodyReader, view: ModelView) -> None:
+    name = read.optional_string("model")
     settings = view.settings
     if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
         raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
 
 
-def _reply(answer: dict[str, Any]) -> Reply:
-    return Reply(200, JSON, msgspec.json.encode(answer))
-
-
 def _chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:
-    """The prompt that the template makes of the messages.
-
-    Raises:
-        InvalidRequest: there is no template, or the messages do not suit it.
-    """
-    conversation = _conversation(messages)
-    try:
-        return render(texts, conversation, add_generation_prompt=add_generation_prompt)
-    except NoChatTemplate:
-        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`") from None
-    except TemplateRefusal as error:
-        raise InvalidRequest(f"the model's chat template does not take these messages: {error}") from None
-
-
-def _conversation(messages: Any) -> list[dict[str, Any]]:
+    """The prompt that the model's template makes of the messages."""
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages", "must be an array of at least one message")
-    return [_message(index, message) for index, message in enumerate(messages)]
+    conversation = [_message(f"messages.{index}", message) for index, message in enumerate(messages)]
+    if not texts.has_chat_template:
+        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`")
+    try:
+        return texts.chat(conversation, None, add_generation_prompt)
+    except Exception as error:  # a template is the model's own code, and may raise anything
+        reason = str(error) or type(error).__name__
+        raise InvalidRequest(f"the model's chat template does not take these messages: {reason}") from error
 
 
-def _message(index: int, message: Any) -> dict[str, Any]:
-    where = f"messages.{index}"
+def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidParameter(where, "must be an object with a string `role`")
     return {**message, "content": _content(f"{where}.content", message.get("content"))}

@@ -34,30 +34,66 @@ Headers = tuple[tuple[str, str], ...]
 class AnswerOptions:
     """What one answer shows."""
 
-    prompt: str = ""
+    prompt: str
     """What each text begins with; empty unless the full text is wanted."""
-    details: bool = False
-    top_tokens: bool = False
-    in_array: bool = False
-    seeds: tuple[int | None, ...] = (None,)
+    details: bool
+    top_tokens: bool
+    in_array: bool
+    seeds: tuple[int | None, ...]
     """Of each sequence; None for greedy decoding."""
     special_texts: Mapping[int, str]
     """Texts of special tokens, which are no part of the generated text."""
-    characters: int = 0
+    characters: int
     """Length of `inputs`."""
     compute_type: str
 
 
-class GenerationAnswer:
-    """One JSON document when all sequences have finished; the one with the highest mean log probability comes first."""
+class _WholeAnswer:
+    """One JSON document when all sequences have finished."""
 
     content_type = JSON
 
+    def __init__(self, count: int) -> None:
+        self._sequences = [GeneratedSequence() for _ in range(count)]
+        self._open = count
+
+    @property
+    def headers(self) -> Headers:
+        return ()
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        self._sequences[prompt].add(delta)
+        self._open -= delta.last
+        if self._open:
+            return b""
+        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
+            raise Incomplete
+        return self._body().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return refuse(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        return b""  # the body is sent whole
+
+    def _body(self) -> str:
+        raise NotImplementedError
+
+
+class PredictionsAnswer(_WholeAnswer):
+    """Vertex AI's `{"predictions": [...]}`, a text for each instance."""
+
+    def _body(self) -> str:
+        return f'{{"predictions":[{",".join(quote("".join(sequence.text)) for sequence in self._sequences)}]}}'
+
+
+class GenerationAnswer(_WholeAnswer):
+    """The sequence with the highest mean log probability, and where details are asked for the others as well."""
+
     def __init__(self, options: AnswerOptions) -> None:
+        super().__init__(len(options.seeds))
         self._options = options
         self._begun_at = time.monotonic()
-        self._sequences = [GeneratedSequence() for _ in options.seeds]
-        self._open = len(options.seeds)
         self._best = 0
 
     @property
@@ -73,24 +109,12 @@ class GenerationAnswer:
             ("x-generated-tokens", str(best.count)),
         )
 
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._sequences[prompt].add(delta)
-        self._open -= delta.last
-        return b"" if self._open else self._body().encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return refuse(error)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
-
     def _body(self) -> str:
-        _check_complete(self._sequences)
-        ranks = range(len(self._sequences))
-        self._best = max(ranks, key=lambda place: _mean_logprob(self._sequences[place]))
+        places = range(len(self._sequences))
+        self._best = max(places, key=lambda place: _mean_logprob(self._sequences[place]))
         text = f'{{"generated_text":{self._text(self._best)}'
         if self._options.details:
-            others = [self._other(place) for place in ranks if place != self._best]
+            others = [self._other(place) for place in places if place != self._best]
             best_of = f',"best_of_sequences":[{",".join(others)}]' if others else ""
             text += f',"details":{{{self._outcome(self._best)}{best_of}{self._top_tokens(self._best)}}}'
         return f"[{text}}}]" if self._options.in_array else text + "}"
@@ -114,6 +138,16 @@ class GenerationAnswer:
         return f',"top_tokens":[{lists}]'
 
 
+def stream_headers(compute_type: str, characters: int) -> Headers:
+    """The headers of a stream, be it of an error alone. `characters`: the length of `inputs`."""
+    return (
+        ("x-compute-type", compute_type),
+        ("x-compute-characters", str(characters)),
+        ("x-accel-buffering", "no"),
+        ("cache-control", "no-cache"),
+    )
+
+
 class StreamAnswer:
     """An event for each token; the last one carries the whole text."""
 
@@ -123,26 +157,16 @@ class StreamAnswer:
         self._options = options
         self._text: list[str] = []
         self._index = 0
-        self.headers: Headers = (
-            ("x-compute-type", options.compute_type),
-            ("x-compute-characters", str(options.characters)),
-            ("x-accel-buffering", "no"),
-            ("cache-control", "no-cache"),
-        )
+        self.headers = stream_headers(options.compute_type, options.characters)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The events of this delta's tokens. The hot path: called for each token of each stream."""
-        tokens = delta.tokens
         self._text.append(delta.text)
-        if not delta.last:
-            if len(tokens) == 1:
-                return self._event(tokens[0]).encode()
-            return "".join([self._event(token) for token in tokens]).encode()
-        if delta.finish_reason not in FINISH_REASONS:
-            return "".join([self._event(token) for token in tokens]).encode() + INCOMPLETE_STREAM
-        *earlier, final = tokens or [_NO_TOKEN]
-        events = [self._event(token) for token in earlier]
-        return ("".join(events) + self._event(final, self._end(delta))).encode()
+        if not delta.last or delta.finish_reason not in FINISH_REASONS:
+            events = "".join([self._event(token) for token in delta.tokens]).encode()
+            return events + INCOMPLETE_STREAM if delta.last else events
+        *earlier, final = delta.tokens or [_NO_TOKEN]
+        return ("".join(map(self._event, earlier)) + self._event(final, self._end(delta))).encode()
 
     def fail(self, error: RequestError) -> Reply:
         return refuse_stream(error, self.headers)
@@ -163,38 +187,6 @@ class StreamAnswer:
             return f'"generated_text":{text},"details":null'
         details = f'{_counts(delta, self._options.seeds[0])},"input_length":{delta.prompt_token_count}'
         return f'"generated_text":{text},"details":{{{details}}}'
-
-
-class PredictionsAnswer:
-    """Vertex AI's `{"predictions": [...]}`, a text for each instance."""
-
-    content_type = JSON
-    headers: Headers = ()
-
-    def __init__(self, instances: int) -> None:
-        self._sequences = [GeneratedSequence() for _ in range(instances)]
-        self._open = instances
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._sequences[prompt].add(delta)
-        self._open -= delta.last
-        if self._open:
-            return b""
-        _check_complete(self._sequences)
-        texts = ",".join(quote("".join(sequence.text)) for sequence in self._sequences)
-        return f'{{"predictions":[{texts}]}}'.encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return refuse(error)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
-
-
-def _check_complete(sequences: Sequence[GeneratedSequence]) -> None:
-    """Raise `Incomplete` if one of them was ended from outside."""
-    if any(sequence.finish_reason not in FINISH_REASONS for sequence in sequences):
-        raise Incomplete
 
 
 def _mean_logprob(sequence: GeneratedSequence) -> float:
@@ -233,13 +225,10 @@ def float32(value: float | None) -> str:
         return "null"
     nearest: float = _unpack(packed)[0]
     # Six digits always survive 32 bits, and nine tell all numbers apart: the fewest that do are written.
-    text = f"{nearest:.6g}"
-    if _pack(float(text)) != packed:
-        text = f"{nearest:.7g}"
-        if _pack(float(text)) != packed:
-            text = f"{nearest:.8g}"
-            if _pack(float(text)) != packed:
-                text = f"{nearest:.9g}"
+    for form in ("%.6g", "%.7g", "%.8g", "%.9g"):
+        text = form % nearest
+        if _pack(float(text)) == packed:
+            break
     if "e" in text:
         return _exponential(text)
     return text if "." in text else text + ".0"

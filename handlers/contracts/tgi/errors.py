@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import ContractError, Reply
 from handlers.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -23,13 +23,6 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 _TEXT = "text/plain; charset=utf-8"
 
-NOT_JSON = 400
-"""The body is not JSON."""
-NO_JSON_TYPE = 415
-"""The content type does not say JSON."""
-DOES_NOT_FIT = 422
-"""The body is JSON of another shape."""
-
 
 def unreadable(status: int, explanation: str) -> ContractError:
     """The refusal of a body that is not a request; the reason is plain text, as from TGI's web framework."""
@@ -38,7 +31,7 @@ def unreadable(status: int, explanation: str) -> ContractError:
 
 def does_not_fit(reason: str) -> ContractError:
     """The refusal of a body that is JSON of another shape."""
-    return unreadable(DOES_NOT_FIT, f"Failed to deserialize the JSON body into the target type: {reason}")
+    return unreadable(422, f"Failed to deserialize the JSON body into the target type: {reason}")
 
 
 def refuse(error: RequestError) -> Reply:
@@ -47,8 +40,8 @@ def refuse(error: RequestError) -> Reply:
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
     if isinstance(error, BodyTimeout):
         return Reply(408, _TEXT, f"Failed to buffer the request body: {error.message}".encode())
-    status, _, _ = _meaning(error)
-    return Reply(status, JSON, document(error).encode("utf-8", "replace"))
+    status, kind, text = _meaning(error)
+    return Reply(status, JSON, error_document(text, kind).encode("utf-8", "replace"))
 
 
 def refuse_stream(error: RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
@@ -58,23 +51,13 @@ def refuse_stream(error: RequestError, headers: tuple[tuple[str, str], ...]) -> 
 
 def event(error: RequestError) -> bytes:
     """The event that ends a stream."""
-    return f"data:{document(error)}\n\n".encode("utf-8", "replace")
-
-
-def document(error: RequestError) -> str:
-    """The error's JSON object."""
     _, kind, text = _meaning(error)
-    return error_document(text, kind)
+    return f"data:{error_document(text, kind)}\n\n".encode("utf-8", "replace")
 
 
 def error_document(text: str, kind: str) -> str:
     """An error's JSON object. `kind`: the `error_type`, by which clients choose the exception."""
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
-
-
-def wrong_method(_: Call) -> Reply:
-    """The reply to a method that the route does not have: 405 without a body, as in axum."""
-    return Reply(405, "", b"")
 
 
 class Incomplete(GenerationFailed):

@@ -2,119 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Tells
-from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.contracts.tgi.answer import AnswerOptions, GenerationAnswer, StreamAnswer
-from handlers.contracts.tgi.errors import EVENTS, JSON, refuse, refuse_stream, wrong_method
-from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens
-from handlers.contracts.tgi.request import (
-    Body,
-    TgiParameters,
-    parameter_rules,
-    read,
-    shown_seed,
-    unknown_fields,
-    validate,
+from handlers.contracts.tgi.answer import (
+    AnswerOptions,
+    GenerationAnswer,
+    PredictionsAnswer,
+    StreamAnswer,
+    stream_headers,
 )
-from handlers.contracts.tgi.vertex import LONG_CHATS, VertexContract
+from handlers.contracts.tgi.errors import (
+    EVENTS,
+    JSON,
+    does_not_fit,
+    error_document,
+    refuse,
+    refuse_stream,
+)
+from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
+from handlers.contracts.tgi.request import Body, Parameters, Signed32, Unsigned32, Unsigned64, read, validate
 from handlers.errors import InvalidRequest, RequestError
 from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"
 """What TGI sends while a stream is idle."""
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """The differences between the generating routes."""
-
-    streams: bool | None
-    """None: the body's `stream` decides."""
-    in_array: bool = False
-    full_text: bool = False
-    """Default of `return_full_text`."""
+_LONG_CHATS = 16 * 1024
+"""Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
+_KIND = "Input validation error"
 
 
 class TgiContract:
     """/, /generate or /generate_stream of one model."""
 
-    def __init__(self, setting: ContractSetting, style: Style) -> None:
-        self._settings, self._style = setting.settings, style
-        self._rules = parameter_rules(setting.model, setting.settings)
-        self._special_texts = {token_id: text for text, token_id in self._rules.special_ids.items()}
-        self._compute_type = setting.settings.rolling_batch
+    def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
+        """`streams`: None on /, where the body decides, an answer is an array, and the full text is the default."""
+        self._setting, self._streams = setting, streams
+        self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
     def parse(self, call: Call) -> Exchange:
         body, document = read(call, Body)
-        streams = bool(body.stream) if self._style.streams is None else self._style.streams
+        streams = bool(body.stream) if self._streams is None else self._streams
         try:
             notes = self._notes(document)
-            parameters = validate(body.inputs, body.parameters, self._rules, streams=streams)
+            parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
         except InvalidRequest as error:
-            reply = refuse(error)
-            if streams:
-                reply = refuse_stream(error, StreamAnswer(self._options(body)).headers)
-            raise ContractError(reply, error.message) from None
-        return self._exchange(call, body, parameters, streams, notes)
-
-    def refusal(self, error: RequestError) -> Reply:
-        return refuse(error)
-
-    def _exchange(
-        self, call: Call, body: Body, parameters: TgiParameters, streams: bool, notes: tuple[str, ...]
-    ) -> Exchange:
-        samplings = [parameters.sampling] * parameters.best_of
+            if not streams:
+                raise
+            headers = stream_headers(self._setting.settings.rolling_batch, len(body.inputs))
+            raise ContractError(refuse_stream(error, headers), error.message) from None
+        candidates = [parameters] * parameters.best_of
         if parameters.details:
-            samplings = [parameters.seeded() for _ in samplings]
+            candidates = [parameters.seeded() for _ in candidates]
         want_tokens = streams or parameters.details or parameters.best_of > 1
         requests = tuple(
-            GenerationRequest(
-                request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
-                prompt=body.inputs,
-                sampling=sampling,
+            candidate.request(
+                call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
+                body.inputs,
                 stream=streams,
-                truncate_prompt_tokens=parameters.truncate,
-                room=parameters.room,
                 want_tokens=want_tokens,
                 want_logprobs=want_tokens,
                 want_prompt_tokens=parameters.prefill,
                 top_tokens=parameters.top_tokens if streams or parameters.details else 0,
-                adapter=parameters.adapter,
             )
-            for place, sampling in enumerate(samplings)
+            for place, candidate in enumerate(candidates)
         )
-        options = self._options(body, parameters, tuple(map(shown_seed, samplings)))
-        answer: Answer = StreamAnswer(options) if streams else GenerationAnswer(options)
-        return Exchange(requests, answer, notes, comment=_COMMENT if streams else b"")
-
-    def _options(
-        self, body: Body, parameters: TgiParameters | None = None, seeds: tuple[int | None, ...] = (None,)
-    ) -> AnswerOptions:
-        asked = body.parameters.return_full_text if body.parameters is not None else None
-        return AnswerOptions(
-            prompt=body.inputs if (self._style.full_text if asked is None else asked) else "",
-            details=parameters is not None and parameters.details,
-            top_tokens=parameters is not None and parameters.top_tokens > 0,
-            in_array=self._style.in_array,
-            seeds=seeds,
+        full_text = body.parameters.return_full_text if body.parameters is not None else None
+        options = AnswerOptions(
+            prompt=body.inputs if (self._streams is None if full_text is None else full_text) else "",
+            details=parameters.details,
+            top_tokens=parameters.top_tokens > 0,
+            in_array=self._streams is None,
+            seeds=tuple(candidate.shown_seed for candidate in candidates),
             special_texts=self._special_texts,
             characters=len(body.inputs),
-            compute_type=self._compute_type,
+            compute_type=self._setting.settings.rolling_batch,
         )
+        if streams:
+            return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
+        return Exchange(requests, GenerationAnswer(options), notes)
+
+    def refusal(self, error: RequestError) -> Reply:
+        return refuse(error)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        unknown = unknown_fields(document)
+        values = document.get("parameters")
+        unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
+        unknown += sorted(document.keys() - set(Body.__struct_fields__))
         if not unknown:
             return ()
-        if self._settings.strict_parameters:
+        if self._setting.settings.strict_parameters:
             raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
         return (f"fields without effect: {', '.join(unknown)}",)
+
+
+class _TextInstance(msgspec.Struct, frozen=True):
+    inputs: str
+    parameters: Parameters | None = None
+
+
+class _ChatInstance(Chat, frozen=True):
+    max_tokens: Unsigned32 | None = None
+    max_completion_tokens: Unsigned32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Signed32 | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Unsigned64 | None = None
+    stop: tuple[str, ...] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    instances: list[dict[str, Any]]
+
+
+class VertexContract:
+    """/vertex of one model: several requests in one call, as Vertex AI sends them.
+
+    TGI reads only `max_new_tokens` and `seed` of an instance's parameters; here all of them have an effect. Sampling is
+    the default, as it is there.
+    """
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._setting = setting
+
+    def parse(self, call: Call) -> Exchange:
+        body, _ = read(call, _Body)
+        if not body.instances:
+            raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
+        requests = tuple(
+            self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
+        )
+        return Exchange(requests, PredictionsAnswer(len(requests)))
+
+    def refusal(self, error: RequestError) -> Reply:
+        return refuse(error)
+
+    def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
+        shape: type[_TextInstance | _ChatInstance] = _TextInstance if "inputs" in document else _ChatInstance
+        try:
+            instance = msgspec.convert(document, shape)
+        except msgspec.ValidationError as error:
+            raise does_not_fit(f"instances: {error}") from None
+        if isinstance(instance, _TextInstance):
+            prompt, given = instance.inputs, instance.parameters or Parameters()
+        else:
+            prompt, given = templated(instance, self._setting.model.texts), _of_chat(instance)
+        if given.do_sample is None:
+            given = msgspec.structs.replace(given, do_sample=True)
+        parameters = validate(prompt, given, self._setting, streams=False)
+        if parameters.best_of > 1:
+            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+        # A template has written the special tokens that the model wants.
+        return parameters.request(request_id, prompt, add_special_tokens=isinstance(instance, _TextInstance))
+
+
+def _of_chat(chat: _ChatInstance) -> Parameters:
+    """A chat's parameters by the names of /generate. As in TGI, a chat samples unless its temperature is 0."""
+    if chat.tools:
+        raise InvalidRequest("`tools` cannot be used here; /v1/chat/completions takes them")
+    greedy = chat.temperature == 0.0
+    return Parameters(
+        temperature=None if greedy else chat.temperature,
+        do_sample=not greedy,
+        top_p=None if greedy else chat.top_p,
+        top_k=None if greedy else chat.top_k,
+        frequency_penalty=chat.frequency_penalty,
+        repetition_penalty=chat.repetition_penalty,
+        max_new_tokens=chat.max_tokens if chat.max_tokens is not None else chat.max_completion_tokens,
+        seed=chat.seed,
+        stop=chat.stop,
+        grammar=chat.response_format,
+    )
 
 
 _BODY = struct(Body, "TgiRequest")
@@ -132,102 +199,82 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-
-_NOT_READY: dict[str, tuple[str, Mapping[str, Schema]]] = {"503": ("The model is not ready", {JSON: _ERROR})}
 _FAILURES = {
-    "422": ("A parameter is wrong, or the prompt is too long", {JSON: _ERROR}),
-    "424": ("Generation failed", {JSON: _ERROR}),
-    "429": ("The queue is full", {JSON: _ERROR}),
-    **_NOT_READY,
+    "422": "A parameter is wrong, the prompt is too long, or the template does not take the messages",
+    "424": "Generation failed",
+    "429": "The queue is full",
+    "503": "The model is not ready",
 }
 
 
-def _generating(summary: str, meaning: str, content: Mapping[str, Schema], request: Schema = _BODY) -> Operation:
-    """A route that generates, for the API description."""
-    return Operation(summary=summary, request=request, answers={"200": (meaning, content), **_FAILURES})
+def _about(
+    summary: str, answer: Mapping[str, Schema], failures: str = "503", request: Schema | None = None
+) -> Operation:
+    """A route for the API description. `answer`: by media type. `failures`: its statuses beside 200."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
+    answers |= {status: (_FAILURES[status], {JSON: _ERROR}) for status in failures.split()}
+    return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
 
 
-_HEALTH = Operation(
-    summary="Health (TGI)", answers={"200": ("The model can serve", {}), "503": ("It cannot", {JSON: _ERROR})}
-)
+def _generates(
+    path: str, contract: Callable[[ContractSetting], Contract], summary: str, answer: Mapping[str, Schema]
+) -> Generates:
+    about = _about(summary, answer, "422 424 429 503", _BODY)
+    return Generates(path=path, contract=contract, about=about)
+
+
+_INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
+_HEALTH = _about("Health", {})
 
 TGI = Family(
     name="tgi",
     routes=(
-        Generates(
-            path="/",
-            contract=partial(TgiContract, style=Style(streams=None, in_array=True, full_text=True)),
-            about=_generating(
-                "Generate text (TGI); events with `stream`",
-                "The answer in an array",
-                {JSON: an_array(_ANSWER), EVENTS: _EVENT},
-            ),
+        _generates(
+            "/",
+            partial(TgiContract, streams=None),
+            "Generate text; events with `stream`",
+            {JSON: an_array(_ANSWER), EVENTS: _EVENT},
         ),
-        Generates(
-            path="/generate",
-            contract=partial(TgiContract, style=Style(streams=False)),
-            about=_generating("Generate text (TGI)", "The answer", {JSON: _ANSWER}),
-        ),
-        Generates(
-            path="/generate_stream",
-            contract=partial(TgiContract, style=Style(streams=True)),
-            about=_generating(
-                "Stream text (TGI)", "An event for each token; errors are events as well", {EVENTS: _EVENT}
-            ),
+        _generates("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
+        _generates(
+            "/generate_stream",
+            partial(TgiContract, streams=True),
+            "Stream text, an event for each token; errors are events as well",
+            {EVENTS: _EVENT},
         ),
         Generates(
             path="/vertex",
             contract=VertexContract,
-            long_body=LONG_CHATS,
-            about=_generating(
-                "Generate texts (TGI, as Vertex AI asks for them)",
-                "A text for each instance",
+            long_body=_LONG_CHATS,
+            about=_about(
+                "Generate a text for each instance, as Vertex AI asks for them",
                 {JSON: an_object({"predictions": an_array(STRING)})},
-                an_object(
-                    {"instances": {**an_array(_BODY), "description": "Requests, also chats with `messages`."}},
-                    "instances",
-                ),
+                "422 424 429 503",
+                an_object({"instances": _INSTANCES}, "instances"),
             ),
         ),
         Tells.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
         Tells.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
-        Tells(
-            path="/info",
-            tell=tell_info,
-            about=Operation(
-                summary="Model and limits (TGI)",
-                answers={"200": ("The model and its limits", {JSON: OBJECT}), **_NOT_READY},
-            ),
-        ),
+        Tells(path="/info", tell=tell_info, about=_about("The model and its limits", {JSON: OBJECT})),
         Tells(
             path="/tokenize",
             tell=tell_tokens,
             methods=("POST",),
             where="inputs",
-            about=Operation(
-                summary="Tokens of a text (TGI)",
-                request=_BODY,
-                answers={"200": ("The tokens", {JSON: _TOKENS}), **_NOT_READY},
-            ),
+            about=_about("Tokens of a text", {JSON: _TOKENS}, request=_BODY),
         ),
         Tells(
             path="/chat_tokenize",
             tell=tell_chat_tokens,
             methods=("POST",),
-            about=Operation(
-                summary="Prompt and tokens of a chat (TGI)",
-                request=struct(Chat, "TgiChat"),
-                answers={
-                    "200": (
-                        "The prompt and its tokens",
-                        {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
-                    ),
-                    "422": ("The model's template does not take these messages", {JSON: _ERROR}),
-                    **_NOT_READY,
-                },
+            about=_about(
+                "Prompt and tokens of a chat",
+                {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
+                "422 503",
+                struct(Chat, "TgiChat"),
             ),
         ),
     ),
     refuse=refuse,
-    wrong_method=wrong_method,
+    wrong_method=lambda _: Reply(405, "", b""),  # as in axum
 )

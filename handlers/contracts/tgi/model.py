@@ -16,7 +16,7 @@ import msgspec
 from handlers.contracts.family import ModelView, Texts
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import PLACED_BYTES, NoChatTemplate, TemplateRefusal, check_body, check_text, render
+from handlers.contracts.texts import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest
@@ -36,12 +36,7 @@ def tell_health(_: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def tell_info(_: Call, view: ModelView) -> Reply:
-    """The model and its limits.
-
-    Raises:
-        NotReady: it is not loaded.
-        NotServed: a custom handler generates.
-    """
+    """The model and its limits."""
     model = view.text()
     info: dict[str, Any] = {
         "model_id": view.settings.model_id,
@@ -63,14 +58,7 @@ def tell_info(_: Call, view: ModelView) -> Reply:
 
 
 def tell_tokens(call: Call, view: ModelView) -> Reply:
-    """The tokens of `inputs` with their places; only the last `truncate` of them.
-
-    Raises:
-        ContractError: the body is wrong.
-        NotReady: the model is not loaded.
-        NotServed: a custom handler generates.
-        InvalidRequest: the tokenizer cannot take the text.
-    """
+    """The tokens of `inputs` with their places; only the last `truncate` of them."""
     texts = view.text().texts
     check_body(call)
     body, _ = read(call, Body)
@@ -80,14 +68,7 @@ def tell_tokens(call: Call, view: ModelView) -> Reply:
 
 
 def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
-    """The prompt that a chat becomes, and its tokens.
-
-    Raises:
-        ContractError: the body is wrong.
-        NotReady: the model is not loaded.
-        NotServed: a custom handler generates.
-        InvalidRequest: the tokenizer cannot take the text.
-    """
+    """The prompt that a chat becomes, and its tokens."""
     texts = view.text().texts
     check_body(call)
     chat, _ = read(call, Chat)
@@ -146,12 +127,12 @@ def templated(chat: Chat, texts: Texts) -> str:
         ContractError: the model has no template, or the template does not take these messages.
     """
     messages = [msgspec.to_builtins(message) | {"content": _text(message.content)} for message in chat.messages]
+    if not texts.has_chat_template:
+        raise _template_error("template not found: this model has no chat template")
     try:
-        text = render(texts, messages, chat.tools)
-    except NoChatTemplate:
-        raise _template_error("template not found: this model has no chat template") from None
-    except TemplateRefusal as error:
-        raise _template_error(str(error)) from error
+        text = texts.chat(messages, chat.tools, True)
+    except Exception as error:  # a template is the model's own code, and may raise anything
+        raise _template_error(str(error) or type(error).__name__) from error
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (place := text.rfind(last["content"])) < 0:
         return text

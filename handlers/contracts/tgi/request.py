@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import getrandbits
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from handlers.contracts.family import LoadedModel
+from handlers.contracts.family import ContractSetting, LoadedModel
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
-from handlers.contracts.tgi.errors import NO_JSON_TYPE, NOT_JSON, does_not_fit, unreadable
+from handlers.contracts.tgi.errors import does_not_fit, unreadable
 from handlers.errors import InvalidRequest
 from handlers.model_settings import ModelSettings
-from handlers.request import Constraint, SamplingParameters
+from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -81,11 +81,11 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
     """
     kind = call.content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise unreadable(NO_JSON_TYPE, "Expected request with `Content-Type: application/json`")
+        raise unreadable(415, "Expected request with `Content-Type: application/json`")
     try:
         document = decode_json(call.body)
     except JsonError as error:
-        raise unreadable(NOT_JSON, f"Failed to parse the request body as JSON: {error}") from None
+        raise unreadable(400, f"Failed to parse the request body as JSON: {error}") from None
     try:
         return msgspec.convert(document, shape), document
     except msgspec.ValidationError as error:
@@ -93,42 +93,6 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
         if (place := _PLACE.fullmatch(message)) is not None:
             message = f"{place[2]}: {place[1]}" if place[2] else place[1]
         raise does_not_fit(message) from None
-
-
-def unknown_fields(document: dict[str, Any]) -> tuple[str, ...]:
-    """Names in the body that have no meaning, those of parameters first."""
-    values = document.get("parameters")
-    unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
-    return (*unknown, *sorted(document.keys() - set(Body.__struct_fields__)))
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRules:
-    """What decides how the parameters for one model are read."""
-
-    max_input_tokens: int
-    max_best_of: int
-    max_stop_sequences: int
-    do_sample_inferred: bool
-    """Sampling parameters switch sampling on, as in TGI's model server; otherwise `do_sample` alone does."""
-    special_ids: Mapping[str, int]
-    """The model's special tokens, by their texts."""
-    eos_token_ids: frozenset[int]
-    adapters: bool = False
-    """Whether there are adapters (`option.enable_lora`)."""
-
-
-def parameter_rules(model: LoadedModel, settings: ModelSettings) -> ParameterRules:
-    """The rules for one model."""
-    return ParameterRules(
-        max_input_tokens=max_input_tokens(model, settings),
-        max_best_of=settings.max_best_of,
-        max_stop_sequences=settings.max_stop_sequences,
-        do_sample_inferred=settings.do_sample_inferred,
-        special_ids=model.texts.special_tokens,
-        eos_token_ids=model.eos_token_ids,
-        adapters=settings.enable_lora,
-    )
 
 
 def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
@@ -148,55 +112,71 @@ class TgiParameters:
     top_tokens: int
     truncate: int | None
     room: int
-    adapter: str | None = None
+    adapter: str | None
 
-    def seeded(self) -> SamplingParameters:
-        """The sampling parameters with a seed, random if the request samples and has none."""
+    @property
+    def shown_seed(self) -> int | None:
+        """The seed as details show it; None for greedy decoding."""
+        return None if self.sampling.greedy or self.sampling.seed is None else self.sampling.seed % _UINT64
+
+    def seeded(self) -> TgiParameters:
+        """The same with a random seed, if the request samples and has none."""
         if self.sampling.greedy or self.sampling.seed is not None:
-            return self.sampling
-        return msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS))
+            return self
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS)))
+
+    def request(self, request_id: str, prompt: str, **fields: Any) -> GenerationRequest:
+        """The request to the engine. `fields`: further ones, such as `want_tokens`."""
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=self.sampling,
+            truncate_prompt_tokens=self.truncate,
+            room=self.room,
+            adapter=self.adapter,
+            **fields,
+        )
 
 
-def shown_seed(sampling: SamplingParameters) -> int | None:
-    """The seed as details show it; None for greedy decoding."""
-    return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
-
-
-def validate(inputs: str, given: Parameters | None, rules: ParameterRules, *, streams: bool) -> TgiParameters:
+def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
     """Check all values, and translate them.
 
     Raises:
         InvalidRequest: with TGI's text, without its prefix.
     """
     parameters = Parameters(do_sample=True) if given is None else given
-    best_of = _best_of(parameters, rules, streams)
-    sampling = _sampling(parameters, rules, best_of)
+    best_of = _best_of(parameters, setting.settings.max_best_of, streams)
+    sampling = _sampling(parameters, setting, best_of)
     top_tokens = parameters.top_n_tokens or 0
     if top_tokens > MAX_TOP_N_TOKENS:
         raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {top_tokens}")
     if not inputs:
         raise InvalidRequest("`inputs` cannot be empty")
+    sampling = msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar))
+    truncate, most = parameters.truncate, max_input_tokens(setting.model, setting.settings)
+    if truncate is not None and not 0 < truncate <= most:
+        raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
     return TgiParameters(
-        sampling=msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar)),
+        sampling=sampling,
         best_of=best_of,
         details=bool(parameters.details) or prefill,
         prefill=prefill,
         top_tokens=top_tokens,
-        truncate=_truncate(parameters.truncate, rules.max_input_tokens),
+        truncate=truncate,
         room=min(sampling.max_tokens or 1, MOST_RESERVED),
         adapter=parameters.adapter_id or None,
     )
 
 
-def _best_of(parameters: Parameters, rules: ParameterRules, streams: bool) -> int:
+def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if streams and best_of != 1:
         raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
     if streams and parameters.decoder_input_details:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
-    if not 0 < best_of <= rules.max_best_of:
-        raise InvalidRequest(f"`best_of` must be > 0 and <= {rules.max_best_of}. Given: {best_of}")
+    if not 0 < best_of <= most:
+        raise InvalidRequest(f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
     if best_of > 1 and not (parameters.do_sample or parameters.temperature is not None or _selects(parameters)):
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
     return best_of
@@ -207,13 +187,7 @@ def _selects(parameters: Parameters) -> bool:
     return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 
-def _samples(parameters: Parameters, rules: ParameterRules, best_of: int) -> bool:
-    if parameters.do_sample or best_of > 1:
-        return True
-    return rules.do_sample_inferred and (parameters.temperature not in (None, 1.0) or _selects(parameters))
-
-
-def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> SamplingParameters:
+def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) -> SamplingParameters:
     temperature = _strictly_positive("temperature", parameters.temperature, 1.0)
     repetition_penalty = _strictly_positive("repetition_penalty", parameters.repetition_penalty, 1.0)
     frequency_penalty = 0.0 if parameters.frequency_penalty is None else parameters.frequency_penalty
@@ -224,13 +198,15 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
     top_k = _strictly_positive("top_k", parameters.top_k, 0)
     if parameters.max_new_tokens == 0:
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
-    stop = _stop(parameters.stop or (), rules.max_stop_sequences)
+    stop, stop_token_ids = _stop(parameters.stop or (), setting)
     seed = _seed(parameters.seed, best_of)
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
-    if parameters.adapter_id is not None and not rules.adapters:
+    if parameters.adapter_id is not None and not setting.settings.enable_lora:
         raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
-    samples = _samples(parameters, rules, best_of)
+    samples = bool(parameters.do_sample) or best_of > 1
+    if not samples and setting.settings.do_sample_inferred:
+        samples = parameters.temperature not in (None, 1.0) or _selects(parameters)
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
         temperature=temperature if samples else 0.0,
@@ -240,8 +216,8 @@ def _sampling(parameters: Parameters, rules: ParameterRules, best_of: int) -> Sa
         repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty,
         seed=seed,
-        stop=tuple(text for text in stop if text not in rules.special_ids),
-        stop_token_ids=_stop_token_ids(stop, rules),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
         include_stop_str_in_output=True,
     )
 
@@ -264,18 +240,17 @@ def _share(name: str, value: float | None) -> float:
     return value
 
 
-def _stop(stop: tuple[str, ...], most: int) -> tuple[str, ...]:
+def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop texts, and the ids of those that are special tokens, which the text does not show."""
+    most = setting.settings.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
         raise InvalidRequest(f"`stop` must hold texts of 1 to {MAX_STRING_LENGTH} characters")
-    return stop
-
-
-def _stop_token_ids(stop: tuple[str, ...], rules: ParameterRules) -> tuple[int, ...]:
-    """Ids of stop texts that are special tokens, which the text does not show; without the model's end tokens."""
-    ids = dict.fromkeys(rules.special_ids[text] for text in stop if text in rules.special_ids)
-    return tuple(token_id for token_id in ids if token_id not in rules.eos_token_ids)
+    special_ids = setting.model.texts.special_tokens
+    texts = tuple(text for text in stop if text not in special_ids)
+    ids = dict.fromkeys(special_ids[text] for text in stop if text in special_ids)
+    return texts, tuple(token_id for token_id in ids if token_id not in setting.model.eos_token_ids)
 
 
 def _seed(seed: int | None, best_of: int) -> int | None:
@@ -286,12 +261,6 @@ def _seed(seed: int | None, best_of: int) -> int | None:
     if seed >= _UINT64:
         raise InvalidRequest(f"`seed` must be below {_UINT64}")
     return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
-
-
-def _truncate(truncate: int | None, most: int) -> int | None:
-    if truncate is not None and not 0 < truncate <= most:
-        raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
-    return truncate
 
 
 def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:

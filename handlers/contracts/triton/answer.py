@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
 from handlers.contracts.protocol import Reply
 from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
-from handlers.contracts.triton.request import Outputs
+from handlers.contracts.triton.request import TritonRequest
 from handlers.errors import RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 
@@ -33,30 +32,10 @@ _FINISH_REASONS = {
 }
 """vLLM's names, as its backend writes them."""
 _FLOAT32 = struct.Struct("f")
-_PLAIN = Outputs()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """The form of the responses to one request."""
-
-    model: str
-    id: str = ""
-    """Empty: the request has none, and so have the responses."""
-    sequences: int = 1
-    outputs: Outputs = _PLAIN
-    logprobs: bool = False
-    """The request has `logprobs`; without them the output of that name is "null"."""
-    lead: str = ""
-    """What each text begins with; the prompt, or nothing."""
-    text: bool = True
-    """False: `detokenize` is off, and there is no text."""
 
 
 class _Piece:
     """One sequence's part of one response."""
-
-    __slots__ = ("cumulative", "finish_reason", "new_tokens", "seen", "text", "tokens")
 
     def __init__(self) -> None:
         self.text = ""
@@ -79,65 +58,63 @@ class _Piece:
         self.text, self.tokens, self.new_tokens = "", [], 0
 
 
-class _Objects:
-    """Writes the response objects of one answer, from prefixes made once."""
-
-    __slots__ = ("_head", "_id", "_model", "_options")
-
-    def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
-        self._id = f'"id":{quote(options.id)},' if options.id else ""
-        self._model = f'"model_name":{quote(options.model)},"model_version":"{VERSION}",'
-        self._head = "{" + self._id + self._model + '"text_output":'
-
-    @property
-    def plain(self) -> str | None:
-        """What comes before the text, if only a brace comes after it; None if there is more."""
-        options = self._options
-        return self._head if options.outputs == _PLAIN and options.sequences == 1 and options.text else None
-
-    def write(self, pieces: Sequence[_Piece], prompt_token_count: int) -> str:
-        """One response."""
-        options, outputs = self._options, self._options.outputs
-        parts = ["{"]
-        if outputs.cum_log_probs:
-            parts.append(f'"cum_log_probs":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
-        if outputs.cumulative_logprob:
-            parts.append(f'"cumulative_logprob":{_tensor(_float32(piece.cumulative) for piece in pieces)},')
-        if outputs.finish_reason:
-            parts.append(f'"finish_reason":{_tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)},')
-        parts.append(self._id)
-        if outputs.logprobs:
-            parts.append(f'"logprobs":{_tensor(quote(self._logprobs(piece)) for piece in pieces)},')
-        parts.append(self._model)
-        if outputs.num_input_tokens:
-            parts.append(f'"num_input_tokens":{prompt_token_count},')
-        if outputs.num_output_tokens:
-            parts.append(f'"num_output_tokens":{_tensor(str(piece.new_tokens) for piece in pieces)},')
-        if outputs.cum_log_probs:
-            parts.append(f'"output_log_probs":{_tensor(_rectangle(pieces))},')
-        texts = (quote(options.lead + piece.text if options.text else options.lead) for piece in pieces)
-        parts.append(f'"text_output":{_tensor(texts)}}}')
-        return "".join(parts)
-
-    def _logprobs(self, piece: _Piece) -> str:
-        """JSON in a string, as Python's own writer makes it, which the backend uses."""
-        return json.dumps([_candidates(token) for token in piece.tokens]) if self._options.logprobs else "null"
-
-
-class CollectedAnswer:
-    """The one response to a request without `stream`: an object, or the only event of a stream.
-
-    `steps`: the engine is asked for every step, each of which is a response; more than one is an error.
-    """
+class _Answer:
+    """What both answers share: writing a response."""
 
     headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, options: AnswerOptions, *, events: bool, steps: bool = False) -> None:
+    def __init__(self, model: str, request: TritonRequest) -> None:
+        self._request = request
+        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
+        self._lead = request.prompt if request.repeat_prompt else ""
+        self._members = {"id": quote(request.id)} if request.id else {}
+        self._members |= {"model_name": quote(model), "model_version": f'"{VERSION}"'}
+        self._names = sorted((*self._members, *request.outputs, "text_output"))
+
+    def fail(self, error: RequestError) -> Reply:
+        """The error as a JSON document, of a stream as well, since nothing has been streamed."""
+        return refusal(error)
+
+    def _response(self, prompt_token_count: int) -> str:
+        members = [
+            f'"{name}":{self._members.get(name) or self._output(name, prompt_token_count)}' for name in self._names
+        ]
+        return f"{{{','.join(members)}}}"
+
+    def _output(self, name: str, prompt_token_count: int) -> str:
+        pieces = self._pieces
+        match name:
+            case "text_output":
+                shows_text = self._request.vllm.detokenize
+                return _tensor(quote(self._lead + piece.text if shows_text else self._lead) for piece in pieces)
+            case "finish_reason":
+                return _tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)
+            case "logprobs":
+                return _tensor(quote(self._logprobs(piece)) for piece in pieces)
+            case "num_input_tokens":
+                return str(prompt_token_count)
+            case "num_output_tokens":
+                return _tensor(str(piece.new_tokens) for piece in pieces)
+            case "output_log_probs":
+                return _tensor(_rectangle(pieces))
+            case _:  # cumulative_logprob, and TensorRT-LLM's cum_log_probs
+                return _tensor(_float32(piece.cumulative) for piece in pieces)
+
+    def _logprobs(self, piece: _Piece) -> str:
+        """JSON in a string, as Python's own writer makes it, which the backend uses."""
+        return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
+
+
+class CollectedAnswer(_Answer):
+    """One response: an object, or the only event of a stream.
+
+    With `stream` each step of the engine is a response, and more than one of them is an error.
+    """
+
+    def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
+        super().__init__(model, request)
         self.content_type = EVENTS if events else JSON
-        self._objects = _Objects(options)
-        self._pieces = [_Piece() for _ in range(options.sequences)]
-        self._events, self._steps = events, steps
+        self._events, self._steps = events, request.stream
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -153,27 +130,24 @@ class CollectedAnswer:
             self._pieces[delta.sequence].add(delta)
         if not delta.last:
             return b""
-        document = self._objects.write(self._pieces, delta.prompt_token_count)
+        document = self._response(delta.prompt_token_count)
         return (f"data: {document}\n\n" if self._events else document).encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return refusal(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return b""  # the body is sent whole
 
 
-class EventAnswer:
+class EventAnswer(_Answer):
     """An event for each step of the engine; nothing marks the last one."""
 
     content_type = EVENTS
-    headers: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, options: AnswerOptions) -> None:
-        self._objects = _Objects(options)
-        plain = self._objects.plain
-        self._plain = None if plain is None else f"data: {plain}"
-        self._pieces = [_Piece() for _ in range(options.sequences)]
+    def __init__(self, model: str, request: TritonRequest) -> None:
+        super().__init__(model, request)
+        head = "".join(f'"{name}":{value},' for name, value in self._members.items())
+        shows_text_alone = not request.outputs and request.vllm.sequences == 1 and request.vllm.detokenize
+        self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
+        """What comes before the text, if only a brace comes after it; None if there is more."""
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The event of this delta. The hot path: called for each token of each stream."""
@@ -182,11 +156,7 @@ class EventAnswer:
         for piece in self._pieces:
             piece.begin()
         self._pieces[delta.sequence].add(delta)
-        return f"data: {self._objects.write(self._pieces, delta.prompt_token_count)}\n\n".encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        """The error as a JSON document, since nothing has been streamed."""
-        return refusal(error)
+        return f"data: {self._response(delta.prompt_token_count)}\n\n".encode()
 
     def fail_midway(self, error: RequestError) -> bytes:
         return f"data: {error_object(message_of(error))}\n\n".encode("utf-8", "replace")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json.encoder import encode_basestring as quote
 
-from handlers.contracts.protocol import ContractError, Reply
+from handlers.contracts.protocol import Reply
 from handlers.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -22,22 +22,28 @@ from handlers.errors import (
     RequestError,
     UnknownModel,
 )
+from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
 VERSION = "1"
 """The only version of a model."""
+_STATUS: dict[int, tuple[type[RequestError], ...]] = {
+    400: (InvalidRequest, BodyTooLarge),
+    404: (UnknownModel,),
+    408: (BodyTimeout,),
+    501: (NotServed,),
+    503: (Overloaded, NotReady),
+}
+"""Any other error is a 500."""
 _LARGEST_VERSION = 2**63 - 1
 _LONGEST_NAME = 200
 
 
-class TritonRefusal(ContractError):
-    """A call that is refused before inference."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(error_reply(status, message), message)
+class TritonRefusal(InvalidRequest):
+    """A call that Triton itself refuses, before its backend sees it; the message is Triton's."""
 
 
-class SeveralResponses(InvalidRequest):
+class SeveralResponses(TritonRefusal):
     """A call of `/generate`, which has room for one response, with `stream` true gives several."""
 
     def __init__(self) -> None:
@@ -57,31 +63,19 @@ def error_object(message: str) -> str:
     return f'{{"error":{quote(message)}}}'
 
 
-def status_of(error: RequestError) -> int:
-    """Triton's status for an error."""
-    if isinstance(error, UnknownModel):
-        return 404
-    if isinstance(error, Overloaded | NotReady):
-        return 503
-    if isinstance(error, NotServed):
-        return 501
-    if isinstance(error, BodyTimeout):
-        return 408
-    return 400 if isinstance(error, InvalidRequest | BodyTooLarge) else 500
-
-
 def message_of(error: RequestError) -> str:
     """The message for the client; an error of the model begins as Triton's vLLM backend begins it."""
     if isinstance(error, UnknownModel):
         return unknown_model(error.name)
-    if isinstance(error, InvalidRequest | GenerationFailed) and not isinstance(error, SeveralResponses):
+    if isinstance(error, InvalidRequest | GenerationFailed) and not isinstance(error, TritonRefusal):
         return f"Error generating stream: {error.message}"
     return error.message
 
 
 def refusal(error: RequestError) -> Reply:
     """The reply to a call that ends with an error before anything was sent."""
-    return error_reply(status_of(error), message_of(error))
+    status = next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
+    return error_reply(status, message_of(error))
 
 
 def unknown_model(name: str, version: str | None = None) -> str:
@@ -90,10 +84,10 @@ def unknown_model(name: str, version: str | None = None) -> str:
     return f"Request for unknown model: '{name[:_LONGEST_NAME]}'{which} is not found"
 
 
-def missing_model(served: str, path_parameters: Mapping[str, str]) -> Reply | None:
+def missing_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
     """The reply to a path that names another model or version than the one served; None if it names that one."""
-    name, version = path_parameters["model"], path_parameters.get("version")
-    if name != served:
+    name, version = names["model"], names.get("version")
+    if name != settings.name:
         return error_reply(404, unknown_model(name))
     if version is None or version.lstrip("0") == VERSION:
         return None

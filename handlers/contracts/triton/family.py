@@ -9,22 +9,14 @@ from collections.abc import Mapping
 from functools import partial
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
-from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
+from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.triton import model
-from handlers.contracts.triton.answer import AnswerOptions, CollectedAnswer, EventAnswer
-from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, missing_model, refusal
-from handlers.contracts.triton.request import (
-    TENSORRT_LLM_INPUTS,
-    VLLM_INPUTS,
-    TritonParameters,
-    read_body,
-    read_parameters,
-)
+from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer
+from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
+from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import InvalidParameter, InvalidRequest, RequestError
-from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest
+from handlers.errors import InvalidParameter, RequestError
 
 
 class TritonContract:
@@ -32,77 +24,33 @@ class TritonContract:
 
     def __init__(self, setting: ContractSetting, *, events: bool) -> None:
         """`events`: the answer is a stream of server-sent events, whatever `stream` says."""
-        self._name = setting.settings.name
-        self._on_tensorrt_llm = setting.settings.rolling_batch == "trtllm"
-        self._adapters = setting.settings.enable_lora
-        self._eos_token_ids = setting.model.eos_token_ids
-        self._max_logprobs = setting.model.max_top_tokens
-        self._events = events
+        self._setting, self._events = setting, events
 
     def parse(self, call: Call) -> Exchange:
-        missing = missing_model(self._name, call.path_parameters)
-        if missing is not None:
-            raise ContractError(missing, "the path names a model or a version that is not served")
-        _check_encoding(call)
-        body = read_body(call.body, self._name)
-        try:
-            parameters = read_parameters(
-                body,
-                on_tensorrt_llm=self._on_tensorrt_llm,
-                eos_token_ids=self._eos_token_ids,
-                adapters=self._adapters,
+        encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise TritonRefusal(
+                f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"
             )
-            if parameters.stream and parameters.vllm.sequences > 1 and not self._events:
-                raise SeveralResponses
-            if parameters.outputs.logprobs and (parameters.vllm.logprobs or 0) > self._max_logprobs:
-                raise InvalidParameter(
-                    "logprobs", f"must be at most {self._max_logprobs}, got {parameters.vllm.logprobs}"
-                )
-        except InvalidRequest as error:
-            raise ContractError(refusal(error), error.message) from None
-        options = AnswerOptions(
-            model=self._name,
-            id=body.id,
-            sequences=parameters.vllm.sequences,
-            outputs=parameters.outputs,
-            logprobs=parameters.vllm.logprobs is not None,
-            lead=body.text_input if parameters.repeat_prompt else "",
-            text=parameters.vllm.detokenize,
-        )
-        request = _request(call.request_id, body.text_input, parameters, options)
-        notes = (f"parameters without effect: {', '.join(parameters.ignored)}",) if parameters.ignored else ()
-        return Exchange((request,), self._answer(options, parameters.stream), notes)
+        request = read_request(call.body, self._setting)
+        if request.stream and request.vllm.sequences > 1 and not self._events:
+            raise SeveralResponses
+        most = self._setting.model.max_top_tokens
+        if request.shows_logprobs and (request.vllm.logprobs or 0) > most:
+            raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
+        model = self._setting.settings.name
+        if request.stream and self._events:
+            answer: Answer = EventAnswer(model, request)
+        else:
+            answer = CollectedAnswer(model, request, events=self._events)
+        notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
+        return Exchange((request.for_engine(call.request_id),), answer, notes)
 
     def refusal(self, error: RequestError) -> Reply:
         return refusal(error)
 
-    def _answer(self, options: AnswerOptions, stream: bool) -> Answer:
-        if stream and self._events:
-            return EventAnswer(options)
-        return CollectedAnswer(options, events=self._events, steps=stream)
 
-
-def _check_encoding(call: Call) -> None:
-    encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise TritonRefusal(f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)")
-
-
-def _request(request_id: str, prompt: str, parameters: TritonParameters, options: AnswerOptions) -> GenerationRequest:
-    vllm, outputs = parameters.vllm, parameters.outputs
-    shows_logprobs = outputs.logprobs and options.logprobs
-    want_logprobs = shows_logprobs or outputs.cumulative_logprob or outputs.cum_log_probs
-    return vllm.request(
-        request_id,
-        prompt,
-        stream=parameters.stream,
-        want_tokens=want_logprobs,
-        want_logprobs=want_logprobs,
-        want_ranks=shows_logprobs,
-        top_tokens=(vllm.logprobs or 0) if shows_logprobs else 0,
-        adapter=parameters.adapter,
-    )
-
+Answers = dict[str, tuple[str, Mapping[str, Schema]]]
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _SCALARS = ("string", "integer", "number", "boolean")
@@ -112,11 +60,20 @@ _KINDS: dict[str, Schema] = {
     "boolean": {"type": "boolean"},
     "integer": {"type": "integer"},
 }
-_SAMPLING = {
-    name: schema if schema["type"] in _SCALARS else {**STRING, "contentMediaType": JSON}
-    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader=reader)).items()
-} | {"stop": STRING, "structured_outputs": {**STRING, "contentMediaType": JSON}}
 
+
+def _in_parameters(schema: Schema) -> Schema:
+    """What a parameter of vLLM is where only strings, numbers and booleans can be given."""
+    if schema["type"] in _SCALARS:
+        return schema
+    return STRING if "string" in schema["type"] else {**STRING, "contentMediaType": JSON}
+
+
+_SAMPLING = {
+    name: _in_parameters(schema)
+    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader)).items()
+    if name not in TENSORRT_LLM_INPUTS
+}
 _BODY = an_object(
     {
         "id": STRING,
@@ -136,23 +93,27 @@ _RESPONSE = an_answer(
     *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
     *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
 )
-_ERROR = {JSON: an_answer("TritonError", "What is wrong.", "error")}
-_UNKNOWN: dict[str, tuple[str, Mapping[str, Schema]]] = {"404": ("Unknown model or version", _ERROR)}
+_ERROR = an_answer("TritonError", "What is wrong.", "error")
+_FAILURES = {
+    "400": "The request is wrong",
+    "404": "Unknown model or version",
+    "500": "Generation failed",
+    "501": "Models of this kind do not take it",
+    "503": "The queue is full, or the model is not ready",
+}
+_INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
 
 
-def _generating(summary: str, meaning: str, kind: str) -> Operation:
-    """A route that generates, for the API description."""
-    return Operation(
-        summary=summary,
-        request=_BODY,
-        answers={
-            "200": (meaning, {kind: _RESPONSE}),
-            "400": ("The request is wrong", _ERROR),
-            **_UNKNOWN,
-            "500": ("Generation failed", _ERROR),
-            "503": ("The queue is full, or the model is not ready", _ERROR),
-        },
-    )
+def _failing(statuses: str) -> Answers:
+    return {status: (_FAILURES[status], {JSON: _ERROR}) for status in statuses.split()}
+
+
+def _about(
+    summary: str, failures: str = "", answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None
+) -> Operation:
+    """A route for the API description. `failures`: its statuses beside 200. `answer`: None is an empty body."""
+    done: Answers = {"200": (summary, {kind: answer} if answer else {})}
+    return Operation(summary=summary, request=request, answers=done | _failing(failures))
 
 
 def _probe(question: str) -> Operation:
@@ -160,13 +121,8 @@ def _probe(question: str) -> Operation:
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
-def _document(summary: str) -> Operation:
-    """A route that answers with an object."""
-    return Operation(summary=summary, answers={"200": (summary, {JSON: OBJECT}), **_UNKNOWN})
-
-
-_MODEL = "/v2/models/{model}"
-_MODEL_PATHS = (_MODEL, _MODEL + "/versions/{version:int}")
+_INFER = Operation(summary="Tensors (KServe); refused, use generate", answers=_failing("404 501"))
+_MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
 def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
@@ -174,67 +130,52 @@ def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET"
     return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
 
 
-def _generates(path: str, about: Operation, *, events: bool) -> tuple[Generates, ...]:
-    contract = partial(TritonContract, events=events)
+def _generates(path: str, summary: str, kind: str) -> tuple[Generates, ...]:
+    contract = partial(TritonContract, events=kind == EVENTS)
+    about = _about(summary, "400 404 500 503", _RESPONSE, kind, _BODY)
     return tuple(
-        Generates(path=prefix + path, contract=contract, refuse_path=_unknown_model, about=about)
+        Generates(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
         for prefix in _MODEL_PATHS
     )
 
 
-def _unknown_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
-    return missing_model(settings.name, names)
-
-
-_INDEX = Operation(
-    summary="Models of this server (Triton)",
-    request=an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}}),
-    answers={"200": ("The models", {JSON: an_array(OBJECT)})},
-)
-_LOAD = Operation(
-    summary="Load a model; the served one is loaded (Triton)",
-    answers={
-        "200": ("It is loaded", {}),
-        "404": ("There is no such model", _ERROR),
-        "503": ("Not ready", _ERROR),
-    },
-)
-_UNLOAD = Operation(
-    summary="Unload a model; refused for the served one (Triton)",
-    answers={"200": ("There is no such model", {}), "501": ("It is the served one", _ERROR)},
-)
-_INFER = Operation(
-    summary="Tensors in and out (KServe); refused, use generate",
-    answers={**_UNKNOWN, "501": ("Models of this kind do not take it", _ERROR)},
-)
 _ROUTES: tuple[Route, ...] = (
-    *_generates("/generate", _generating("Generate text (Triton)", "One response", JSON), events=False),
-    *_generates(
-        "/generate_stream",
-        _generating(
-            "Generate text as server-sent events (Triton)", "An event for each response, or with an error", EVENTS
-        ),
-        events=True,
-    ),
-    Tells.of_all("/v2", model.server_metadata, about=_document("Server metadata (KServe)")),
+    *_generates("/generate", "Generate text (Triton)", JSON),
+    *_generates("/generate_stream", "Generate text as server-sent events, one for each response (Triton)", EVENTS),
+    Tells.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
     Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
     Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
-    Tells.of_all("/v2/models/stats", model.statistics, about=_document("Statistics of all models (Triton)")),
-    *_of_model("", model.metadata, _document("Model metadata (KServe)")),
+    Tells.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
+    *_of_model("", model.metadata, _about("Model metadata (KServe)", "404")),
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
-    *_of_model("/config", model.configuration, _document("Model configuration (Triton)")),
-    *_of_model("/stats", model.model_statistics, _document("Statistics of the model (Triton)")),
-    *_of_model("/infer", model.infer, _INFER, method="POST"),
-    Tells.of_all("/v2/repository/index", model.repository_index, methods=("POST",), about=_INDEX),
-    Tells(path="/v2/repository/models/{model}/load", tell=model.load, methods=("POST",), about=_LOAD),
-    Tells(path="/v2/repository/models/{model}/unload", tell=model.unload, methods=("POST",), about=_UNLOAD),
+    *_of_model("/config", model.configuration, _about("Model configuration (Triton)", "404")),
+    *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)", "400")),
+    *_of_model("/infer", model.infer, _INFER, "POST"),
+    Tells.of_all(
+        "/v2/repository/index",
+        model.repository_index,
+        methods=("POST",),
+        about=_about("Models of this server (Triton)", "400", an_array(OBJECT), request=_INDEX),
+    ),
+    Tells(
+        path="/v2/repository/models/{model}/load",
+        tell=model.load,
+        methods=("POST",),
+        about=_about("Load a model; the served one is loaded (Triton)", "404 503", None),
+    ),
+    Tells(
+        path="/v2/repository/models/{model}/unload",
+        tell=model.unload,
+        methods=("POST",),
+        about=_about("Unload a model; refused for the served one (Triton)", "501", None),
+    ),
 )
 
 TRITON = Family(
     name="triton",
     routes=_ROUTES,
     refuse=refusal,
-    wrong_method=model.wrong_method,
+    wrong_method=lambda _: error_reply(405, "Method Not Allowed"),
     prefix="/v2/",
-    not_found=model.not_found,
+    not_found=lambda _: Reply(404, "text/plain", b'{"error":"Not Found"}'),
 )

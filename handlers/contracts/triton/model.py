@@ -6,7 +6,7 @@ Source: KServe, "Open Inference Protocol (V2 Inference Protocol)"; Triton 2.68, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from handlers.contracts.family import ModelView
 from handlers.contracts.json_fields import JsonError, decode_json
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
-from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
+from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
 from handlers.meter import Meter
 
 PROTOCOL_VERSION = "2.68.0"
@@ -23,14 +23,7 @@ PROTOCOL_VERSION = "2.68.0"
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
 _SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
 _YES, _NO = Reply(200, "", b""), Reply(400, "", b"")
-_DATA_TYPES = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
-_CONFIG_TYPES = {
-    "BYTES": "TYPE_STRING",
-    "BOOL": "TYPE_BOOL",
-    "INT32": "TYPE_INT32",
-    "UINT32": "TYPE_UINT32",
-    "FP32": "TYPE_FP32",
-}
+_DATA_TYPES: dict[Kind, str] = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
 _REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
 _VLLM_OUTPUTS = {
     "text_output": "BYTES",
@@ -49,7 +42,7 @@ def of_served_model(tell: Tell) -> Tell:
     """A function that answers with Triton's error unless the path names the model that is served."""
 
     def checked(call: Call, view: ModelView) -> Reply:
-        return missing_model(view.settings.name, call.path_parameters) or tell(call, view)
+        return missing_model(call.path_parameters, view.settings) or tell(call, view)
 
     return checked
 
@@ -71,7 +64,7 @@ def server_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
 
 def model_ready(call: Call, view: ModelView) -> Reply:
     """200 if the model generates; a model that is not served is not ready, as in Triton."""
-    if view.state != "ready" or missing_model(view.settings.name, call.path_parameters):
+    if view.state != "ready" or missing_model(call.path_parameters, view.settings):
         return error_reply(400, "Model version not ready")
     return _YES
 
@@ -85,8 +78,10 @@ def metadata(call: Call, view: ModelView) -> Reply:
             "name": view.settings.name,
             "versions": [VERSION],
             "platform": "python",
-            "inputs": [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape, _ in inputs],
-            "outputs": [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in outputs],
+            "inputs": [
+                {"name": name, "datatype": _DATA_TYPES[kind], "shape": _shape(kind)} for name, kind in inputs.items()
+            ],
+            "outputs": [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in outputs.items()],
         }
     )
 
@@ -105,24 +100,24 @@ def configuration(call: Call, view: ModelView) -> Reply:
             "input": [
                 {
                     "name": name,
-                    "data_type": _CONFIG_TYPES[kind],
+                    "data_type": _config_type(_DATA_TYPES[kind]),
                     "format": "FORMAT_NONE",
-                    "dims": shape,
+                    "dims": _shape(kind),
                     "is_shape_tensor": False,
                     "allow_ragged_batch": False,
-                    "optional": optional,
+                    "optional": name != "text_input",
                 }
-                for name, kind, shape, optional in inputs
+                for name, kind in inputs.items()
             ],
             "output": [
                 {
                     "name": name,
-                    "data_type": _CONFIG_TYPES[kind],
+                    "data_type": _config_type(kind),
                     "dims": [-1],
                     "label_filename": "",
                     "is_shape_tensor": False,
                 }
-                for name, kind in outputs
+                for name, kind in outputs.items()
             ],
             "batch_input": [],
             "batch_output": [],
@@ -139,7 +134,7 @@ def configuration(call: Call, view: ModelView) -> Reply:
 
 def model_statistics(call: Call, view: ModelView) -> Reply:
     """Counts and times of the model; 400 for one that is not served, as in Triton."""
-    missing = missing_model(view.settings.name, call.path_parameters)
+    missing = missing_model(call.path_parameters, view.settings)
     return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
 
 
@@ -223,16 +218,6 @@ def infer(call: Call, view: ModelView) -> Reply:
     )
 
 
-def wrong_method(call: Call) -> Reply:
-    """The reply to a method that the route does not have."""
-    return error_reply(405, "Method Not Allowed")
-
-
-def not_found(call: Call) -> Reply:
-    """The reply to a path that Triton does not have."""
-    return Reply(404, "text/plain", b'{"error":"Not Found"}')
-
-
 def _backend(view: ModelView) -> str:
     """The name of Triton's backend for such a model."""
     if view.engine != "vllm":
@@ -240,18 +225,21 @@ def _backend(view: ModelView) -> str:
     return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"
 
 
-def _tensors(view: ModelView) -> tuple[list[tuple[str, str, list[int], bool]], list[tuple[str, str]]]:
-    """Inputs as name, type, shape and whether they are optional; outputs as name and type."""
+def _tensors(view: ModelView) -> tuple[Mapping[str, Kind], Mapping[str, str]]:
+    """The kinds of inputs, and the data types of outputs."""
     if view.settings.handler is not None:
-        return [], []
-    tensorrt_llm = view.settings.rolling_batch == "trtllm"
-    kinds = VLLM_INPUTS | TENSORRT_LLM_INPUTS if tensorrt_llm else VLLM_INPUTS
-    inputs = [
-        (name, _DATA_TYPES[kind], [-1] if kind == "texts" else [1], name != "text_input")
-        for name, kind in kinds.items()
-    ]
-    outputs = _VLLM_OUTPUTS | _TENSORRT_LLM_OUTPUTS if tensorrt_llm else _VLLM_OUTPUTS
-    return inputs, list(outputs.items())
+        return {}, {}
+    if view.settings.rolling_batch == "trtllm":
+        return VLLM_INPUTS | TENSORRT_LLM_INPUTS, _VLLM_OUTPUTS | _TENSORRT_LLM_OUTPUTS
+    return VLLM_INPUTS, _VLLM_OUTPUTS
+
+
+def _shape(kind: Kind) -> list[int]:
+    return [-1] if kind == "texts" else [1]
+
+
+def _config_type(data_type: str) -> str:
+    return "TYPE_STRING" if data_type == "BYTES" else f"TYPE_{data_type}"
 
 
 def _duration(count: int, seconds: float) -> dict[str, int]:

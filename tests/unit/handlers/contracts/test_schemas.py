@@ -62,10 +62,3 @@ def test_a_struct_is_shown_without_nulls_and_with_meanings() -> None:
             "stream": {"description": MEANINGS["stream"], "type": "boolean", "default": False},
         },
     }
-
-
-def test_every_way_to_read_a_parameter_is_described() -> None:
-    readers: list[type[ParameterReader]] = []
-    parameters(lambda reader: readers.append(type(reader({}))))
-    ways = {name for name in vars(ParameterReader) if not name.startswith("_")} - {"has", "unread"}
-    assert ways <= vars(readers[0]).keys()
