@@ -6,9 +6,10 @@ import asyncio
 import logging
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 from container.http.protocol import Cork
+from container.models.registry import Model
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
@@ -59,28 +60,23 @@ class OpenStreams(Cork):
         self.crowded = 0 < self._crowd <= self.count
 
 
-class CountsCalls(Protocol):
-    """What counts the calls that it has not answered yet."""
-
-    open_calls: int
-
-
 class HttpReply:
     """Implements `handlers.reply.ReplyWriter` on ASGI's `send`."""
 
     __slots__ = (
-        *("_backlog", "_backlog_last", "_backlog_size", "_break_off", "_broken", "_counted_by", "_headers", "_held"),
-        *("_latest", "_resuming", "_send", "_streaming", "_streams", "bytes_sent", "finished", "status"),
+        *("_backlog", "_backlog_last", "_backlog_size", "_break_off", "_broken", "_held", "_latest", "_resuming"),
+        *("_send", "_streaming", "_streams", "bytes_sent", "finished", "headers", "model", "status"),
     )
 
     def __init__(
         self, send: Send, headers: Headers, streams: OpenStreams, break_off: Callable[[], None] | None = None
     ) -> None:
-        """`headers`: of every reply; those of this one go before. `break_off`: drops the connection."""
-        self._send, self._headers, self._streams, self._break_off = send, headers, streams, break_off
+        """`headers`: beside those that a reply brings, which go before. `break_off`: drops the connection."""
+        self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
         self._held: list[bytes] = []
         self._streaming = self._broken = False
-        self._counted_by: list[CountsCalls] = []
+        self.model: Model | None = None
+        """The model that answers; its open calls are one less when the reply is closed."""
         self._resuming: asyncio.Task[None] | None = None
         """Sends the backlog; None while the client keeps up."""
         self._backlog: list[bytes] = []
@@ -92,11 +88,6 @@ class HttpReply:
         self.finished = False
         """All of it has been written."""
         self.bytes_sent = 0
-
-    def count_for(self, counter: CountsCalls) -> None:
-        """Count this call as open there until the reply is closed."""
-        counter.open_calls += 1
-        self._counted_by.append(counter)
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply, with its length."""
@@ -116,7 +107,7 @@ class HttpReply:
 
     def _start(self, status: int, framing: Headers, more: tuple[tuple[str, str], ...]) -> None:
         self.status = status
-        headers = self._headers
+        headers = self.headers
         if more:
             own = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more]
             names = {name for name, _ in own}
@@ -160,9 +151,9 @@ class HttpReply:
         """Send what is held; nothing more comes. Called once the request is over, however it ended."""
         self.flush()
         self._close_stream()
-        for counter in self._counted_by:
-            counter.open_calls -= 1
-        self._counted_by.clear()
+        if self.model is not None:
+            self.model.lifecycle.open_calls -= 1
+            self.model = None
 
     def _close_stream(self) -> None:
         self._latest = None

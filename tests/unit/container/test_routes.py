@@ -74,7 +74,7 @@ class Custom:
 def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
     settings = ServerSettings(**server)
     lifecycle = Lifecycle(Settings(settings, MODEL))
-    lifecycle._state = state
+    lifecycle.stage = state
     models = Models.of(lifecycle)
     transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, {})).main)
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
