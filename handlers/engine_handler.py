@@ -94,7 +94,12 @@ class EngineHandler:
             exchange = await self._parse_in_thread(call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
-        running = self._running_call(exchange, writer, call.request_id)
+        if exchange.cumulative is not None:
+            running: RunningCall = _CumulativeCall(self._queue, exchange, writer, call.request_id, exchange.cumulative)
+        elif self._thread is not None:
+            running = _FormattedCall(self._queue, exchange, writer, call.request_id, self._thread)
+        else:
+            running = RunningCall(self._queue, exchange, writer, call.request_id)
         try:
             await running.submit()
         except RequestError as error:
@@ -117,13 +122,6 @@ class EngineHandler:
             return await self._thread.run(partial(self._contract.parse, call))
         except RequestError as error:
             raise ContractError(self._contract.refusal(error), error.message) from None
-
-    def _running_call(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
-        if exchange.cumulative is not None:
-            return _CumulativeCall(self._queue, exchange, writer, request_id, exchange.cumulative)
-        if self._thread is not None:
-            return _FormattedCall(self._queue, exchange, writer, request_id, self._thread)
-        return RunningCall(self._queue, exchange, writer, request_id)
 
 
 class RunningCall:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
+from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_of, events, is_error
 from handlers.contracts.lmi.errors import JSON, payload_refused, unknown_adapter
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply, adapter_header
@@ -17,7 +18,7 @@ from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
 from handlers.reply import Handler, ReplyWriter, Running
-from handlers.sessions import Sessions
+from handlers.sessions import SESSION_ID, Sessions
 
 
 class ShapedReply:
@@ -81,6 +82,7 @@ ASYNCHRONOUS: Table = (("prompt", "completion"), ("inputs", "lmi"), ("messages",
 """The same, in the order of LMI's asynchronous handler."""
 
 _MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind != "lmi")
+"""A body without any of them is LMI's for certain; nothing is decoded to find that out."""
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 """Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default."""
 _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -113,14 +115,6 @@ class Body:
 
 
 _LMI = Body("lmi")
-
-
-def looks_plain(call: Call) -> bool:
-    """Whether the body is LMI's for certain: it has none of three words. Nothing is decoded for that."""
-    if not any(mark in call.body for mark in _MARKS):
-        return True
-    kind = call.content_type.partition(";")[0].strip().lower()
-    return not ("json" in kind or kind in _JSON_TYPES)
 
 
 def read_body(body: bytes, table: Table) -> Body:
@@ -165,11 +159,12 @@ class InvocationsHandler:
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        body = _LMI if looks_plain(call) else await self._read(call)
+        body = await self._read(call) if any(mark in call.body for mark in _MARKS) else _LMI
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))
             return None
-        await self._sessions.check(call)
+        if SESSION_ID in dict(call.headers):
+            await self._sessions.check(call)
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)
         if self._openai is None:
@@ -203,8 +198,12 @@ class InvocationsHandler:
             raise payload_refused(error.message) from None
 
     async def _read(self, call: Call) -> Body:
-        long = len(call.body) >= LONG_BODY
-        return await asyncio.to_thread(read_body, call.body, self._table) if long else read_body(call.body, self._table)
+        kind = media_type(call.content_type)
+        if not ("json" in kind or kind in _JSON_TYPES):
+            return _LMI
+        if len(call.body) < LONG_BODY:
+            return read_body(call.body, self._table)
+        return await asyncio.to_thread(read_body, call.body, self._table)
 
     def _shape(self, body: Body) -> Shape | None:
         """None: vLLM's bytes as they are."""

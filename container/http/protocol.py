@@ -4,8 +4,8 @@ The one module that touches uvicorn's internals. It was run with uvicorn 0.54.0;
 when the server starts, and tests/live/test_uvicorn_seam.py fails where one of these has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
-  and its fields `cycle`, `pipeline`, `scope`, which has a `method` once the head is complete, `headers`, `url`, `parser`,
-  `flow` and `timeout_keep_alive_task`;
+  and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
+  has a method once the head is complete;
 - `RequestResponseCycle`: `chunked_encoding`, `expected_content_length`, `response_started`, `response_complete`,
   `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send` waits while writing is paused,
   and at no other time.

@@ -31,7 +31,7 @@ from tests.unit.handlers.test_engine_handler import ScriptedEngine
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-MOST_IN, MOST_FILES_IN, MOST_OUT = 3, 120, 3
+MOST_IN, MOST_FILES_IN, MOST_OUT = 30, 12, 13
 
 BODY = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 4}, "stream": True}).encode()
 HEAD = (

@@ -15,7 +15,7 @@ from typing import Any
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, stream_of
+from handlers.contracts.lmi.body import notes_of, read_body, stream_of
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
@@ -62,9 +62,8 @@ class LmiAsyncContract:
 
     def parse(self, call: Call) -> Exchange:
         try:
-            document = decode_object(call.body, call.content_type, "`inputs`, `messages` or `prompt`")
-            prompt = _prompt(document.get("inputs"))
-            values = parameters_of(document)
+            body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
+            document, values, prompt = body.document, body.parameters, body.prompts[0]
             stream = stream_of(document.get("stream", values.get("stream")))
             parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
             adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
@@ -95,7 +94,7 @@ class LmiAsyncContract:
         )
 
 
-def _prompt(inputs: Any) -> str:
+def _prompts(inputs: Any) -> tuple[str, ...]:
     """One prompt. LMI answers the first of an array and drops the others; here an array must have one."""
     if isinstance(inputs, list) and len(inputs) == 1:
         inputs = inputs[0]
@@ -107,7 +106,7 @@ def _prompt(inputs: Any) -> str:
         raise InvalidRequest(f"`inputs` must be a string, got {json_kind(inputs)}")
     if not inputs:
         raise InvalidRequest("`inputs` must not be empty")
-    return inputs
+    return (inputs,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

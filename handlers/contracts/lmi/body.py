@@ -10,7 +10,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -19,7 +19,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
-from handlers.contracts.lmi.errors import bad_request
+from handlers.contracts.lmi.errors import JSON, bad_request
 from handlers.contracts.protocol import Call
 from handlers.errors import InvalidRequest
 
@@ -46,8 +46,20 @@ _RESERVED = re.compile(
 """Properties by which the server controls a handler; a client cannot set them."""
 
 
+_decode_json = msgspec.json.Decoder().decode
+
+
 class FormError(InvalidRequest):
     """The body is not the form that its content type says."""
+
+
+class Body(msgspec.Struct):
+    """What the bodies of all of LMI's contracts have."""
+
+    document: dict[str, Any]
+    prompts: tuple[str, ...]
+    parameters: dict[str, Any]
+    """Empty where they are absent or null."""
 
 
 class HandlerInput(NamedTuple):
@@ -62,16 +74,27 @@ def media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def decode_object(body: bytes, content_type: str, fields: str = "`inputs`") -> dict[str, Any]:
-    """The JSON object that the body is or stands for; see `decode`. `fields`: what it should have, for the message.
+def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
+    """A call's body, whatever its content type.
+
+    `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: it is no object that could be a request.
     """
-    document = decode(body, content_type)
+    try:
+        document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
+    except (ValueError, RecursionError):
+        document = decode(call.body, call.content_type)  # which says what is wrong
     if not isinstance(document, dict):
-        raise InvalidRequest(f"the body must be a JSON object with {fields}, got {json_kind(document)}")
-    return document
+        raise InvalidRequest(f"the body must be a JSON object with {wanted}, got {json_kind(document)}")
+    inputs, parameters = document.get(_PROMPT), document.get("parameters")
+    prompts = (inputs,) if inputs and isinstance(inputs, str) else prompts_of(inputs)
+    if parameters is None:
+        parameters = {}
+    elif not isinstance(parameters, dict):
+        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
+    return Body(document, prompts, parameters)
 
 
 def decode(body: bytes, content_type: str) -> Any:
@@ -181,20 +204,6 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
         text = _text(fields["stream"])
         document["stream"] = {"true": True, "false": False}.get(text.lower(), text)
     return document
-
-
-def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The object `parameters` of a body; empty where it is absent or null.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
-    values = document.get("parameters")
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(values)}")
-    return values
 
 
 def stream_of(value: Any) -> bool:

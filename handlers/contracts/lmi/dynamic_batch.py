@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_fields import json_kind
-from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, request_ids
+from handlers.contracts.lmi.body import notes_of, read_body, request_ids
 from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
@@ -60,9 +60,8 @@ class LmiDynamicContract:
 
     def parse(self, call: Call) -> Exchange:
         try:
-            document = decode_object(call.body, call.content_type)
-            prompts = _prompts(document.get("inputs"))
-            values = _plain_names(parameters_of(document), self._max_new_tokens)
+            body = read_body(call, _prompts)
+            prompts, values = body.prompts, _plain_names(body.parameters, self._max_new_tokens)
             parameters = read_parameters(values, self._rules)
             if self._streaming != "false" and parameters.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
@@ -73,7 +72,7 @@ class LmiDynamicContract:
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
         ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
-        return Exchange(requests, self._answer(prompts, values), notes_of(document, _FIELDS, ignored))
+        return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
 
     def refusal(self, error: RequestError) -> Reply:
         return _failure(error, self._overload_status)
