@@ -13,10 +13,9 @@ from container.http.endpoint import AppState, Endpoint, Scope, handed_to
 from container.http.reply import HttpReply
 from container.models.registry import Model, Models
 from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Tells
-from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.protocol import Call, Handler, Reply
 from handlers.entry_point import Service
 from handlers.errors import NotServed
-from handlers.reply import Handler
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"

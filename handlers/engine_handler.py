@@ -12,11 +12,20 @@ import time
 from collections import deque
 from functools import partial
 
-from handlers.contracts.protocol import LONG_BODY, Call, Contract, ContractError, CumulativeAnswer, Exchange, Reply
+from handlers.contracts.lmi.errors import failed_dependency
+from handlers.contracts.protocol import (
+    LONG_BODY,
+    Call,
+    Contract,
+    ContractError,
+    CumulativeAnswer,
+    Exchange,
+    Reply,
+    ReplyWriter,
+)
 from handlers.engines.protocol import Engine, Generation
 from handlers.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
 from handlers.formatters import FormatterThread
-from handlers.reply import ReplyWriter
 from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -74,7 +83,7 @@ class EngineQueue:
 
 
 class EngineHandler:
-    """Implements `handlers.reply.Handler`: one contract on one engine."""
+    """Implements `Handler`: one contract on one engine."""
 
     def __init__(
         self,
@@ -83,8 +92,8 @@ class EngineHandler:
         thread: FormatterThread | None = None,
         long_body: int = LONG_BODY,
     ) -> None:
-        """`thread`: where the contract runs, if it is one that may block; others understand a body of `long_body` bytes
-        and more in a thread."""
+        """`thread`: where LMI's contract runs, if a customer's formatters are part of it; others understand a body of
+        `long_body` bytes and more in a thread."""
         self._queue, self._contract, self._thread, self._long_body = queue, contract, thread, long_body
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
@@ -121,11 +130,11 @@ class EngineHandler:
         try:
             return await self._thread.run(partial(self._contract.parse, call))
         except RequestError as error:
-            raise ContractError(self._contract.refusal(error), error.message) from None
+            raise failed_dependency(error.message) from None
 
 
 class RunningCall:
-    """One call in the engine: the sink of its first prompt, and what cancels it (`handlers.reply.Running`)."""
+    """One call in the engine: the sink of its first prompt, and what cancels it (`Running`)."""
 
     def __init__(self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str) -> None:
         self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, request_id

@@ -13,11 +13,19 @@ from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters
 from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_of, events, is_error
 from handlers.contracts.lmi.errors import JSON, payload_refused, unknown_adapter
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply, adapter_header
+from handlers.contracts.protocol import (
+    LONG_BODY,
+    Call,
+    ContractError,
+    Handler,
+    Reply,
+    ReplyWriter,
+    Running,
+    adapter_header,
+)
 from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
-from handlers.reply import Handler, ReplyWriter, Running
 from handlers.sessions import SESSION_ID, Sessions
 
 
@@ -143,7 +151,7 @@ def _stop_token_ids(fields: _Fields) -> frozenset[int]:
 
 
 class InvocationsHandler:
-    """Implements `handlers.reply.Handler`: hands a call to the handler that its body asks for."""
+    """Implements `Handler`: hands a call to the handler that its body asks for."""
 
     def __init__(
         self,

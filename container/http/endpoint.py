@@ -23,11 +23,10 @@ from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, Send, cors_headers
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
 from handlers.entry_point import Service
 from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError
 from handlers.meter import Distribution
-from handlers.reply import Handler, Running
 
 logger = logging.getLogger("slipway.access")
 

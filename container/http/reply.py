@@ -61,7 +61,7 @@ class OpenStreams(Cork):
 
 
 class HttpReply:
-    """Implements `handlers.reply.ReplyWriter` on ASGI's `send`."""
+    """Implements `ReplyWriter` on ASGI's `send`."""
 
     __slots__ = (
         *("_backlog", "_backlog_last", "_backlog_size", "_break_off", "_broken", "_held", "_latest", "_resuming"),

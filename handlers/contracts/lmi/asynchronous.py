@@ -76,9 +76,6 @@ class LmiAsyncContract:
             notes_of(document, self._fields, parameters.ignored),
         )
 
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
-
     def _request(
         self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool, adapter: str | None
     ) -> GenerationRequest:

@@ -66,16 +66,13 @@ class LmiDynamicContract:
             if self._streaming != "false" and parameters.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
-            raise ContractError(self.refusal(error), error.message) from None
+            raise ContractError(_failure(error, self._overload_status), error.message) from None
         requests = tuple(
             self._request(request_id, prompt, parameters)
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
         ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
         return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
-
-    def refusal(self, error: RequestError) -> Reply:
-        return _failure(error, self._overload_status)
 
     def _request(self, request_id: str, prompt: str, parameters: LmiParameters) -> GenerationRequest:
         stream = self._streaming != "false"

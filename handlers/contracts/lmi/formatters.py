@@ -21,7 +21,7 @@ from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
 from handlers.contracts.lmi.body import input_of, read_body
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, failure, payload_error, status_of
+from handlers.contracts.lmi.errors import JSON, failed_dependency, failure, payload_error, status_of
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
@@ -110,9 +110,6 @@ class FormatterContract:
         )
         answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
         return Exchange((asked,), answer, exchange.notes)
-
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
         properties, contents = input_of(call)

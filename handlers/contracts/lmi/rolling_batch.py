@@ -16,10 +16,8 @@ from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.adapters import adapters_of
 from handlers.contracts.lmi.body import Body, notes_of, read_body, stream_of
 from handlers.contracts.lmi.errors import (
-    FAILED_DEPENDENCY,
     JSON,
     failure,
-    payload_error,
     payload_refused,
     request_error,
     status_of,
@@ -110,9 +108,6 @@ class LmiContract:
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             raise ContractError(self._refused_parameter(error, formatter, stream), error.message) from None
-
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
     def _exchange(self, request_id: str, body: Body, plan: _Plan, adapters: tuple[str | None, ...]) -> Exchange:
         prompts, options, records = body.prompts, plan.options, plan.request.stream

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.invocations import (
     ASYNCHRONOUS,
     ROLLING_BATCH,
@@ -19,7 +19,6 @@ from handlers.invocations import (
     read_body,
 )
 from handlers.model_settings import ModelSettings
-from handlers.reply import ReplyWriter, Running
 from handlers.sessions import Sessions
 from tests.unit.collected_reply import CollectedReply
 
