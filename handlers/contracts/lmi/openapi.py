@@ -9,7 +9,6 @@ from handlers.contracts.family import Operation
 from handlers.contracts.lmi import dynamic_batch, rolling_batch
 from handlers.contracts.lmi.asynchronous import PASSED_ON, RENAMED
 from handlers.contracts.lmi.errors import JSON
-from handlers.contracts.lmi.management import MODEL_KEYS
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.contracts.schemas import parameters as asked_for
@@ -139,67 +138,28 @@ def _failures(error: Schema) -> dict[str, tuple[str, Mapping[str, Schema]]]:
     }
 
 
-_STATUSES = {
-    "200": "Done",
-    "202": "The model will be loaded",
-    "400": "A parameter or a setting is missing or wrong",
-    "404": "There is no such model, adapter or directory",
-    "409": "The name is taken",
-    "424": "The adapter cannot be loaded",
-    "500": "The model cannot be loaded",
-    "503": "The model is not ready",
-    "507": "There is not enough memory",
-}
-"""Of managing models and adapters."""
+def _manages(summary: str, *, creates: bool = False) -> Operation:
+    """Parameters come in the query or, where something is registered, as a JSON object."""
+    answers = {"200": ("Done", {JSON: OBJECT}), "400": ("A parameter is missing or wrong", {JSON: _FRONT_END_ERROR})}
+    return Operation(summary=summary, request=OBJECT if creates else None, answers=answers)
 
-
-def _manages(summary: str, fields: Mapping[str, Schema], statuses: str, *, body: bool = False) -> Operation:
-    """`statuses`: separated by spaces. `body`: the fields may come as an object."""
-    answers = {
-        status: (_STATUSES[status], {JSON: OBJECT if status < "4" else _FRONT_END_ERROR}) for status in statuses.split()
-    }
-    return Operation(summary=summary, query=fields, request=an_object(fields) if body else None, answers=answers)
-
-
-def _text(meaning: str) -> Schema:
-    return {**STRING, "description": meaning}
-
-
-_PAGE = {"limit": _text("Entries in one answer, 100 at most."), "next_page_token": _text("Where the list continues.")}
-_REGISTRATION = {
-    "url": _text("The model's directory, or where it is downloaded from."),
-    "model_name": _text("Its name; by default the last segment of the url, in a body required."),
-    "model_version": _text("Its version."),
-    "synchronous": _text("Whether to answer once it is loaded, the default, or at once with 202."),
-    **{name: _text(f"The model's `{key}`.") for name, key in MODEL_KEYS.items()},
-}
-_WORKERS = {name: _REGISTRATION[name] for name in ("min_worker", "max_worker")}
-_HOLD: Mapping[str, Schema] = {
-    "preload": {"type": "boolean", "default": True, "description": "Load it now instead of for its first request."},
-    "pin": {"type": "boolean", "default": False, "description": "Keep it in the engine's memory."},
-}
-_ADAPTER = {
-    "name": _text("What requests call the adapter."),
-    "src": _text("Where its files are; a relative path is below the model's directory."),
-    **_HOLD,
-}
 
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/models"): _manages("List models", _PAGE, "200 400"),
-    ("POST", "/models"): _manages("Load a model", _REGISTRATION, "200 202 400 404 409 500 507", body=True),
-    ("GET", "/models/{model}"): _manages("Describe a model, each version of it", {}, "200 404"),
-    ("PUT", "/models/{model}"): _manages("Scale a model", _WORKERS, "200 400 404 503"),
-    ("DELETE", "/models/{model}"): _manages("Unload a model", {}, "200 404"),
+    ("GET", "/models"): _manages("List models"),
+    ("POST", "/models"): _manages("Load a model", creates=True),
+    ("GET", "/models/{model}"): _manages("Describe a model, each version of it"),
+    ("PUT", "/models/{model}"): _manages("Scale a model"),
+    ("DELETE", "/models/{model}"): _manages("Unload a model"),
 }
 """By method and path; `/workflows` has the same operations."""
 ADAPTERS: Mapping[tuple[str, str], Operation] = {
-    (method, prefix + path): _manages(summary, fields, statuses, body=method == "POST")
+    (method, prefix + path): _manages(summary, creates=method == "POST")
     for prefix in ("", "/models/{model}")
-    for method, path, summary, fields, statuses in (
-        ("GET", "/adapters", "List adapters", _PAGE, "200 400 404"),
-        ("POST", "/adapters", "Register an adapter", _ADAPTER, "200 400 404 409 424 507"),
-        ("GET", "/adapters/{adapter}", "Describe an adapter", {}, "200 400 404"),
-        ("DELETE", "/adapters/{adapter}", "Unregister an adapter", {}, "200 400 404 424"),
-        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter", _HOLD, "200 400 404 409 424 507"),
+    for method, path, summary in (
+        ("GET", "/adapters", "List adapters"),
+        ("POST", "/adapters", "Register an adapter"),
+        ("GET", "/adapters/{adapter}", "Describe an adapter"),
+        ("DELETE", "/adapters/{adapter}", "Unregister an adapter"),
+        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter"),
     )
 }
