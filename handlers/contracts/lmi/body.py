@@ -28,10 +28,6 @@ DEFAULT_PRIORITY = 3
 _URLENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
-_JSON_LINES = frozenset(
-    {"application/jsonlines", "application/x-jsonlines", "application/jsonl", "application/x-ndjson"}
-)
-_MESSAGE_PACK = frozenset({"application/msgpack", "application/x-msgpack", "application/vnd.msgpack"})
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
@@ -108,23 +104,18 @@ def decode(body: bytes, content_type: str) -> Any:
         InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
     """
     kind = media_type(content_type)
-    if kind in _JSON_LINES:
-        return _json_lines(body)
     if "application/json" in kind or kind in ("", "application/octet-stream"):
         return _json(body)
     if kind == "text/plain":
         return {_PROMPT: _text(body)}
     if kind == "text/csv":
         return _csv(body)
-    if kind in _MESSAGE_PACK:
-        return _message_pack(body)
     if is_form(kind):
         return _json(body) if body.lstrip()[:1] == b"{" else _form(body, content_type)
     if kind.startswith(_ARRAYS):
         raise InvalidRequest(f"Content-Type {kind} cannot be a prompt; it is for a model with a handler of its own")
     raise InvalidRequest(
-        f"Content-Type {kind} is not supported here; send application/json, application/jsonlines, text/plain, "
-        "text/csv, application/msgpack or a form"
+        f"Content-Type {kind} is not supported here; send application/json, text/plain, text/csv or a form"
     )
 
 
@@ -139,36 +130,6 @@ def _document(text: bytes, what: str) -> Any:
         return decode_json(text)
     except JsonError as error:
         raise InvalidRequest(f"{what} is not valid JSON: {error}") from None
-
-
-def _json_lines(body: bytes) -> Any:
-    """One document, on one line or several; or a request on each line, which together are one client-side batch."""
-    try:
-        return _json(body)
-    except InvalidRequest:
-        lines = [line for line in body.splitlines() if line.strip()]
-        if len(lines) < 2:
-            raise
-    documents = []
-    for number, line in enumerate(lines, start=1):
-        document = _document(line, f"line {number}")
-        if not isinstance(document, dict):
-            raise InvalidRequest(f"line {number} must be a JSON object with `inputs`")
-        documents.append(document)
-    prompts = [document.pop(_PROMPT, None) for document in documents]
-    for number, others in enumerate(documents[1:], start=2):
-        if others != documents[0]:
-            raise InvalidRequest(
-                f"line {number} differs from line 1 in more than `inputs`; requests of one body share their parameters"
-            )
-    return {_PROMPT: prompts, **documents[0]}
-
-
-def _message_pack(body: bytes) -> Any:
-    try:
-        return msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid MessagePack: {error}") from None
 
 
 def _csv(body: bytes) -> dict[str, Any]:

@@ -19,28 +19,8 @@ JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
 _FALSE: Schema = {"type": "boolean", "default": False}
 _ONE_OR_MORE: Schema = {"type": ["string", "array"], "items": STRING}
 
-_DETAILS = "finish_reason, generated_tokens, prefill, tokens and more, where asked for"
-_ANSWER = an_answer("LmiAnswer", f"details: {_DETAILS}.", "generated_text", "details")
-_RECORD = an_answer(
-    "LmiRecord",
-    "One for each token, which has id, text and log_prob (`logprob` in TGI's form and under option.async_mode). "
-    f"The last one has the whole generated_text, and details: {_DETAILS}.",
-    *("token", "generated_text", "details"),
-)
-_CHAT = an_answer("LmiChatAnswer", "LMI's answer to a chat.", "id", "object", "created", "choices", "usage")
-_CHAT_RECORD = an_answer("LmiChatRecord", "One for each part of a chat's answer.", "id", "object", "created", "choices")
-_OPENAI = an_answer("OpenAIAnswer", "OpenAI's object, as /v1/chat/completions or /v1/completions answers, or a chunk.")
-_TEXT = an_answer("LmiText", "The prompt and what was generated after it.", "generated_text")
-_STEP = an_answer("LmiStepRecord", "One for each step: what it added to each prompt's text.", "outputs")
-
 _FRONT_END_ERROR = an_answer(
     "LmiFrontEndError", "The status, LMI's name for it, what is wrong.", *("code", "type", "message")
-)
-_HANDLER_ERROR = an_answer("LmiHandlerError", "error: what is wrong.", "code", "message", "error")
-_REQUEST_ERROR = an_answer(
-    "LmiError",
-    "The status and what is wrong; an empty text with finish_reason `error` where a parameter or the generation is.",
-    *("error", "code", "generated_text", "details"),
 )
 
 
@@ -54,24 +34,14 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
     if model.rolling_batch == "disable":
         return _dynamic_batch(model)
     if model.async_mode:
-        name, request = "asynchronous handler", _asynchronous_request(model)
-        answers = [(JSON, _ANSWER), (JSON_LINES, _RECORD)]
-        chats = [(JSON, _OPENAI), (JSON_LINES, _OPENAI)]
+        name, request, kinds = "asynchronous handler", _asynchronous_request(model), (JSON, JSON_LINES)
     else:
-        name, request = "rolling batch", _rolling_batch_request(model)
-        whole = an_array(_ANSWER) if model.tgi_compat else _ANSWER
-        answers = [(JSON, whole), (JSON_LINES, _RECORD), (EVENTS, _RECORD)]
-        chats = [(JSON, _OPENAI), (EVENTS, _OPENAI)]
-        if model.chat_format == "lmi":
-            chats += [(JSON, _CHAT), (JSON_LINES, _CHAT_RECORD)]
-    if for_vllm:
-        answers += chats
-    content = {kind: either([schema for given, schema in answers if given == kind]) for kind, _ in answers}
-    kinds = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
+        name, request, kinds = "rolling batch", _rolling_batch_request(model), (JSON, JSON_LINES, EVENTS)
+    names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
-        summary=f"Generate text ({', '.join(kinds)})",
+        summary=f"Generate text ({', '.join(names)})",
         request=either([request, *for_vllm.values()]),
-        answers={"200": ("One document, or a record for each token", content), **_failures(_REQUEST_ERROR)},
+        answers=_answers("One document, or a record for each token", *kinds),
     )
 
 
@@ -104,14 +74,12 @@ def _dynamic_batch(model: ModelSettings) -> Operation:
     rules = dynamic_batch.parameter_rules(model)
     parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
     limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
-    content = {JSON: an_array(_TEXT), JSON_LINES: _STEP}
     return Operation(
         summary="Generate text (LMI dynamic batch)",
         request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}),
-        answers={
-            "200": ("A text for each prompt; with option.enable_streaming a record for each step", content),
-            **_failures(_HANDLER_ERROR),
-        },
+        answers=_answers(
+            "A text for each prompt; with option.enable_streaming a record for each step", JSON, JSON_LINES
+        ),
     )
 
 
@@ -121,19 +89,20 @@ def _custom_handler(handler: HandlerSettings) -> Operation:
         request=ANYTHING,
         request_type="*/*",
         answers={
-            "200": ("Whatever the handler answers; its status may be another", {"*/*": ANYTHING}),
+            **_answers("Whatever the handler answers; its status may be another", "*/*"),
             "204": ("The handler returned nothing", {}),
-            **_failures(_HANDLER_ERROR),
             "507": ("The handler ran out of memory", {}),
         },
     )
 
 
-def _failures(error: Schema) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+    """`meaning` and `kinds`: what the answer is where all is well, and its media types."""
     return {
+        "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
         "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
         "413": ("The body is too large", {}),
-        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: error}),
+        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: OBJECT}),
         "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
     }
 
