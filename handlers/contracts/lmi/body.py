@@ -199,22 +199,22 @@ def input_of(call: Call) -> HandlerInput:
     Raises:
         ContractError: 400; the form is broken, or the request names a handler function.
     """
-    properties = _Properties()
+    given: list[tuple[str, str]] = []
     for name, value in call.headers:
         if name.lower() != _CUSTOM_ATTRIBUTES:
-            properties.set(name, value)
+            given.append((name, value))
             continue
         for attribute in value.split(";"):
             key, equals, text = attribute.partition("=")
             if equals:
-                properties.set(key.strip(), text.strip())
+                given.append((key.strip(), text.strip()))
     if call.content_type:
-        properties.set("Content-Type", call.content_type)
-    if properties.has("handler") and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
+        given.append(("Content-Type", call.content_type))
+    properties = _properties([*given, ("requestId", call.request_id)])
+    if "handler" in properties and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
         raise bad_request("The handler can't be overridden in a request")
-    properties.set("requestId", call.request_id)
     query = tuple((key, value.encode()) for key, value in call.query)
-    return HandlerInput(properties.pairs(), (*query, *_contents(call)))
+    return HandlerInput(tuple(properties.values()), (*query, *_contents(call)))
 
 
 def priority_of(given: HandlerInput) -> int:
@@ -241,25 +241,16 @@ def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
     return tuple(fields) or whole  # an input without any content is the initializing call, which no client may make
 
 
-class _Properties:
-    """Properties whose names count in any case; a later value replaces an earlier one."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[str, tuple[str, str]] = {}
-
-    def set(self, name: str, value: str) -> None:
+def _properties(given: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Properties by their names in lower case: these count in any case, and a later value replaces an earlier one."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, value in given:
+        key = name.lower()
         if _RESERVED.fullmatch(name):
-            return
-        if name.lower() == "handler":  # handlers look it up in this case
-            name = "handler"
-        known = self._pairs.get(name.lower())
-        self._pairs[name.lower()] = (known[0] if known else name, value)
-
-    def has(self, name: str) -> bool:
-        return name in self._pairs
-
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        return tuple(self._pairs.values())
+            continue
+        shown = "handler" if key == "handler" else found.get(key, (name, ""))[0]  # handlers look it up in this case
+        found[key] = (shown, value)
+    return found
 
 
 def is_form(content_type: str) -> bool:

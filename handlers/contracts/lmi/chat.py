@@ -196,11 +196,7 @@ class LmiChatShape:
 
 
 def _usage(usage: _Usage) -> dict[str, int]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens or 0,
-        "total_tokens": usage.total_tokens,
-    }
+    return msgspec.structs.asdict(usage) | {"completion_tokens": usage.completion_tokens or 0}
 
 
 class AsyncShape:

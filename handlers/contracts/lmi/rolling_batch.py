@@ -165,10 +165,8 @@ class LmiContract:
         return "sse" if self._settings.tgi_compat else "jsonlines"
 
     def _refused_parameter(self, error: InvalidParameter, formatter: str, stream: bool) -> Reply:
-        options = AnswerOptions(tgi=self._settings.tgi_compat)
-        if stream or formatter != "json":
-            return RecordAnswer("", options, sse=formatter == "sse").fail(error)
-        return JsonAnswer(("",), options, in_array=False).fail(error)
+        write = stream_error if stream or formatter != "json" else request_error
+        return _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
