@@ -71,11 +71,6 @@ class EngineQueue:
             )
         self.open_sequences += sequences
 
-    def forget(self, request_id: str, running: RunningCall) -> None:
-        """The call has ended."""
-        if self.running.get(request_id) is running:  # ids are the clients', who may use one twice
-            del self.running[request_id]
-
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
         if (running := self.running.get(request_id)) is not None:
@@ -247,7 +242,8 @@ class RunningCall:
     def _close(self) -> None:
         """Nothing more is written but what ends the reply."""
         self.answered = True
-        self._queue.forget(self._request_id, self)
+        if self._queue.running.get(self._request_id) is self:  # ids are the clients', who may use one twice
+            del self._queue.running[self._request_id]
         if self._keep_alive is not None:
             self._keep_alive.stop()
 
