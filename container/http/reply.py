@@ -63,11 +63,6 @@ class OpenStreams(Cork):
 class HttpReply:
     """Implements `ReplyWriter` on ASGI's `send`."""
 
-    __slots__ = (
-        *("_backlog", "_backlog_last", "_backlog_size", "_break_off", "_broken", "_held", "_latest", "_resuming"),
-        *("_send", "_streaming", "_streams", "bytes_sent", "finished", "headers", "model", "status"),
-    )
-
     def __init__(
         self, send: Send, headers: Headers, streams: OpenStreams, break_off: Callable[[], None] | None = None
     ) -> None:

@@ -34,14 +34,14 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
     if model.rolling_batch == "disable":
         return _dynamic_batch(model)
     if model.async_mode:
-        name, request, kinds = "asynchronous handler", _asynchronous_request(model), (JSON, JSON_LINES)
+        name, request = "asynchronous handler", _asynchronous_request(model)
     else:
-        name, request, kinds = "rolling batch", _rolling_batch_request(model), (JSON, JSON_LINES, EVENTS)
+        name, request = "rolling batch", _rolling_batch_request(model)
     names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
         summary=f"Generate text ({', '.join(names)})",
         request=either([request, *for_vllm.values()]),
-        answers=_answers("One document, or a record for each token", *kinds),
+        answers=_answers("One document, or a record for each token", JSON, JSON_LINES, EVENTS),
     )
 
 
