@@ -296,12 +296,7 @@ class _CumulativeCall(RunningCall):
     """
 
     def __init__(
-        self,
-        queue: EngineQueue,
-        exchange: Exchange,
-        writer: ReplyWriter,
-        request_id: str,
-        answer: CumulativeAnswer,
+        self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer
     ) -> None:
         super().__init__(queue, exchange, writer, request_id)
         self._cumulative = answer

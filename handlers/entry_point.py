@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from handlers.adapters import AdapterHost, AdapterRegistry
 from handlers.contracts.families import FAMILIES
@@ -21,7 +20,7 @@ from handlers.contracts.protocol import Contract, Handler
 from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
-from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
+from handlers.engines.protocol import Engine, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import InvocationsHandler
@@ -50,16 +49,6 @@ class Limits:
     """Why a directory may not be that of an adapter; may block. None: any may."""
 
 
-class Runtime(Protocol):
-    """What runs a model as long as it is loaded: an engine, or the workers of a custom handler."""
-
-    def health(self) -> EngineHealth:
-        """Whether it can serve."""
-
-    async def stop(self) -> None:
-        """Free everything."""
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """A loaded model."""
@@ -67,7 +56,8 @@ class Service:
     settings: ModelSettings
     invocations: Handler
     """Answers `/invocations` and `/predictions`."""
-    runtime: Runtime
+    runtime: Engine | CustomHandler
+    """What runs it as long as it is loaded."""
     generation: Mapping[str, Handler] = field(default_factory=dict)
     """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
     openai: OpenAIHandler | None = None

@@ -97,17 +97,7 @@ _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _NULL = b"null"
 
 
-class _Fields(msgspec.Struct):
-    """The fields of a body that say what it is; nothing else of it is read here."""
-
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    requestType: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # noqa: N815
-    stop_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_decode = msgspec.json.Decoder(_Fields).decode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
@@ -131,21 +121,16 @@ def read_body(body: bytes, table: Table) -> Body:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _LMI
+    given = {name for name, value in fields.items() if bytes(value) != _NULL}
     for field, kind in table:
-        if _given(getattr(fields, field)):
-            return Body(kind, field, _given(fields.inputs), _stop_token_ids(fields))
+        if field in given:
+            return Body(kind, field, "inputs" in given, _stop_token_ids(fields.get("stop_token_ids")))
     return _LMI
 
 
-def _given(value: msgspec.Raw | msgspec.UnsetType) -> bool:
-    return not isinstance(value, msgspec.UnsetType) and bytes(value) != _NULL
-
-
-def _stop_token_ids(fields: _Fields) -> frozenset[int]:
-    if isinstance(fields.stop_token_ids, msgspec.UnsetType):
-        return frozenset()
+def _stop_token_ids(given: msgspec.Raw | None) -> frozenset[int]:
     try:
-        return frozenset(_decode_ids(fields.stop_token_ids))
+        return frozenset(_decode_ids(given)) if given is not None else frozenset()
     except msgspec.DecodeError:
         return frozenset()  # vLLM says what is wrong with it
 
