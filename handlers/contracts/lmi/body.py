@@ -122,14 +122,10 @@ def decode(body: bytes, content_type: str) -> Any:
 def _json(body: bytes) -> Any:
     if not body:
         raise InvalidRequest("the body is empty; expected a JSON object with `inputs`")
-    return _document(body.removeprefix(codecs.BOM_UTF8), "the body")
-
-
-def _document(text: bytes, what: str) -> Any:
     try:
-        return decode_json(text)
+        return decode_json(body.removeprefix(codecs.BOM_UTF8))
     except JsonError as error:
-        raise InvalidRequest(f"{what} is not valid JSON: {error}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
 def _csv(body: bytes) -> dict[str, Any]:
@@ -157,13 +153,8 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
     if name is None:
         raise InvalidRequest("the form has no field `inputs`")
     document: dict[str, Any] = {_PROMPT: _text(fields[name])}
-    if "parameters" in fields:
-        document["parameters"] = _document(fields["parameters"], "`parameters`")
     if (adapters := fields.get("adapters", fields.get("adapter"))) is not None:
         document["adapters"] = _text(adapters)
-    if "stream" in fields:
-        text = _text(fields["stream"])
-        document["stream"] = {"true": True, "false": False}.get(text.lower(), text)
     return document
 
 
