@@ -60,9 +60,7 @@ def _telling(state: AppState, family: Family, route: Tells, threads: Executor) -
         else:
             reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.tell, call, view))
 
-    where = route.where
-    wants = None if where is None else lambda body: _has_field(body, where)
-    return Endpoint(state, route.path, answer, family.refuse, wants=wants)
+    return Endpoint(state, route.path, answer, family.refuse, wants=lambda body: _has_field(body, route.where))
 
 
 def _generating(state: AppState, family: Family, route: Generates | Forwards) -> Endpoint:
@@ -137,7 +135,7 @@ def _named_in(body: bytes) -> str:
         return ""  # whoever answers says what is wrong with it
 
 
-def _has_field(body: bytes, name: str) -> bool:
+def _has_field(body: bytes, name: str | None) -> bool:
     """Whether the body is a JSON object with this field."""
     if f'"{name}"'.encode() not in body:
         return False

@@ -92,7 +92,7 @@ class Endpoint:
         *,
         find: Find = lambda *_: None,
         headers: Headers | None = None,
-        wants: Callable[[bytes], bool] | None = None,
+        wants: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         """Take what answers and what words refusals.
 
@@ -142,8 +142,8 @@ class Endpoint:
                 body = await bounded_body(headers, receive, *self._limits, self._state.models.reading)
                 if body is None:
                     return
-                if self.otherwise is not None:
-                    endpoint = self._wanting(body)
+                if self.otherwise is not None and not self._wants(body):
+                    endpoint = self.otherwise
                 call = _call(scope, headers, body, identity)
                 if self._state.settings.log_prompts:
                     logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
@@ -174,12 +174,6 @@ class Endpoint:
         if self._state.models.draining:
             return NotReady("the server is stopping")
         return BodyTimeout(f"nothing of the body's rest has come for {seconds:g} s (request_read_timeout)")
-
-    def _wanting(self, body: bytes) -> Endpoint:
-        """The first endpoint, of this one and those after it, that is meant by a call with this body."""
-        if self.otherwise is None or self._wants is None or self._wants(body):
-            return self
-        return self.otherwise._wanting(body)
 
 
 def answered_early(state: AppState, route: str, reply: Reply | Callable[[Call], Reply]) -> Endpoint:

@@ -74,8 +74,7 @@ class HttpReply:
         """The model that answers; its open calls are one less when the reply is closed."""
         self._resuming: asyncio.Task[None] | None = None
         """Sends the backlog; None while the client keeps up."""
-        self._backlog: list[bytes] = []
-        self._backlog_size = 0
+        self._backlog = bytearray()
         self._backlog_last = False
         self._latest: Callable[[], bytes] | None = None
         self.status = 0
@@ -181,26 +180,25 @@ class HttpReply:
 
     def _keep(self, data: bytes, last: bool) -> None:
         """Keep a part until the client has taken what was sent before."""
-        self._backlog_size += len(data)
-        if self._backlog_size > MAX_UNSENT and self._backlog:
+        if self._backlog and len(self._backlog) + len(data) > MAX_UNSENT:
             logger.warning("a client does not read: its connection is broken off with %d bytes unsent", MAX_UNSENT)
             self._give_up()
             return
-        self._backlog.append(data)
+        self._backlog += data
         self._backlog_last = last
 
     async def _resume(self, sending: Awaitable[None]) -> None:
         """Send what waits, until the client keeps up again."""
         try:
             await sending
-            while self._backlog or self._latest is not None:
+            last = False
+            while not last and (self._backlog or self._backlog_last or self._latest is not None):
                 if self._latest is not None:
-                    part, self._latest = self._latest, None
-                    self._backlog.append(part())
-                    self.bytes_sent += len(self._backlog[-1])
-                data, last = b"".join(self._backlog), self._backlog_last
+                    part, self._latest = self._latest(), None
+                    self._backlog += part
+                    self.bytes_sent += len(part)
+                data, last = bytes(self._backlog), self._backlog_last
                 self._backlog.clear()
-                self._backlog_size = 0
                 await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         except Exception:
             logger.exception("a reply cannot be continued: its connection is broken off")
