@@ -75,13 +75,12 @@ class ErrorRates:
         refusal = status in self._refusals
         server = status == 424 or status >= 500
         kinds: dict[Kind, bool] = {"wlm": refusal, "server": server, "model": server and not refusal, "any": True}
-        for kind in self._limits:
-            if kinds[kind]:
-                self._count(kind)
-
-    def _count(self, kind: Kind) -> None:
-        rate, times, now = self._limits[kind], self._times[kind], self._clock()
-        times.append(now)
-        if len(times) > rate.limit and now - times[0] <= rate.seconds:
-            self.exceeded = f"more than {rate.limit} errors in {rate.seconds:g} s (error_rate_{kind})"
-            logger.critical("%s; /ping answers 503 from now on", self.exceeded)
+        now = self._clock()
+        for kind, rate in self._limits.items():
+            if not kinds[kind]:
+                continue
+            times = self._times[kind]
+            times.append(now)
+            if len(times) > rate.limit and now - times[0] <= rate.seconds:
+                self.exceeded = f"more than {rate.limit} errors in {rate.seconds:g} s (error_rate_{kind})"
+                logger.critical("%s; /ping answers 503 from now on", self.exceeded)

@@ -96,13 +96,6 @@ def _handler(route: Generates | Forwards, service: Service) -> Handler:
     raise NotServed(_UNUSABLE if isinstance(route, Generates) else _NOT_VLLM)
 
 
-class _NamedModel(msgspec.Struct):
-    model: str = ""
-
-
-_decode_model = msgspec.json.Decoder(_NamedModel).decode
-
-
 def model_of(models: Models, family: Family, names: Mapping[str, str], body: bytes = b"") -> Model:
     """The model that a call is for: by its path, by its body where the family's bodies name one, or the startup one.
 
@@ -130,7 +123,7 @@ def _names(model: Model) -> set[str]:
 
 def _named_in(body: bytes) -> str:
     try:
-        return _decode_model(body).model
+        return msgspec.json.decode(_fields(body).get("model", b'""'), type=str)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""  # whoever answers says what is wrong with it
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import partial
 from operator import attrgetter
 from urllib.parse import parse_qs
 
@@ -33,14 +34,11 @@ def invocations(state: AppState, route: str) -> Endpoint:
         model = models.startup() if name is None else models.choose(name, version)
         return Reply(200, JSON, b"{}\n") if scope["method"] == "OPTIONS" else model
 
-    def refuse(error: RequestError) -> Reply:
-        return _refusal(error, state.settings)
-
     answer = handed_to(attrgetter("invocations"))
-    return Endpoint(state, route, answer, refuse, find=find, headers=NO_CACHE)
+    return Endpoint(state, route, answer, partial(_refusal, state.settings), find=find, headers=NO_CACHE)
 
 
-def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
+def _refusal(settings: ServerSettings, error: RequestError) -> Reply:
     match error:
         case BodyTooLarge():
             return Reply(413, JSON, b"")

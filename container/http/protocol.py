@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 import uvicorn
@@ -48,13 +48,6 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
-class Corked(Protocol):
-    """What collects what is written to it, for a cork."""
-
-    def flush(self) -> None:
-        """Hand over what was written."""
-
-
 class Cork:
     """Has everything flushed that was written in one turn of the event loop, in one call at its end.
 
@@ -62,19 +55,19 @@ class Cork:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Corked] = []
+        self._waiting: list[Callable[[], None]] = []
 
-    def add(self, corked: Corked) -> None:
-        """Have it flushed at the end of this turn."""
+    def add(self, flush: Callable[[], None]) -> None:
+        """Have `flush` called at the end of this turn."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
-        self._waiting.append(corked)
+        self._waiting.append(flush)
 
     def _flush_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for corked in waiting:
+        for flush in waiting:
             try:
-                corked.flush()
+                flush()
             except Exception:  # of one connection; the others have theirs to send
                 logger.exception("a reply cannot be sent")
 
@@ -109,7 +102,7 @@ class CorkedTransport:
     def write(self, data: bytes) -> None:
         """Keep the data until the end of this turn."""
         if not self._pieces:
-            self._cork.add(self)
+            self._cork.add(self.flush)
         self._pieces.append(data)
 
     def flush(self) -> None:

@@ -114,7 +114,7 @@ class HttpReply:
         if self._held or (self._streams.crowded and self._resuming is None):
             if not last:
                 if not self._held:
-                    self._streams.add(self)
+                    self._streams.add(self.flush)
                 self._held.append(data)
                 return
             data = b"".join([*self._held, data])
