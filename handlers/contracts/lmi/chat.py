@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -19,19 +19,6 @@ DONE = b"[DONE]"
 _EVENT = b"data: "
 _OVERLOADED = 503
 """vLLM's status for a full queue."""
-
-
-class Shape(Protocol):
-    """The form of one answer that vLLM gives; used once."""
-
-    stream_type: str
-    """Content type of a stream."""
-
-    def reply(self, reply: Reply) -> Reply:
-        """Reshape a whole reply of vLLM's."""
-
-    def event(self, data: bytes) -> bytes:
-        """Reshape a server-sent event of vLLM's, given without its frame: a chunk, an error object, or `[DONE]`."""
 
 
 class VllmError(msgspec.Struct):
@@ -102,7 +89,7 @@ def error_of(body: bytes) -> VllmError:
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it.
+    """Chat as LMI's rolling batch answers it; used for one answer.
 
     `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
     end tokens of the model as stop tokens, too.
@@ -134,6 +121,7 @@ class LmiChatShape:
         return Reply(reply.status, JSON, _json(document).encode(), reply.headers)
 
     def event(self, data: bytes) -> bytes:
+        """A server-sent event of vLLM's, which comes without its frame: a chunk, an error object, or `[DONE]`."""
         if data == DONE:
             return b"data: [DONE]\n\n" if self._sse else b""
         if is_error(data):
@@ -214,6 +202,9 @@ class AsyncShape:
 
     def event(self, data: bytes) -> bytes:
         return b"\n" if data == DONE else data + b"\n"
+
+
+Shape = LmiChatShape | AsyncShape
 
 
 def _lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
