@@ -68,8 +68,7 @@ class Sessions:
         if not (session_id := session_of(call)):
             return
         manager = self._on(f"{SESSION_ID} names a session, but ")
-        if await self._run(lambda: _found(manager, session_id)) is None:
-            raise failed_dependency(f"session has expired: {session_id}")
+        await self._run(lambda: _check(manager, session_id))
 
     async def answer(self, call: Call) -> Reply:
         """The reply to a body with a `requestType`.
@@ -153,16 +152,17 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
     return Sessions(manager, overload_status)
 
 
-def _found(manager: SessionManager, session_id: str) -> Session | None:
+def _check(manager: SessionManager, session_id: str) -> None:
     try:
-        return manager.get_session(session_id)
+        session = manager.get_session(session_id)
     except ValueError as error:
         raise failed_dependency(str(error)) from None
+    if session is None:
+        raise failed_dependency(f"session has expired: {session_id}")
 
 
 def _close(manager: SessionManager, session_id: str) -> None:
-    if _found(manager, session_id) is None:
-        raise failed_dependency(f"session has expired: {session_id}")
+    _check(manager, session_id)
     try:
         manager.close_session(session_id)
     except ValueError as error:
