@@ -14,7 +14,7 @@ import msgspec
 
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import Body, notes_of, read_body, stream_of
+from handlers.contracts.lmi.body import Body, notes_of, read_body, request_ids, stream_of
 from handlers.contracts.lmi.errors import (
     JSON,
     failure,
@@ -104,12 +104,12 @@ class LmiContract:
         try:
             key = (msgspec.json.encode(body.parameters), stream)
             plan = self._plans.get(key) or self._plan(key, body.parameters)
-            return self._exchange(call.request_id, body, plan, adapters)
+            return self._exchange(call, body, plan, adapters)
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             raise ContractError(self._refused_parameter(error, formatter, stream), error.message) from None
 
-    def _exchange(self, request_id: str, body: Body, plan: _Plan, adapters: tuple[str | None, ...]) -> Exchange:
+    def _exchange(self, call: Call, body: Body, plan: _Plan, adapters: tuple[str | None, ...]) -> Exchange:
         prompts, options, records = body.prompts, plan.options, plan.request.stream
         if records and len(prompts) > 1:
             raise payload_refused("`inputs` must be a single string when the answer is streamed")
@@ -120,10 +120,9 @@ class LmiContract:
             answer = RecordAnswer(prompts[0], options, sse=plan.formatter == "sse")
         else:
             answer = JsonAnswer(prompts, options, in_array=isinstance(body.document["inputs"], list))
-        ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{place}" for place in range(len(prompts))]
         requests = [
-            msgspec.structs.replace(plan.request, request_id=id_, prompt=prompt, adapter=adapter)
-            for id_, prompt, adapter in zip(ids, prompts, adapters, strict=True)
+            msgspec.structs.replace(plan.request, request_id=request_id, prompt=prompt, adapter=adapter)
+            for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
         ]
         notes = plan.notes
         if body.document.keys() - self._fields:
