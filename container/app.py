@@ -24,7 +24,6 @@ from container.models.registration import Registrar
 from container.models.registry import Models
 from container.settings.settings import ServerSettings
 from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import Family
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.model_settings import ModelSettings
@@ -53,7 +52,7 @@ class Routes:
 
     def __init__(self, not_found: Application, mounts: Sequence[Mount] = ()) -> None:
         self._plain: dict[str, dict[str, Application]] = {}
-        self._patterns: dict[str, _Pattern] = {}
+        self._patterns: dict[str, tuple[re.Pattern[str], dict[str, Application]]] = {}
         """Those with the fewest parameters first: `/models/{model}/invoke` before `/models/{model}/{version}`."""
         self._mounts = tuple(mounts)
         self._not_found = not_found
@@ -64,9 +63,9 @@ class Routes:
             self._plain.setdefault(path, {}).setdefault(method, application)
             return
         if path not in self._patterns:
-            self._patterns[path] = _Pattern(compile_path(path)[0].fullmatch, {})
+            self._patterns[path] = (compile_path(path)[0], {})
             self._patterns = dict(sorted(self._patterns.items(), key=lambda known: known[0].count("{")))
-        self._patterns[path].methods.setdefault(method, application)
+        self._patterns[path][1].setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
@@ -87,22 +86,16 @@ class Routes:
         return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
 
     def _match(self, scope: Any) -> Mapping[str, Application] | None:
-        for pattern in self._patterns.values():
-            if (found := pattern.match(scope["path"])) is not None:
+        for pattern, methods in self._patterns.values():
+            if (found := pattern.fullmatch(scope["path"])) is not None:
                 scope["path_params"] = found.groupdict()
-                return pattern.methods
+                return methods
         return None
 
     def methods(self, path: str) -> list[str]:
         """The methods of a path, as it was added."""
-        pattern = self._patterns.get(path)
-        return sorted({*self._plain.get(path, {}), *(pattern.methods if pattern is not None else ())} - {_ANY})
-
-
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    match: Callable[[str], re.Match[str] | None]
-    methods: dict[str, Application]
+        methods = self._patterns[path][1] if path in self._patterns else self._plain.get(path, {})
+        return sorted(methods.keys() - {_ANY})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +136,9 @@ def create_app(
     routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
     for (path, method), endpoint in family_endpoints(state, FAMILIES).items():
         routes.add(path, method, endpoint)
-    _add_wrong_methods(routes, state)
+    for family in FAMILIES:
+        for path in {route.path: None for route in family.routes}:
+            _refuse_other_methods(routes, state, path, family.wrong_method)
     if settings.management_address is None:
         _add_management(routes, state, registrar)
         return Applications(routes, None)
@@ -161,10 +156,20 @@ def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> No
         routes.add(path, method, endpoint)
         paths[path] = None
     for path in paths:
-        allow = (("allow", ", ".join(routes.methods(path))),)
-        routes.add(path, _ANY, answered_early(state, path, replace(wrong_method(), headers=allow)))
-        if state.settings.cors_allowed_origin:
-            routes.add(path, "OPTIONS", answered_early(state, path, Reply(200, "", b"", allow)))
+        _refuse_other_methods(routes, state, path, lambda _: wrong_method())
+
+
+def _refuse_other_methods(routes: Routes, state: AppState, path: str, wrong_method: Callable[[Call], Reply]) -> None:
+    """Answer a path where the method is none of its own: with an error, and CORS for browsers' preflights."""
+    allow = (("allow", ", ".join(routes.methods(path))),)
+
+    def reply(call: Call) -> Reply:
+        refusal = wrong_method(call)
+        return replace(refusal, headers=(*refusal.headers, *allow))
+
+    routes.add(path, _ANY, answered_early(state, path, reply))
+    if state.settings.cors_allowed_origin:
+        routes.add(path, "OPTIONS", answered_early(state, path, Reply(200, "", b"", allow)))
 
 
 class _Description:
@@ -195,25 +200,6 @@ def _add_pages(routes: Routes, description: _Description) -> None:
     routes.add("/docs/plain", "GET", plain)
     for name, (path, kind) in assets.items():
         routes.add(f"/docs/{name}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
-
-
-def _add_wrong_methods(routes: Routes, state: AppState) -> None:
-    """Answer a family's paths where the method is none of theirs: its own error, and CORS for browsers' preflights."""
-    for family in FAMILIES:
-        for path in {route.path: None for route in family.routes}:
-            allowed = ", ".join(routes.methods(path))
-            routes.add(path, _ANY, _wrong_method(state, path, family, allowed))
-            if state.settings.cors_allowed_origin:
-                preflight = Reply(200, "", b"", (("allow", allowed),))
-                routes.add(path, "OPTIONS", answered_early(state, path, preflight))
-
-
-def _wrong_method(state: AppState, path: str, family: Family, allowed: str) -> Application:
-    def reply(call: Call) -> Reply:
-        refusal = family.wrong_method(call)
-        return replace(refusal, headers=(*refusal.headers, ("allow", allowed)))
-
-    return answered_early(state, path, reply)
 
 
 def _not_found(call: Call) -> Reply:

@@ -8,7 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
+
+import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -17,13 +20,7 @@ CLIENT_GONE = 499
 """The status of calls whose client left before the answer was complete; they are not errors."""
 _MINUTE = 60.0
 _MOST = 1_000_000
-_RATE = re.compile(r"(?P<limit>[0-9]{1,7})(?:/(?P<duration>.{1,64}))?")
-_DURATION = re.compile(
-    r"P(?!$)(?:(?P<days>[0-9]{1,6})D)?"
-    r"(?:T(?!$)(?:(?P<hours>[0-9]{1,6})H)?(?:(?P<minutes>[0-9]{1,6})M)?(?:(?P<seconds>[0-9]{1,9}(?:\.[0-9]{1,9})?)S)?)?",
-    re.IGNORECASE,
-)
-_SECONDS = {"days": 86400.0, "hours": 3600.0, "minutes": _MINUTE, "seconds": 1.0}
+_RATE = re.compile(r"([0-9]{1,7})(?:/(.{1,64}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +38,13 @@ def error_rate(text: str) -> ErrorRate:
         ValueError: the text is neither.
     """
     parts = _RATE.fullmatch(text)
-    if parts is None or int(parts["limit"]) > _MOST:
+    if parts is None or int(parts[1]) > _MOST:
         raise ValueError(text)
-    return ErrorRate(int(parts["limit"]), duration(parts["duration"]) if parts["duration"] else _MINUTE)
-
-
-def duration(text: str) -> float:
-    """The seconds of an ISO-8601 duration of days, hours, minutes and seconds.
-
-    Raises:
-        ValueError: the text is no duration above 0.
-    """
-    parts = _DURATION.fullmatch(text)
-    seconds = 0.0 if parts is None else sum(float(parts[unit] or 0) * factor for unit, factor in _SECONDS.items())
+    # msgspec takes days, hours, minutes and seconds; a month or a year has no fixed length.
+    seconds = msgspec.convert(parts[2], timedelta).total_seconds() if parts[2] else _MINUTE
     if seconds <= 0:
         raise ValueError(text)
-    return seconds
+    return ErrorRate(int(parts[1]), seconds)
 
 
 class ErrorRates:
@@ -87,13 +75,12 @@ class ErrorRates:
         refusal = status in self._refusals
         server = status == 424 or status >= 500
         kinds: dict[Kind, bool] = {"wlm": refusal, "server": server, "model": server and not refusal, "any": True}
-        for kind in self._limits:
-            if kinds[kind]:
-                self._count(kind)
-
-    def _count(self, kind: Kind) -> None:
-        rate, times, now = self._limits[kind], self._times[kind], self._clock()
-        times.append(now)
-        if len(times) > rate.limit and now - times[0] <= rate.seconds:
-            self.exceeded = f"more than {rate.limit} errors in {rate.seconds:g} s (error_rate_{kind})"
-            logger.critical("%s; /ping answers 503 from now on", self.exceeded)
+        now = self._clock()
+        for kind, rate in self._limits.items():
+            if not kinds[kind]:
+                continue
+            times = self._times[kind]
+            times.append(now)
+            if len(times) > rate.limit and now - times[0] <= rate.seconds:
+                self.exceeded = f"more than {rate.limit} errors in {rate.seconds:g} s (error_rate_{kind})"
+                logger.critical("%s; /ping answers 503 from now on", self.exceeded)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
-from container.http.endpoint import AppState, Endpoint, Scope
+from container.http.endpoint import AppState, Endpoint, Scope, handed_to
 from container.http.reply import HttpReply
 from container.models.registry import Model, Models
-from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Route, Tells
-from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Tells
+from handlers.contracts.protocol import Call, Handler, Reply
+from handlers.entry_point import Service
 from handlers.errors import NotServed
-from handlers.reply import Handler, Running
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
@@ -24,7 +25,7 @@ _LONG_TEXT = 4096
 _THREADS = 2
 """Long bodies that are answered at a time, however many clients ask: each may take seconds, and 256 MB."""
 
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def family_endpoints(state: AppState, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
@@ -34,7 +35,11 @@ def family_endpoints(state: AppState, families: Iterable[Family]) -> dict[tuple[
     for family in families:
         for route in family.routes:
             for method in route.methods:
-                endpoint, key = _endpoint(state, family, route, threads), (route.path, method)
+                if isinstance(route, Tells):
+                    endpoint = _telling(state, family, route, threads)
+                else:
+                    endpoint = _generating(state, family, route)
+                key = (route.path, method)
                 first = endpoints.setdefault(key, endpoint)
                 if first is not endpoint:
                     if isinstance(route, Tells) and route.where:
@@ -42,16 +47,6 @@ def family_endpoints(state: AppState, families: Iterable[Family]) -> dict[tuple[
                     else:
                         first.otherwise = endpoint
     return endpoints
-
-
-def _endpoint(state: AppState, family: Family, route: Route, threads: Executor) -> Endpoint:
-    match route:
-        case Tells():
-            return _telling(state, family, route, threads)
-        case Generates():
-            return _generating(state, family, route)
-        case Forwards():
-            return _forwarding(state, family, route)
 
 
 def _telling(state: AppState, family: Family, route: Tells, threads: Executor) -> Endpoint:
@@ -65,65 +60,40 @@ def _telling(state: AppState, family: Family, route: Tells, threads: Executor) -
         else:
             reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.tell, call, view))
 
-    where = route.where
-    wants = None if where is None else lambda body: _has_field(body, where)
-    return Endpoint(state, route.path, answer, family.refuse, wants=wants)
+    return Endpoint(state, route.path, answer, family.refuse, wants=lambda body: _has_field(body, route.where))
 
 
-def _generating(state: AppState, family: Family, route: Generates) -> Endpoint:
+def _generating(state: AppState, family: Family, route: Generates | Forwards) -> Endpoint:
     models = state.models
 
-    def find(scope: Scope, _: dict[bytes, bytes]) -> Model | Reply | None:
+    def find(scope: Scope, _: dict[bytes, bytes], call: Call | None) -> Model | Reply | None:
         names: dict[str, str] = scope.get("path_params", {})
-        if family.body_names_model and not models.single:
+        if call is None and family.body_names_model and not models.single:
             return None
-        model = model_of(models, family, names)
-        if route.refuse_path is not None and (refusal := route.refuse_path(names, model.lifecycle.model)) is not None:
-            return refusal
-        model.service()  # a body that nobody is going to read need not be waited for
+        model = model_of(models, family, names, call.body if call is not None else b"")
+        if isinstance(route, Generates) and route.refuse_path is not None:
+            return route.refuse_path(names, model.lifecycle.model) or model
         return model
 
-    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
-        model = model or model_of(models, family, call.path_parameters, call.body)
-        service = model.service()
+    return Endpoint(state, route.path, handed_to(partial(_handler, route)), family.refuse, find=find)
+
+
+def _handler(route: Generates | Forwards, service: Service) -> Handler:
+    """What answers a route.
+
+    Raises:
+        NotServed: the model cannot.
+    """
+    handler: Handler | None
+    if isinstance(route, Generates):
         handler = service.generation.get(route.path)
-        if handler is None:
-            raise NotServed(_UNUSABLE if service.custom is None else OWN_HANDLER)
-        reply.count_for(model.lifecycle)
-        return await handler.handle(call, reply)
-
-    return Endpoint(state, route.path, answer, family.refuse, find=find)
-
-
-def _forwarding(state: AppState, family: Family, route: Forwards) -> Endpoint:
-    models = state.models
-
-    def find(_: Scope, __: dict[bytes, bytes]) -> Model | None:
-        if not models.single:
-            return None
-        model = models.startup()
-        model.service()  # a body that nobody is going to read need not be waited for
-        return model
-
-    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
-        model = model or model_of(models, family, call.path_parameters, call.body)
-        service = model.service()
-        handler: Handler | None = service.openai
-        if service.custom is not None and route.own_handler:
-            handler = service.invocations
-        if handler is None:
-            raise NotServed(_NOT_VLLM if service.custom is None else OWN_HANDLER)
-        reply.count_for(model.lifecycle)
-        return await handler.handle(call, reply)
-
-    return Endpoint(state, route.path, answer, family.refuse, find=find)
-
-
-class _NamedModel(msgspec.Struct):
-    model: str = ""
-
-
-_decode_model = msgspec.json.Decoder(_NamedModel).decode
+    else:
+        handler = service.invocations if service.custom is not None and route.own_handler else service.openai
+    if handler is not None:
+        return handler
+    if service.custom is not None:
+        raise NotServed(OWN_HANDLER)
+    raise NotServed(_UNUSABLE if isinstance(route, Generates) else _NOT_VLLM)
 
 
 def model_of(models: Models, family: Family, names: Mapping[str, str], body: bytes = b"") -> Model:
@@ -152,17 +122,18 @@ def _names(model: Model) -> set[str]:
 
 
 def _named_in(body: bytes) -> str:
-    try:
-        return _decode_model(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""  # whoever answers says what is wrong with it
+    given = bytes(_fields(body).get("model", b""))
+    return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""
 
 
-def _has_field(body: bytes, name: str) -> bool:
+def _has_field(body: bytes, name: str | None) -> bool:
     """Whether the body is a JSON object with this field."""
-    if f'"{name}"'.encode() not in body:
-        return False
+    return f'"{name}"'.encode() in body and name in _fields(body)
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a JSON object; none where the body is something else, which whoever answers says."""
     try:
-        return name in _fields(body)
+        return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+        return {}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from urllib.parse import parse_qs, urlencode
+from functools import partial
+from operator import attrgetter
+from urllib.parse import parse_qs
 
-from container.http.endpoint import AppState, Endpoint, Scope
-from container.http.reply import NO_CACHE, HttpReply
-from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
+from container.http.endpoint import AppState, Endpoint, Scope, handed_to
+from container.http.reply import NO_CACHE
+from container.models.registry import Model, ModelNotNamed, NoWorkers
 from container.settings.settings import ServerSettings
 from handlers.contracts.lmi.body import FormError, form_fields, is_form
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, RequestError, UnknownModel
-from handlers.reply import Running
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
@@ -24,31 +25,20 @@ def invocations(state: AppState, route: str) -> Endpoint:
     """An endpoint for one of LMI's inference routes. It takes any method, as LMI does."""
     models = state.models
 
-    def find(scope: Scope, headers: dict[bytes, bytes]) -> Model | Reply | None:
+    def find(scope: Scope, headers: dict[bytes, bytes], call: Call | None) -> Model | Reply | None:
         name, version = named_model(scope.get("path_params") or {}, scope["query_string"], headers, models)
-        form = name is None and is_form(headers.get(b"content-type", b"").decode("latin-1"))
-        if form and not models.single:
-            return None  # one of its fields may name the model
+        if name is None and b"form" in headers.get(b"content-type", b"").lower():
+            if call is None:
+                return None  # one of its fields may name the model
+            name = _named_by_form(call)
         model = models.startup() if name is None else models.choose(name, version)
-        if scope["method"] == "OPTIONS":
-            return Reply(200, JSON, b"{}\n")
-        model.service()  # a body that nobody is going to read need not be waited for
-        return None if form else model
+        return Reply(200, JSON, b"{}\n") if scope["method"] == "OPTIONS" else model
 
-    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
-        if model is None:
-            model = _named_by_form(call, models)
-        service = model.service()
-        reply.count_for(model.lifecycle)
-        return await service.invocations.handle(call, reply)
-
-    def refuse(error: RequestError) -> Reply:
-        return _refusal(error, state.settings)
-
-    return Endpoint(state, route, answer, refuse, find=find, headers=NO_CACHE)
+    answer = handed_to(attrgetter("invocations"))
+    return Endpoint(state, route, answer, partial(_refusal, state.settings), find=find, headers=NO_CACHE)
 
 
-def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
+def _refusal(settings: ServerSettings, error: RequestError) -> Reply:
     match error:
         case BodyTooLarge():
             return Reply(413, JSON, b"")
@@ -66,20 +56,15 @@ def _refusal(error: RequestError, settings: ServerSettings) -> Reply:
             return front_end_reply(settings.server_error_http_code, "InternalServerException", error.message)
 
 
-def _named_by_form(call: Call, models: Models) -> Model:
-    """The model that a field of the form names, or the one that was there at the start."""
-    if _NAME.encode() not in call.body:
-        return models.startup()
+def _named_by_form(call: Call) -> str | None:
+    """The model that a field of a form names; None if none does, or the body is no form."""
+    if _NAME.encode() not in call.body or not is_form(call.content_type):
+        return None
     try:
         fields = form_fields(call.body, call.content_type)
     except FormError:
-        return models.startup()  # the handler says what is wrong with the form
-    name = next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
-    if name is None:
-        return models.startup()
-    headers = {name.lower().encode("latin-1"): value.encode("latin-1", "replace") for name, value in call.headers}
-    _, version = named_model(call.path_parameters, urlencode(call.query).encode(), headers, models)
-    return models.choose(name, version)
+        return None  # the handler says what is wrong with the form
+    return next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
 
 
 def named_model(

@@ -12,12 +12,11 @@ from pathlib import Path
 from djl_python.service_loader import MODEL_FILE, load_model_service
 from handlers.adapters import Adapter
 from handlers.contracts.lmi.adapters import named_adapter
-from handlers.contracts.protocol import Call
+from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineAdapter, EngineAdapters
 from handlers.errors import AdapterFailed
 from handlers.formatters import Formatters, described, formatters_of
-from handlers.reply import Handler, ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def _for_engine(adapter: Adapter) -> EngineAdapter:
 
 
 class AdapterInvocations:
-    """Implements `handlers.reply.Handler` for `/invocations`, where adapters may have formatters of their own."""
+    """Implements `Handler` for `/invocations`, where adapters may have formatters of their own."""
 
     def __init__(self, otherwise: Handler, formatters: AdapterFormatters) -> None:
         self._otherwise, self._formatters = otherwise, formatters

@@ -12,11 +12,20 @@ import time
 from collections import deque
 from functools import partial
 
-from handlers.contracts.protocol import LONG_BODY, Call, Contract, ContractError, CumulativeAnswer, Exchange, Reply
+from handlers.contracts.lmi.errors import failed_dependency
+from handlers.contracts.protocol import (
+    LONG_BODY,
+    Call,
+    Contract,
+    ContractError,
+    CumulativeAnswer,
+    Exchange,
+    Reply,
+    ReplyWriter,
+)
 from handlers.engines.protocol import Engine, Generation
 from handlers.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
 from handlers.formatters import FormatterThread
-from handlers.reply import ReplyWriter
 from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -62,11 +71,6 @@ class EngineQueue:
             )
         self.open_sequences += sequences
 
-    def forget(self, request_id: str, running: RunningCall) -> None:
-        """The call has ended."""
-        if self.running.get(request_id) is running:  # ids are the clients', who may use one twice
-            del self.running[request_id]
-
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
         if (running := self.running.get(request_id)) is not None:
@@ -74,7 +78,7 @@ class EngineQueue:
 
 
 class EngineHandler:
-    """Implements `handlers.reply.Handler`: one contract on one engine."""
+    """Implements `Handler`: one contract on one engine."""
 
     def __init__(
         self,
@@ -83,8 +87,8 @@ class EngineHandler:
         thread: FormatterThread | None = None,
         long_body: int = LONG_BODY,
     ) -> None:
-        """`thread`: where the contract runs, if it is one that may block; others understand a body of `long_body` bytes
-        and more in a thread."""
+        """`thread`: where LMI's contract runs, if a customer's formatters are part of it; others understand a body of
+        `long_body` bytes and more in a thread."""
         self._queue, self._contract, self._thread, self._long_body = queue, contract, thread, long_body
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
@@ -94,7 +98,12 @@ class EngineHandler:
             exchange = await self._parse_in_thread(call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
-        running = self._running_call(exchange, writer, call.request_id)
+        if exchange.cumulative is not None:
+            running: RunningCall = _CumulativeCall(self._queue, exchange, writer, call.request_id, exchange.cumulative)
+        elif self._thread is not None:
+            running = _FormattedCall(self._queue, exchange, writer, call.request_id, self._thread)
+        else:
+            running = RunningCall(self._queue, exchange, writer, call.request_id)
         try:
             await running.submit()
         except RequestError as error:
@@ -116,18 +125,11 @@ class EngineHandler:
         try:
             return await self._thread.run(partial(self._contract.parse, call))
         except RequestError as error:
-            raise ContractError(self._contract.refusal(error), error.message) from None
-
-    def _running_call(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
-        if exchange.cumulative is not None:
-            return _CumulativeCall(self._queue, exchange, writer, request_id, exchange.cumulative)
-        if self._thread is not None:
-            return _FormattedCall(self._queue, exchange, writer, request_id, self._thread)
-        return RunningCall(self._queue, exchange, writer, request_id)
+            raise failed_dependency(error.message) from None
 
 
 class RunningCall:
-    """One call in the engine: the sink of its first prompt, and what cancels it (`handlers.reply.Running`)."""
+    """One call in the engine: the sink of its first prompt, and what cancels it (`Running`)."""
 
     def __init__(self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str) -> None:
         self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, request_id
@@ -240,7 +242,8 @@ class RunningCall:
     def _close(self) -> None:
         """Nothing more is written but what ends the reply."""
         self.answered = True
-        self._queue.forget(self._request_id, self)
+        if self._queue.running.get(self._request_id) is self:  # ids are the clients', who may use one twice
+            del self._queue.running[self._request_id]
         if self._keep_alive is not None:
             self._keep_alive.stop()
 
@@ -293,12 +296,7 @@ class _CumulativeCall(RunningCall):
     """
 
     def __init__(
-        self,
-        queue: EngineQueue,
-        exchange: Exchange,
-        writer: ReplyWriter,
-        request_id: str,
-        answer: CumulativeAnswer,
+        self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer
     ) -> None:
         super().__init__(queue, exchange, writer, request_id)
         self._cumulative = answer

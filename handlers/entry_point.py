@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from handlers.adapters import AdapterHost, AdapterRegistry
 from handlers.contracts.families import FAMILIES
@@ -16,18 +16,17 @@ from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.lmi.formatters import FormatterContract
 from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Contract
+from handlers.contracts.protocol import Contract, Handler
 from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
-from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
+from handlers.engines.protocol import Engine, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import InvocationsHandler
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
-from handlers.reply import Handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
 
@@ -50,16 +49,6 @@ class Limits:
     """Why a directory may not be that of an adapter; may block. None: any may."""
 
 
-class Runtime(Protocol):
-    """What runs a model as long as it is loaded: an engine, or the workers of a custom handler."""
-
-    def health(self) -> EngineHealth:
-        """Whether it can serve."""
-
-    async def stop(self) -> None:
-        """Free everything."""
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """A loaded model."""
@@ -67,7 +56,8 @@ class Service:
     settings: ModelSettings
     invocations: Handler
     """Answers `/invocations` and `/predictions`."""
-    runtime: Runtime
+    runtime: Engine | CustomHandler
+    """What runs it as long as it is loaded."""
     generation: Mapping[str, Handler] = field(default_factory=dict)
     """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
     openai: OpenAIHandler | None = None
@@ -112,38 +102,25 @@ async def load_service(settings: ModelSettings, limits: Limits, times: StartupTi
         EngineStartError: the model cannot be loaded.
     """
     times = times or StartupTimes()
-    if settings.handler is not None:
-        with times.phase("workers"):
-            return await _load_custom(settings, limits)
-    imports = ModelImports()
-    try:
-        await add_packages(settings, imports)
-        formatters = await asyncio.to_thread(load_formatters, settings, imports)
-        service = await _load_with_sessions(settings, limits, formatters, times)
-    except BaseException:
-        imports.remove()
-        raise
-    return replace(service, imports=imports)
-
-
-async def _load_with_sessions(
-    settings: ModelSettings, limits: Limits, formatters: Formatters | None, times: StartupTimes
-) -> Service:
-    sessions = await load_sessions(settings, limits.overload_status)
-    try:
-        return await _load_engine(settings, limits, formatters, sessions, times)
-    except BaseException:
-        await sessions.stop()
-        raise
+    async with contextlib.AsyncExitStack() as undo:
+        if settings.handler is not None:
+            with times.phase("workers"):
+                service = await _load_custom(settings, limits, undo)
+        else:
+            service = await _load_engine(settings, limits, times, undo)
+        undo.pop_all()
+    return service
 
 
 async def _load_engine(
-    settings: ModelSettings,
-    limits: Limits,
-    formatters: Formatters | None,
-    sessions: Sessions,
-    times: StartupTimes,
+    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
 ) -> Service:
+    imports = ModelImports()
+    undo.callback(imports.remove)
+    await add_packages(settings, imports)
+    formatters = await asyncio.to_thread(load_formatters, settings, imports)
+    sessions = await load_sessions(settings, limits.overload_status)
+    undo.push_async_callback(sessions.stop)
     settings = choose_engine(settings)
     if settings.enable_lora and not is_vllm(settings):
         raise EngineStartError(
@@ -156,16 +133,18 @@ async def _load_engine(
     with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()
-    try:
-        with times.phase("front end"):
-            return await _serving(settings, limits, engine, formatters, sessions)
-    except BaseException:
-        await engine.stop()
-        raise
+    undo.push_async_callback(engine.stop)
+    with times.phase("front end"):
+        return await _serving(settings, limits, engine, formatters, sessions, imports)
 
 
 async def _serving(
-    settings: ModelSettings, limits: Limits, engine: Engine, formatters: Formatters | None, sessions: Sessions
+    settings: ModelSettings,
+    limits: Limits,
+    engine: Engine,
+    formatters: Formatters | None,
+    sessions: Sessions,
+    imports: ModelImports,
 ) -> Service:
     """The service of an engine that has started."""
     queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
@@ -205,6 +184,7 @@ async def _serving(
         engine=engine,
         adapters=adapters,
         sessions=sessions,
+        imports=imports,
         formatter_thread=thread,
     )
 
@@ -240,7 +220,7 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
     return handlers
 
 
-async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
+async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
     custom = CustomHandler(
         settings,
         # LMI counts a place for the call that is handed to a worker.
@@ -249,14 +229,10 @@ async def _load_custom(settings: ModelSettings, limits: Limits) -> Service:
         unavailable_status=limits.unavailable_status,
     )
     await custom.start()
-    if not settings.enable_lora:
-        return Service(settings, custom, custom, custom=custom)
-    try:
-        adapters = await _adapters(settings, custom.adapter_host, limits)
-    except BaseException:
-        await custom.stop()
-        raise
-    custom.adapters = adapters
+    undo.push_async_callback(custom.stop)
+    adapters = None
+    if settings.enable_lora:
+        custom.adapters = adapters = await _adapters(settings, custom.adapter_host, limits)
     return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 

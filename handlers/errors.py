@@ -1,26 +1,5 @@
 """The errors of requests.
 
-    RequestError                 the request ends; its contract says with which bytes
-    ├── UnknownModel             it names a model that is not served here
-    ├── NotServed                the model is here, but cannot be asked for this
-    ├── NotReady                 the model is loading, or the server is stopping
-    ├── BodyTooLarge             its body is larger than max_request_size
-    ├── BodyTimeout              the rest of its body did not come in time
-    ├── InvalidRequest           the client sent something wrong; nothing was generated
-    │   ├── InvalidParameter     ... in a generation parameter, which is named
-    │   ├── UnknownAdapter       ... the name of an adapter that is not registered
-    │   ├── AdapterUnusable      ... the name of one whose files cannot be loaded any more
-    │   ├── ContextExceeded      ... more tokens than the model's context holds
-    │   └── PromptTooLong        ... more tokens than a prompt may have here
-    ├── AdapterError             an adapter cannot be registered, changed or removed
-    │   ├── AdapterConflict      ... its name is taken, or the order contradicts itself
-    │   ├── AdapterFailed        ... it cannot be loaded, or its handler has refused
-    │   └── NoRoomForAdapter     ... the engine's memory for adapters is taken
-    ├── Overloaded               the queue is full; to be tried again later
-    ├── GenerationFailed         the engine gave up on this request alone
-    │   └── InternalError        ... or we did, by a fault of our own
-    └── EngineDead               the engine is gone, with every request in it
-
 Messages are for clients: they name the field, the value and what is allowed, and have no traceback or path.
 """
 

@@ -10,14 +10,23 @@ from typing import Literal
 import msgspec
 
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
+from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_of, events, is_error
 from handlers.contracts.lmi.errors import JSON, payload_refused, unknown_adapter
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply, adapter_header
+from handlers.contracts.protocol import (
+    LONG_BODY,
+    Call,
+    ContractError,
+    Handler,
+    Reply,
+    ReplyWriter,
+    Running,
+    adapter_header,
+)
 from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai import OpenAIHandler
-from handlers.reply import Handler, ReplyWriter, Running
-from handlers.sessions import Sessions
+from handlers.sessions import SESSION_ID, Sessions
 
 
 class ShapedReply:
@@ -81,23 +90,14 @@ ASYNCHRONOUS: Table = (("prompt", "completion"), ("inputs", "lmi"), ("messages",
 """The same, in the order of LMI's asynchronous handler."""
 
 _MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind != "lmi")
+"""A body without any of them is LMI's for certain; nothing is decoded to find that out."""
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 """Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default."""
 _PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _NULL = b"null"
 
 
-class _Fields(msgspec.Struct):
-    """The fields of a body that say what it is; nothing else of it is read here."""
-
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    requestType: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # noqa: N815
-    stop_token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_decode = msgspec.json.Decoder(_Fields).decode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
@@ -115,41 +115,28 @@ class Body:
 _LMI = Body("lmi")
 
 
-def looks_plain(call: Call) -> bool:
-    """Whether the body is LMI's for certain: it has none of three words. Nothing is decoded for that."""
-    if not any(mark in call.body for mark in _MARKS):
-        return True
-    kind = call.content_type.partition(";")[0].strip().lower()
-    return not ("json" in kind or kind in _JSON_TYPES)
-
-
 def read_body(body: bytes, table: Table) -> Body:
     """What a JSON body is. A field that is null is absent; what is no JSON object is LMI's, which refuses it."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _LMI
+    given = {name for name, value in fields.items() if bytes(value) != _NULL}
     for field, kind in table:
-        if _given(getattr(fields, field)):
-            return Body(kind, field, _given(fields.inputs), _stop_token_ids(fields))
+        if field in given:
+            return Body(kind, field, "inputs" in given, _stop_token_ids(fields.get("stop_token_ids")))
     return _LMI
 
 
-def _given(value: msgspec.Raw | msgspec.UnsetType) -> bool:
-    return not isinstance(value, msgspec.UnsetType) and bytes(value) != _NULL
-
-
-def _stop_token_ids(fields: _Fields) -> frozenset[int]:
-    if isinstance(fields.stop_token_ids, msgspec.UnsetType):
-        return frozenset()
+def _stop_token_ids(given: msgspec.Raw | None) -> frozenset[int]:
     try:
-        return frozenset(_decode_ids(fields.stop_token_ids))
+        return frozenset(_decode_ids(given)) if given is not None else frozenset()
     except msgspec.DecodeError:
         return frozenset()  # vLLM says what is wrong with it
 
 
 class InvocationsHandler:
-    """Implements `handlers.reply.Handler`: hands a call to the handler that its body asks for."""
+    """Implements `Handler`: hands a call to the handler that its body asks for."""
 
     def __init__(
         self,
@@ -165,11 +152,12 @@ class InvocationsHandler:
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        body = _LMI if looks_plain(call) else await self._read(call)
+        body = await self._read(call) if any(mark in call.body for mark in _MARKS) else _LMI
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))
             return None
-        await self._sessions.check(call)
+        if SESSION_ID in dict(call.headers):
+            await self._sessions.check(call)
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)
         if self._openai is None:
@@ -203,8 +191,12 @@ class InvocationsHandler:
             raise payload_refused(error.message) from None
 
     async def _read(self, call: Call) -> Body:
-        long = len(call.body) >= LONG_BODY
-        return await asyncio.to_thread(read_body, call.body, self._table) if long else read_body(call.body, self._table)
+        kind = media_type(call.content_type)
+        if not ("json" in kind or kind in _JSON_TYPES):
+            return _LMI
+        if len(call.body) < LONG_BODY:
+            return read_body(call.body, self._table)
+        return await asyncio.to_thread(read_body, call.body, self._table)
 
     def _shape(self, body: Body) -> Shape | None:
         """None: vLLM's bytes as they are."""

@@ -10,6 +10,7 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 
 class StartupTimes:
@@ -31,7 +32,6 @@ class StartupTimes:
 
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-QUEUE_BUCKETS = TIME_TO_FIRST_TOKEN_BUCKETS
 
 
 class Distribution:
@@ -58,16 +58,16 @@ class Distribution:
         return pairs
 
 
+@dataclass(slots=True)
 class CallCounts:
     """Calls of all contracts, answered by an engine: whole HTTP requests, whatever they hold."""
 
-    __slots__ = ("failed", "failed_seconds", "last_at", "succeeded", "succeeded_seconds")
-
-    def __init__(self) -> None:
-        self.succeeded = self.failed = 0
-        self.succeeded_seconds = self.failed_seconds = 0.0
-        self.last_at = 0.0
-        """Seconds since the epoch; 0 if there was none."""
+    succeeded: int = 0
+    failed: int = 0
+    succeeded_seconds: float = 0.0
+    failed_seconds: float = 0.0
+    last_at: float = 0.0
+    """Seconds since the epoch; 0 if there was none."""
 
     def count(self, seconds: float, *, failed: bool) -> None:
         """Count a call that took so long. One whose client went away counts as neither."""
@@ -80,30 +80,17 @@ class CallCounts:
             self.succeeded_seconds += seconds
 
 
+@dataclass(slots=True)
 class Meter:
     """Everything that one engine counts."""
 
-    __slots__ = (
-        "aborted_requests",
-        "calls",
-        "failed_requests",
-        "finished_requests",
-        "inter_token",
-        "prompt_tokens",
-        "queue_time",
-        "started_requests",
-        "time_to_first_token",
-        "tokens",
-    )
-
-    def __init__(self) -> None:
-        self.calls = CallCounts()
-        self.started_requests = 0
-        self.finished_requests = 0
-        self.aborted_requests = 0
-        self.failed_requests = 0
-        self.prompt_tokens = 0
-        self.tokens = 0
-        self.time_to_first_token = Distribution(TIME_TO_FIRST_TOKEN_BUCKETS)
-        self.inter_token = Distribution(INTER_TOKEN_BUCKETS)
-        self.queue_time = Distribution(QUEUE_BUCKETS)
+    calls: CallCounts = field(default_factory=CallCounts)
+    started_requests: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    failed_requests: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    time_to_first_token: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
+    inter_token: Distribution = field(default_factory=lambda: Distribution(INTER_TOKEN_BUCKETS))
+    queue_time: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))

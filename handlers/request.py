@@ -173,18 +173,16 @@ class TokenDelta(msgspec.Struct, gc=False):
     """No further delta of this request follows."""
 
 
-class GeneratedSequence:
+class GeneratedSequence(msgspec.Struct):
     """One sequence of an answer, collected from its deltas."""
 
-    __slots__ = ("count", "finish_reason", "logprob", "prompt_token_count", "prompt_tokens", "text", "tokens")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.tokens: list[Token] = []
-        self.prompt_tokens: list[Token] = []
-        self.finish_reason: FinishReason | None = None
-        self.count = self.prompt_token_count = 0
-        self.logprob = 0.0
+    text: list[str] = []
+    tokens: list[Token] = []
+    prompt_tokens: list[Token] = []
+    finish_reason: FinishReason | None = None
+    count: int = 0
+    prompt_token_count: int = 0
+    logprob: float = 0.0
 
     def add(self, delta: TokenDelta) -> None:
         """Add the next delta."""

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -29,7 +29,6 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Action = Literal["NEW_SESSION", "CLOSE"]
 
 SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
@@ -69,8 +68,7 @@ class Sessions:
         if not (session_id := session_of(call)):
             return
         manager = self._on(f"{SESSION_ID} names a session, but ")
-        if await self._run(lambda: _found(manager, session_id)) is None:
-            raise failed_dependency(f"session has expired: {session_id}")
+        await self._run(lambda: _check(manager, session_id))
 
     async def answer(self, call: Call) -> Reply:
         """The reply to a body with a `requestType`.
@@ -116,20 +114,16 @@ class Sessions:
         if self._open >= _MOST_WAITING:
             raise self._full(f"{self._open} calls wait for their sessions; try again later")
         self._open += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(self._done)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), _SECONDS)
+            looked_up = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.wait_for(looked_up, _SECONDS)
         except TimeoutError:
             raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None
         except OSError:
             logger.exception("a session cannot be read or written")
             raise failed_dependency("the session cannot be read or written; the server's log says why") from None
-
-    def _done(self, future: asyncio.Future[T]) -> None:
-        self._open -= 1
-        if not future.cancelled():
-            future.exception()  # marks it as retrieved: the client may have gone meanwhile
+        finally:
+            self._open -= 1
 
     def _full(self, message: str) -> ContractError:
         return ContractError(overloaded(Overloaded(message), self._overload_status), message)
@@ -158,16 +152,17 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
     return Sessions(manager, overload_status)
 
 
-def _found(manager: SessionManager, session_id: str) -> Session | None:
+def _check(manager: SessionManager, session_id: str) -> None:
     try:
-        return manager.get_session(session_id)
+        session = manager.get_session(session_id)
     except ValueError as error:
         raise failed_dependency(str(error)) from None
+    if session is None:
+        raise failed_dependency(f"session has expired: {session_id}")
 
 
 def _close(manager: SessionManager, session_id: str) -> None:
-    if _found(manager, session_id) is None:
-        raise failed_dependency(f"session has expired: {session_id}")
+    _check(manager, session_id)
     try:
         manager.close_session(session_id)
     except ValueError as error:
@@ -188,7 +183,7 @@ def session_of(call: Call) -> str:
     return given
 
 
-def action_of(body: bytes) -> Action:
+def action_of(body: bytes) -> str:
     """The action that a body with a `requestType` asks for.
 
     Raises:
@@ -201,14 +196,10 @@ def action_of(body: bytes) -> Action:
     further = sorted(fields.keys() - {"requestType"})
     if further:
         raise payload_refused(f"`requestType` goes without other fields, got {_shown(further[0])} beside it")
-    asked = bytes(fields["requestType"])
-    if asked == b'"NEW_SESSION"':
-        return "NEW_SESSION"
-    if asked == b'"CLOSE"':
-        return "CLOSE"
-    raise payload_refused(
-        f"`requestType` must be {NEW_SESSION} or {CLOSE}, got {_shown(asked.decode('utf-8', 'replace'))}"
-    )
+    asked = bytes(fields["requestType"]).decode("utf-8", "replace")
+    if asked not in (f'"{NEW_SESSION}"', f'"{CLOSE}"'):
+        raise payload_refused(f"`requestType` must be {NEW_SESSION} or {CLOSE}, got {_shown(asked)}")
+    return asked.strip('"')
 
 
 def created(session_id: str, expires: float) -> Reply:

@@ -106,14 +106,13 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
 
 
 def _item(method: str, path: str, tag: str, about: Operation) -> dict[str, Any]:
-    fields = [("path", name, {"type": "string"}) for name in _PARAMETER.findall(path)]
-    fields += [("query", name, dict(schema)) for name, schema in about.query.items()]
     item: dict[str, Any] = {
         "summary": about.summary,
         "operationId": _identity(method, path),
         "tags": [tag],
         "parameters": [
-            {"name": name, "in": where, "required": where == "path", "schema": schema} for where, name, schema in fields
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in _PARAMETER.findall(path)
         ],
         "responses": {
             status: {"description": meaning, "content": {kind: {"schema": schema} for kind, schema in bodies.items()}}
@@ -121,8 +120,7 @@ def _item(method: str, path: str, tag: str, about: Operation) -> dict[str, Any]:
         },
     }
     if about.request is not None:
-        content = {about.request_type: {"schema": about.request}}
-        item["requestBody"] = {"required": not about.query, "content": content}
+        item["requestBody"] = {"required": True, "content": {about.request_type: {"schema": about.request}}}
     return item
 
 

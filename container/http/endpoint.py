@@ -12,7 +12,8 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
@@ -22,10 +23,10 @@ from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, Send, cors_headers
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
+from handlers.entry_point import Service
 from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError
 from handlers.meter import Distribution
-from handlers.reply import Running
 
 logger = logging.getLogger("slipway.access")
 
@@ -39,9 +40,9 @@ _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Find = Callable[[Scope, dict[bytes, bytes]], "Model | Reply | None"]
-"""Finds the model of a request by its head (scope and headers): None where the head does not say, a reply where there
-is nothing more to be read. May raise RequestError."""
+Find = Callable[[Scope, dict[bytes, bytes], Call | None], "Model | Reply | None"]
+"""Finds the model of a request, or a reply where there is nothing more to be read. It is asked with the head of the
+request (scope and headers), and once more with the whole call where it returned None. May raise RequestError."""
 Answer = Callable[[Call, HttpReply, "Model | None"], Awaitable["Running | None"]]
 """Answers a call, for the model that was found; returns what cancels it, None if the reply is complete. May raise
 RequestError and ContractError."""
@@ -89,14 +90,14 @@ class Endpoint:
         answer: Answer,
         refuse: Callable[[RequestError], Reply],
         *,
-        find: Find = lambda _, __: None,
+        find: Find = lambda *_: None,
         headers: Headers | None = None,
-        wants: Callable[[bytes], bool] | None = None,
+        wants: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         """Take what answers and what words refusals.
 
-        `find`: called before the body is read. `headers`: of every reply of the route, beside the request's id and
-        CORS. `wants`: whether this endpoint is meant by a call with this body; `otherwise` takes the rest.
+        `headers`: of every reply of the route, beside the request's id and CORS. `wants`: whether this endpoint is
+        meant by a call with this body; `otherwise` takes the rest.
         """
         self._state, self._route = state, route
         self._answer, self._refuse, self._find, self._wants = answer, refuse, find, wants
@@ -114,11 +115,12 @@ class Endpoint:
         identity = request_id(headers.get(state.id_header) or headers.get(INFERENCE_ID))
         reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
         reply = HttpReply(send, reply_headers, state.streams, scope.get("extensions", {}).get(BREAK_OFF))
-        reply.count_for(state.models)
+        state.models.open_calls += 1
         try:
-            await self._serve(scope, headers, identity, receive, reply, reply_headers)
+            await self._serve(scope, headers, identity, receive, reply)
         finally:
             reply.close()
+            state.models.open_calls -= 1
         seconds = time.perf_counter() - started
         # A client that went away before the end is counted as proxies do.
         status = reply.status if reply.finished else CLIENT_GONE
@@ -128,29 +130,27 @@ class Endpoint:
         log_request(scope, identity, status, seconds, reply.bytes_sent)
 
     async def _serve(
-        self,
-        scope: Scope,
-        headers: dict[bytes, bytes],
-        identity: str,
-        receive: Receive,
-        reply: HttpReply,
-        reply_headers: Headers,
+        self, scope: Scope, headers: dict[bytes, bytes], identity: str, receive: Receive, reply: HttpReply
     ) -> None:
         endpoint, watch = self, _Watch(receive)
         running: Running | None = None
         try:
-            found = self._find(scope, headers)
-            if isinstance(found, Reply):
-                reply.reply(found)
-            else:
+            found = self._find(scope, headers, None)
+            if isinstance(found, Model):
+                found.service()  # a body that nobody is going to read need not be waited for
+            if not isinstance(found, Reply):
                 body = await bounded_body(headers, receive, *self._limits, self._state.models.reading)
                 if body is None:
                     return
-                if self.otherwise is not None:
-                    endpoint = self._wanting(body)
+                if self.otherwise is not None and not self._wants(body):
+                    endpoint = self.otherwise
                 call = _call(scope, headers, body, identity)
                 if self._state.settings.log_prompts:
                     logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
+                found = found or endpoint._find(scope, headers, call)
+            if isinstance(found, Reply):
+                reply.reply(found)
+            else:
                 running = await watch.unless_gone(endpoint._answer(call, reply, found))
         except _Gone:
             return
@@ -159,7 +159,7 @@ class Endpoint:
             reply.reply(error.reply)
         except RequestError as error:
             logger.info("refused: %s", error.message, extra={"request_id": identity})
-            reply_headers.extend(_for_the_connection(error))
+            reply.headers.extend(_for_the_connection(error))
             reply.reply(endpoint._refuse(error))
         except Exception:
             logger.exception("internal error", extra={"request_id": identity})
@@ -175,26 +175,32 @@ class Endpoint:
             return NotReady("the server is stopping")
         return BodyTimeout(f"nothing of the body's rest has come for {seconds:g} s (request_read_timeout)")
 
-    def _wanting(self, body: bytes) -> Endpoint:
-        """The first endpoint, of this one and those after it, that is meant by a call with this body."""
-        if self.otherwise is None or self._wants is None or self._wants(body):
-            return self
-        return self.otherwise._wanting(body)
-
-
-async def _answered(call: Call, reply: HttpReply, model: Model | None) -> None:
-    raise AssertionError("a call of this route was answered before its body was read")
-
 
 def answered_early(state: AppState, route: str, reply: Reply | Callable[[Call], Reply]) -> Endpoint:
     """An endpoint that replies before the body is read, by method and path alone."""
 
-    def find(scope: Scope, _: dict[bytes, bytes]) -> Reply:
+    def find(scope: Scope, _: dict[bytes, bytes], __: Call | None) -> Reply:
         if isinstance(reply, Reply):
             return reply
         return reply(Call(body=b"", request_id="", method=scope["method"], path=scope["path"]))
 
-    return Endpoint(state, route, _answered, lambda _: Reply(500, "", b""), find=find)
+    async def answer(call: Call, _: HttpReply, __: Model | None) -> None:
+        raise AssertionError(f"{call.path} was answered before its body was read")
+
+    return Endpoint(state, route, answer, lambda _: Reply(500, "", b""), find=find)
+
+
+def handed_to(handler_of: Callable[[Service], Handler]) -> Answer:
+    """An answer by one of the handlers of a model's service."""
+
+    async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
+        assert model is not None, "the endpoint's `find` has found it"
+        handler = handler_of(model.service())
+        reply.model = model
+        model.lifecycle.open_calls += 1
+        return await handler.handle(call, reply)
+
+    return answer
 
 
 def log_request(scope: dict[str, Any], request_id: str, status: int, seconds: float, size: int) -> None:
@@ -218,11 +224,6 @@ def request_id(header: bytes | None) -> str:
     return str(uuid.uuid4())
 
 
-def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
-    """All headers, in order, as text."""
-    return tuple([(_canonical(name), value.decode("latin-1")) for name, value in headers])
-
-
 @lru_cache(maxsize=512)
 def _canonical(name: bytes) -> str:
     text = name.decode("latin-1")
@@ -240,7 +241,7 @@ def _call(scope: Scope, headers: dict[bytes, bytes], body: bytes, identity: str)
         body=body,
         content_type=headers.get(b"content-type", b"").decode("latin-1"),
         request_id=identity,
-        headers=request_headers(scope["headers"]),
+        headers=tuple([(_canonical(name), value.decode("latin-1")) for name, value in scope["headers"]]),
         query=tuple(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else (),
         method=scope["method"],
         path=scope["path"],
@@ -308,6 +309,7 @@ class _Gone(Exception):
     """The client has gone before there was anything to cancel but the call itself."""
 
 
+@dataclass(slots=True)
 class _Watch:
     """Waits for a client to leave.
 
@@ -315,11 +317,10 @@ class _Watch:
     such as the tokens of a long prompt; most calls reach the engine without.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._answering: asyncio.Task[None] | None = None
-        """The task that is cancelled if the client leaves."""
-        self._listener: asyncio.Task[None] | None = None
+    _receive: Receive
+    _answering: asyncio.Task[None] | None = None
+    """The task that is cancelled if the client leaves."""
+    _listener: asyncio.Task[None] | None = None
 
     async def unless_gone(self, answer: Awaitable[Running | None]) -> Running | None:
         """What `answer` gives.

@@ -4,7 +4,8 @@ The one module that touches uvicorn's internals. It was run with uvicorn 0.54.0;
 when the server starts, and tests/live/test_uvicorn_seam.py fails where one of these has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
-  and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`;
+  and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
+  has a method once the head is complete;
 - `RequestResponseCycle`: `chunked_encoding`, `expected_content_length`, `response_started`, `response_complete`,
   `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send` waits while writing is paused,
   and at no other time.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 import uvicorn
@@ -29,15 +30,9 @@ BREAK_OFF = "slipway.break_off"
 """In `scope["extensions"]`: a function that drops the connection at once, with all that waits in it."""
 
 _OVERRIDDEN = (
-    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *(
-        "send_400_response",
-        "shutdown",
-        "_start_asgi_task",
-        "_unset_keepalive_if_required",
-        "timeout_keep_alive_handler",
-    ),
+    *("send_400_response", "shutdown", "_unset_keepalive_if_required", "timeout_keep_alive_handler"),
 )
 
 
@@ -53,13 +48,6 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
-class Corked(Protocol):
-    """What collects what is written to it, for a cork."""
-
-    def flush(self) -> None:
-        """Hand over what was written."""
-
-
 class Cork:
     """Has everything flushed that was written in one turn of the event loop, in one call at its end.
 
@@ -67,19 +55,19 @@ class Cork:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Corked] = []
+        self._waiting: list[Callable[[], None]] = []
 
-    def add(self, corked: Corked) -> None:
-        """Have it flushed at the end of this turn."""
+    def add(self, flush: Callable[[], None]) -> None:
+        """Have `flush` called at the end of this turn."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
-        self._waiting.append(corked)
+        self._waiting.append(flush)
 
     def _flush_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for corked in waiting:
+        for flush in waiting:
             try:
-                corked.flush()
+                flush()
             except Exception:  # of one connection; the others have theirs to send
                 logger.exception("a reply cannot be sent")
 
@@ -114,7 +102,7 @@ class CorkedTransport:
     def write(self, data: bytes) -> None:
         """Keep the data until the end of this turn."""
         if not self._pieces:
-            self._cork.add(self)
+            self._cork.add(self.flush)
         self._pieces.append(data)
 
     def flush(self) -> None:
@@ -195,7 +183,6 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **keywords)
         self._cork = cork or Cork()
         self.parser = _new_parser(self)
-        self._in_head = False
         self._overhead = 0
         """Bytes since the last of a body, or since the last head."""
         self._head_limit: asyncio.TimerHandle | None = None
@@ -231,15 +218,22 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._overhead += len(data)
         self._unset_keepalive_if_required()
-        self._parse(data)
-        if self._connection.is_closing():
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if not self._connection.is_closing():
+                self.data_received(self._without_offer(data[offer.args[0] :]))
+            return
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
             return
         if self._overhead > self.MAX_HEAD:
             self.send_400_response("Request header is too large.")
-        elif self._in_head:
+        elif self.scope is not None and "method" not in self.scope:  # in the middle of a head
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
-        elif self.timeout_keep_alive_task is None and not self._busy():
+        elif self.cycle is None or self.cycle.response_complete:
             self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
 
     def pause_writing(self) -> None:
@@ -253,50 +247,33 @@ class HttpProtocol(HttpToolsProtocol):
 
     # The parser, and its callbacks.
 
-    def _parse(self, data: bytes) -> None:
-        """Feed the parser, for which a request that offers another protocol is plain HTTP (RFC 9110, section 7.8).
+    def _should_upgrade(self) -> bool:
+        """Whether the request that stops the parser offers another protocol; uvicorn then takes nothing of it.
 
-        httptools stops at the end of such a request's head, and never sees its body. Java's HttpClient makes such an
-        offer, of HTTP/2, with the first request of each connection.
+        CONNECT stops the parser as well, but it is no offer; uvicorn refuses it.
         """
-        while True:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as offer:
-                if self._connection.is_closing():
-                    return
-                # Read once more without the offer, by a parser that has not stopped.
-                data = self._head_without_offer() + data[offer.args[0] :]
-                self.parser = _new_parser(self)
-            except httptools.HttpParserError:
-                self.logger.warning("Invalid HTTP request received.")
-                self.send_400_response("Invalid HTTP request received.")
-                return
+        return bool(self.parser.get_method() != b"CONNECT")
 
-    def _offers_protocol(self) -> bool:
-        # CONNECT stops the parser as well, but it is no offer; uvicorn refuses it.
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+    def _without_offer(self, rest: bytes) -> bytes:
+        """The request that is being read, without the protocol that it offers, for a parser that has not stopped.
 
-    def _head_without_offer(self) -> bytes:
-        """The head of the request that is being read, without the protocol that it offers."""
+        Such a request is plain HTTP (RFC 9110, section 7.8). httptools stops at the end of its head, and `rest` is what
+        has come after that. Java's HttpClient offers HTTP/2 with the first request of each connection.
+        """
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        super().on_message_begin()
-        self.scope["extensions"] = self._extensions
+        self.parser = _new_parser(self)
+        return b"\r\n".join([*lines, b"", rest])
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._overhead = False, 0
+        self._overhead = 0
         if self._head_limit is not None:
             self._unset_head_limit()
-        if self._offers_protocol():
-            return
+        self.scope["extensions"] = self._extensions
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
         # Trailers come by the same callback. They are no headers (RFC 9110, section 6.5.1), and nobody reads them.
         self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
@@ -306,11 +283,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         super().on_body(body)
 
-    def on_message_complete(self) -> None:
-        self._overhead = 0
-        if not self._offers_protocol():
-            super().on_message_complete()
-
     # The request that is answered.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -319,9 +291,6 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.chunked_encoding, cycle.expected_content_length = False, _AnyLength()
             cycle.waiting_for_100_continue = False  # such a client does not know what that is (RFC 9110, 10.1.1)
         super()._start_asgi_task(cycle, app)
-
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
 
     def _still_sends(self) -> bool:
         """Whether a reply is out and its request is not all in."""
@@ -349,7 +318,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_limit = None
-        if self._busy():  # with the request before; that one's reply is not to be cut off
+        if self.cycle is not None and not self.cycle.response_complete:  # its reply is not to be cut off
             self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         else:
             self._connection.close()

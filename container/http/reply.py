@@ -6,9 +6,10 @@ import asyncio
 import logging
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 from container.http.protocol import Cork
+from container.models.registry import Model
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
 
@@ -59,32 +60,21 @@ class OpenStreams(Cork):
         self.crowded = 0 < self._crowd <= self.count
 
 
-class CountsCalls(Protocol):
-    """What counts the calls that it has not answered yet."""
-
-    open_calls: int
-
-
 class HttpReply:
-    """Implements `handlers.reply.ReplyWriter` on ASGI's `send`."""
-
-    __slots__ = (
-        *("_backlog", "_backlog_last", "_backlog_size", "_break_off", "_broken", "_counted_by", "_headers", "_held"),
-        *("_latest", "_resuming", "_send", "_streaming", "_streams", "bytes_sent", "finished", "status"),
-    )
+    """Implements `ReplyWriter` on ASGI's `send`."""
 
     def __init__(
         self, send: Send, headers: Headers, streams: OpenStreams, break_off: Callable[[], None] | None = None
     ) -> None:
-        """`headers`: of every reply; those of this one go before. `break_off`: drops the connection."""
-        self._send, self._headers, self._streams, self._break_off = send, headers, streams, break_off
+        """`headers`: beside those that a reply brings, which go before. `break_off`: drops the connection."""
+        self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
         self._held: list[bytes] = []
         self._streaming = self._broken = False
-        self._counted_by: list[CountsCalls] = []
+        self.model: Model | None = None
+        """The model that answers; its open calls are one less when the reply is closed."""
         self._resuming: asyncio.Task[None] | None = None
         """Sends the backlog; None while the client keeps up."""
-        self._backlog: list[bytes] = []
-        self._backlog_size = 0
+        self._backlog = bytearray()
         self._backlog_last = False
         self._latest: Callable[[], bytes] | None = None
         self.status = 0
@@ -92,11 +82,6 @@ class HttpReply:
         self.finished = False
         """All of it has been written."""
         self.bytes_sent = 0
-
-    def count_for(self, counter: CountsCalls) -> None:
-        """Count this call as open there until the reply is closed."""
-        counter.open_calls += 1
-        self._counted_by.append(counter)
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply, with its length."""
@@ -116,7 +101,7 @@ class HttpReply:
 
     def _start(self, status: int, framing: Headers, more: tuple[tuple[str, str], ...]) -> None:
         self.status = status
-        headers = self._headers
+        headers = self.headers
         if more:
             own = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more]
             names = {name for name, _ in own}
@@ -129,7 +114,7 @@ class HttpReply:
         if self._held or (self._streams.crowded and self._resuming is None):
             if not last:
                 if not self._held:
-                    self._streams.add(self)
+                    self._streams.add(self.flush)
                 self._held.append(data)
                 return
             data = b"".join([*self._held, data])
@@ -160,9 +145,9 @@ class HttpReply:
         """Send what is held; nothing more comes. Called once the request is over, however it ended."""
         self.flush()
         self._close_stream()
-        for counter in self._counted_by:
-            counter.open_calls -= 1
-        self._counted_by.clear()
+        if self.model is not None:
+            self.model.lifecycle.open_calls -= 1
+            self.model = None
 
     def _close_stream(self) -> None:
         self._latest = None
@@ -195,26 +180,25 @@ class HttpReply:
 
     def _keep(self, data: bytes, last: bool) -> None:
         """Keep a part until the client has taken what was sent before."""
-        self._backlog_size += len(data)
-        if self._backlog_size > MAX_UNSENT and self._backlog:
+        if self._backlog and len(self._backlog) + len(data) > MAX_UNSENT:
             logger.warning("a client does not read: its connection is broken off with %d bytes unsent", MAX_UNSENT)
             self._give_up()
             return
-        self._backlog.append(data)
+        self._backlog += data
         self._backlog_last = last
 
     async def _resume(self, sending: Awaitable[None]) -> None:
         """Send what waits, until the client keeps up again."""
         try:
             await sending
-            while self._backlog or self._latest is not None:
+            last = False
+            while not last and (self._backlog or self._backlog_last or self._latest is not None):
                 if self._latest is not None:
-                    part, self._latest = self._latest, None
-                    self._backlog.append(part())
-                    self.bytes_sent += len(self._backlog[-1])
-                data, last = b"".join(self._backlog), self._backlog_last
+                    part, self._latest = self._latest(), None
+                    self._backlog += part
+                    self.bytes_sent += len(part)
+                data, last = bytes(self._backlog), self._backlog_last
                 self._backlog.clear()
-                self._backlog_size = 0
                 await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         except Exception:
             logger.exception("a reply cannot be continued: its connection is broken off")

@@ -53,7 +53,8 @@ class Lifecycle:
         self._stall: StallWatch | None = None
         self._fetched = False
         self.startup_times = StartupTimes()
-        self._state, self._failure = State.STARTING, ""
+        self.stage, self._failure = State.STARTING, ""
+        """What it has come to; `state` asks the engine as well."""
         self._started_at = time.time()
         self.open_calls = 0
         """Calls of the model that are not answered yet."""
@@ -61,14 +62,14 @@ class Lifecycle:
     @property
     def state(self) -> State:
         """The state, from the engine's latest signs of life; no other process is asked."""
-        if self._state is State.READY and self.service is not None and not self._health(self.service).alive:
+        if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.FAILED
-        return self._state
+        return self.stage
 
     @property
     def reason(self) -> str:
         """Why the model has failed; empty if it has not."""
-        if self._state is State.READY and self.service is not None:
+        if self.stage is State.READY and self.service is not None:
             return self._health(self.service).reason
         return self._failure
 
@@ -132,11 +133,11 @@ class Lifecycle:
                     self.let_go()
             finally:
                 # Last: the management API takes the model off the list then, and /ping does not show it as failed.
-                if self._state is State.STARTING:
-                    self._state, self._failure = State.FAILED, str(error)
+                if self.stage is State.STARTING:
+                    self.stage, self._failure = State.FAILED, str(error)
             raise
-        if self._state is State.STARTING:
-            self._state = State.READY
+        if self.stage is State.STARTING:
+            self.stage = State.READY
             seconds = time.monotonic() - started
             logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
@@ -158,7 +159,7 @@ class Lifecycle:
 
     def view(self) -> ModelView:
         """Return what routes that generate nothing show of the model."""
-        service = self.service if self._state is not State.STARTING else None
+        service = self.service if self.stage is not State.STARTING else None
         queue = service.queue if service is not None else None
         engine, version = running_engine(service.settings if service is not None else self.model)
         stalled = self.stalled
@@ -178,21 +179,21 @@ class Lifecycle:
 
     async def drain(self, limit: float) -> None:
         """Refuse new calls and wait for the running ones, at most `limit` seconds."""
-        self._state = State.DRAINING
+        self.stage = State.DRAINING
         await until_none(lambda: self.open_calls, limit)
         if self.open_calls:
             logger.warning("%d requests were still running after %g s of draining; ending them", self.open_calls, limit)
 
     async def stop(self) -> None:
         """Free the engine or end the workers."""
-        self._state = State.STOPPED
+        self.stage = State.STOPPED
         if self.service is not None:
             await self.service.stop()
 
     def fail(self, reason: str) -> None:
         """Count as failed from now on; what is loaded goes on to answer."""
-        if self._state is State.READY:
-            self._state, self._failure = State.FAILED, reason
+        if self.stage is State.READY:
+            self.stage, self._failure = State.FAILED, reason
 
     def let_go(self) -> None:
         """Keep nothing of what was stopped, so that its memory can be released."""

@@ -59,12 +59,12 @@ class Model:
             NotReady: the model is loading, or it or the server is stopping.
             NoWorkers: it was scaled to no workers.
         """
-        state, service = self.lifecycle.state, self.lifecycle.service
+        stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
             raise NoWorkers(f"model {self.name} has no workers: it is scaled to 0")
-        if service is not None and state in (State.READY, State.FAILED):  # failed: the engine's own error says more
+        if service is not None and stage in (State.READY, State.FAILED):  # failed: the engine's own error says more
             return service
-        if state is State.STARTING:
+        if stage is State.STARTING:
             raise NotReady(f"model {self.name} is not loaded yet")
         raise NotReady("the server is stopping")
 

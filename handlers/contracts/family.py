@@ -162,8 +162,6 @@ class Operation:
     request: Schema | None = None
     """The body's schema; None: there is no body."""
     request_type: str = "application/json"
-    query: Mapping[str, Schema] = field(default_factory=dict)
-    """Parameters of the query; the body may give them instead."""
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
     """By status: what it means, and the body's schema by media type."""
 

@@ -13,13 +13,12 @@ from urllib.parse import urlencode
 import msgspec
 
 from handlers.contracts.openai.family import ALIASED, error_reply
-from handlers.contracts.protocol import LONG_BODY, Call, Reply, adapter_header
+from handlers.contracts.protocol import LONG_BODY, Call, Reply, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue
 from handlers.engines.choice import is_vllm
 from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.reply import ReplyWriter, Running
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ NO_NAMES = Names()
 
 
 class OpenAIHandler:
-    """Implements `handlers.reply.Handler`: hands calls to vLLM's own front end."""
+    """Implements `Handler`: hands calls to vLLM's own front end."""
 
     def __init__(self, app: Any, queue: EngineQueue, llm: Any, names: Names = NO_NAMES) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
@@ -145,7 +144,7 @@ def _belongs(known: str, request_id: str) -> bool:
 
 
 class _RunningCall:
-    """One call in vLLM's front end, as a task of its own; implements `handlers.reply.Running`."""
+    """One call in vLLM's front end, as a task of its own; implements `Running`."""
 
     def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
         self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path

@@ -8,11 +8,10 @@ from collections.abc import Container
 
 from handlers.contracts.lmi.body import HandlerInput, input_of, is_form, priority_of
 from handlers.contracts.lmi.errors import unknown_adapter
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError, ReplyWriter, Running
 from handlers.engines.protocol import EngineHealth
 from handlers.errors import UnknownAdapter
 from handlers.model_settings import HandlerSettings, ModelSettings
-from handlers.reply import ReplyWriter, Running
 from handlers.workers.adapters import WorkerAdapters
 from handlers.workers.batching import MAX_BATCH, BatchSettings, DynamicBatcher, Request, Unbatched
 from handlers.workers.packages import prepare_interpreter, variables_of
@@ -24,7 +23,7 @@ from handlers.workers.worker import ProcessPlan, WorkerPlan
 
 
 class CustomHandler:
-    """Implements `handlers.reply.Handler` with the workers of one model, on the event loop that runs `start`.
+    """Implements `Handler` with the workers of one model, on the event loop that runs `start`.
 
     `queue_size` calls may wait while all workers are busy.
     """
@@ -156,7 +155,7 @@ class CustomHandler:
 
 
 class _RunningRequest:
-    """Implements `handlers.reply.Running`."""
+    """Implements `Running`."""
 
     __slots__ = ("_pool", "_request")
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
-from handlers.contracts.protocol import WITHOUT_BODY, Reply
-from handlers.reply import ReplyWriter
+from handlers.contracts.protocol import WITHOUT_BODY, Reply, ReplyWriter
 from handlers.workers.runtime.channel import OutputMessage, Properties
 
 logger = logging.getLogger("handlers.workers")

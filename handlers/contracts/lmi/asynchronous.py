@@ -15,7 +15,7 @@ from typing import Any
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, stream_of
+from handlers.contracts.lmi.body import notes_of, read_body, stream_of
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
@@ -23,7 +23,7 @@ from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
+from handlers.request import FinishReason, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {
@@ -62,29 +62,15 @@ class LmiAsyncContract:
 
     def parse(self, call: Call) -> Exchange:
         try:
-            document = decode_object(call.body, call.content_type, "`inputs`, `messages` or `prompt`")
-            prompt = _prompt(document.get("inputs"))
-            values = parameters_of(document)
+            body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
+            document, values, prompt = body.document, body.parameters, body.prompts[0]
             stream = stream_of(document.get("stream", values.get("stream")))
             parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
             adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
-        answer = StreamAnswer if stream else WholeAnswer
-        return Exchange(
-            (self._request(call, prompt, parameters, stream, adapter),),
-            answer(prompt, parameters, self._overload_status),
-            notes_of(document, self._fields, parameters.ignored),
-        )
-
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
-
-    def _request(
-        self, call: Call, prompt: str, parameters: AsyncParameters, stream: bool, adapter: str | None
-    ) -> GenerationRequest:
         want_tokens = stream or parameters.details
-        return parameters.vllm.request(
+        request = parameters.vllm.request(
             call.request_id,
             prompt,
             stream=stream,
@@ -93,9 +79,12 @@ class LmiAsyncContract:
             want_prompt_tokens=parameters.prompt_details and not stream,
             adapter=adapter,
         )
+        answer = StreamAnswer if stream else WholeAnswer
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return Exchange((request,), answer(prompt, parameters, self._overload_status), notes)
 
 
-def _prompt(inputs: Any) -> str:
+def _prompts(inputs: Any) -> tuple[str, ...]:
     """One prompt. LMI answers the first of an array and drops the others; here an array must have one."""
     if isinstance(inputs, list) and len(inputs) == 1:
         inputs = inputs[0]
@@ -107,7 +96,7 @@ def _prompt(inputs: Any) -> str:
         raise InvalidRequest(f"`inputs` must be a string, got {json_kind(inputs)}")
     if not inputs:
         raise InvalidRequest("`inputs` must not be empty")
-    return inputs
+    return (inputs,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,14 +195,12 @@ class WholeAnswer(_Answer):
             return b""
         text = f'{{"generated_text": {quote("".join(self._text))}'
         if self._parameters.details:
-            text += f', "details": {{{self._details(delta)}}}'
+            text += (
+                f', "details": {{"finish_reason": {_reason(delta.finish_reason)}, '
+                f'"generated_tokens": {delta.token_count}, "seed": {self._seed}, '
+                f'"prefill": {_tokens(self._prompt_tokens)}, "tokens": {_tokens(self._tokens)}}}'
+            )
         return (text + "}\n").encode()
-
-    def _details(self, delta: TokenDelta) -> str:
-        return (
-            f'"finish_reason": {_reason(delta.finish_reason)}, "generated_tokens": {delta.token_count}, '
-            f'"seed": {self._seed}, "prefill": {_tokens(self._prompt_tokens)}, "tokens": {_tokens(self._tokens)}'
-        )
 
 
 class StreamAnswer(_Answer):
@@ -227,27 +214,23 @@ class StreamAnswer(_Answer):
         if not delta.last:
             return "".join([_record(token) for token in delta.tokens]).encode()
         *earlier, final = delta.tokens or [_NO_TOKEN]
-        records = "".join([_record(token) for token in earlier])
-        details = f"{{{self._details(delta)}}}" if self._parameters.details else "null"
-        last = (
-            f'{{"index": 0, "token": {_token(final)}, "generated_text": {quote("".join(self._text))}, '
-            f'"details": {details}}}\n'
-        )
-        return (records + last).encode() + _STREAM_END
-
-    def _details(self, delta: TokenDelta) -> str:
-        return (
-            f'"finish_reason": {_reason(delta.finish_reason)}, "seed": {self._seed}, '
-            f'"generated_tokens": {delta.token_count}, "input_length": {delta.prompt_token_count}'
-        )
+        details = "null"
+        if self._parameters.details:
+            details = (
+                f'{{"finish_reason": {_reason(delta.finish_reason)}, "seed": {self._seed}, '
+                f'"generated_tokens": {delta.token_count}, "input_length": {delta.prompt_token_count}}}'
+            )
+        records = [_record(token) for token in earlier]
+        records.append(_record(final, quote("".join(self._text)), details))
+        return "".join(records).encode() + _STREAM_END
 
 
 def _reason(reason: FinishReason | None) -> str:
     return "null" if reason is None else f'"{FINISH_REASONS[reason]}"'
 
 
-def _record(token: Token) -> str:
-    return f'{{"index": 0, "token": {_token(token)}, "generated_text": null, "details": null}}\n'
+def _record(token: Token, text: str = "null", details: str = "null") -> str:
+    return f'{{"index": 0, "token": {_token(token)}, "generated_text": {text}, "details": {details}}}\n'
 
 
 def _tokens(tokens: Iterable[Token]) -> str:

@@ -10,7 +10,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -19,7 +19,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
-from handlers.contracts.lmi.errors import bad_request
+from handlers.contracts.lmi.errors import JSON, bad_request
 from handlers.contracts.protocol import Call
 from handlers.errors import InvalidRequest
 
@@ -28,10 +28,6 @@ DEFAULT_PRIORITY = 3
 _URLENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
-_JSON_LINES = frozenset(
-    {"application/jsonlines", "application/x-jsonlines", "application/jsonl", "application/x-ndjson"}
-)
-_MESSAGE_PACK = frozenset({"application/msgpack", "application/x-msgpack", "application/vnd.msgpack"})
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
@@ -46,8 +42,20 @@ _RESERVED = re.compile(
 """Properties by which the server controls a handler; a client cannot set them."""
 
 
+_decode_json = msgspec.json.Decoder().decode
+
+
 class FormError(InvalidRequest):
     """The body is not the form that its content type says."""
+
+
+class Body(msgspec.Struct):
+    """What the bodies of all of LMI's contracts have."""
+
+    document: dict[str, Any]
+    prompts: tuple[str, ...]
+    parameters: dict[str, Any]
+    """Empty where they are absent or null."""
 
 
 class HandlerInput(NamedTuple):
@@ -62,16 +70,27 @@ def media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def decode_object(body: bytes, content_type: str, fields: str = "`inputs`") -> dict[str, Any]:
-    """The JSON object that the body is or stands for; see `decode`. `fields`: what it should have, for the message.
+def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
+    """A call's body, whatever its content type.
+
+    `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: it is no object that could be a request.
     """
-    document = decode(body, content_type)
+    try:
+        document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
+    except (ValueError, RecursionError):
+        document = decode(call.body, call.content_type)  # which says what is wrong
     if not isinstance(document, dict):
-        raise InvalidRequest(f"the body must be a JSON object with {fields}, got {json_kind(document)}")
-    return document
+        raise InvalidRequest(f"the body must be a JSON object with {wanted}, got {json_kind(document)}")
+    inputs, parameters = document.get(_PROMPT), document.get("parameters")
+    prompts = (inputs,) if inputs and isinstance(inputs, str) else prompts_of(inputs)
+    if parameters is None:
+        parameters = {}
+    elif not isinstance(parameters, dict):
+        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
+    return Body(document, prompts, parameters)
 
 
 def decode(body: bytes, content_type: str) -> Any:
@@ -85,67 +104,28 @@ def decode(body: bytes, content_type: str) -> Any:
         InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
     """
     kind = media_type(content_type)
-    if kind in _JSON_LINES:
-        return _json_lines(body)
     if "application/json" in kind or kind in ("", "application/octet-stream"):
         return _json(body)
     if kind == "text/plain":
         return {_PROMPT: _text(body)}
     if kind == "text/csv":
         return _csv(body)
-    if kind in _MESSAGE_PACK:
-        return _message_pack(body)
     if is_form(kind):
         return _json(body) if body.lstrip()[:1] == b"{" else _form(body, content_type)
     if kind.startswith(_ARRAYS):
         raise InvalidRequest(f"Content-Type {kind} cannot be a prompt; it is for a model with a handler of its own")
     raise InvalidRequest(
-        f"Content-Type {kind} is not supported here; send application/json, application/jsonlines, text/plain, "
-        "text/csv, application/msgpack or a form"
+        f"Content-Type {kind} is not supported here; send application/json, text/plain, text/csv or a form"
     )
 
 
 def _json(body: bytes) -> Any:
     if not body:
         raise InvalidRequest("the body is empty; expected a JSON object with `inputs`")
-    return _document(body.removeprefix(codecs.BOM_UTF8), "the body")
-
-
-def _document(text: bytes, what: str) -> Any:
     try:
-        return decode_json(text)
+        return decode_json(body.removeprefix(codecs.BOM_UTF8))
     except JsonError as error:
-        raise InvalidRequest(f"{what} is not valid JSON: {error}") from None
-
-
-def _json_lines(body: bytes) -> Any:
-    """One document, on one line or several; or a request on each line, which together are one client-side batch."""
-    try:
-        return _json(body)
-    except InvalidRequest:
-        lines = [line for line in body.splitlines() if line.strip()]
-        if len(lines) < 2:
-            raise
-    documents = []
-    for number, line in enumerate(lines, start=1):
-        document = _document(line, f"line {number}")
-        if not isinstance(document, dict):
-            raise InvalidRequest(f"line {number} must be a JSON object with `inputs`")
-        documents.append(document)
-    prompts = [document.pop(_PROMPT, None) for document in documents]
-    for number, others in enumerate(documents[1:], start=2):
-        if others != documents[0]:
-            raise InvalidRequest(
-                f"line {number} differs from line 1 in more than `inputs`; requests of one body share their parameters"
-            )
-    return {_PROMPT: prompts, **documents[0]}
-
-
-def _message_pack(body: bytes) -> Any:
-    try:
-        return msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid MessagePack: {error}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
 def _csv(body: bytes) -> dict[str, Any]:
@@ -173,28 +153,9 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
     if name is None:
         raise InvalidRequest("the form has no field `inputs`")
     document: dict[str, Any] = {_PROMPT: _text(fields[name])}
-    if "parameters" in fields:
-        document["parameters"] = _document(fields["parameters"], "`parameters`")
     if (adapters := fields.get("adapters", fields.get("adapter"))) is not None:
         document["adapters"] = _text(adapters)
-    if "stream" in fields:
-        text = _text(fields["stream"])
-        document["stream"] = {"true": True, "false": False}.get(text.lower(), text)
     return document
-
-
-def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The object `parameters` of a body; empty where it is absent or null.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
-    values = document.get("parameters")
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(values)}")
-    return values
 
 
 def stream_of(value: Any) -> bool:
@@ -229,22 +190,22 @@ def input_of(call: Call) -> HandlerInput:
     Raises:
         ContractError: 400; the form is broken, or the request names a handler function.
     """
-    properties = _Properties()
+    given: list[tuple[str, str]] = []
     for name, value in call.headers:
         if name.lower() != _CUSTOM_ATTRIBUTES:
-            properties.set(name, value)
+            given.append((name, value))
             continue
         for attribute in value.split(";"):
             key, equals, text = attribute.partition("=")
             if equals:
-                properties.set(key.strip(), text.strip())
+                given.append((key.strip(), text.strip()))
     if call.content_type:
-        properties.set("Content-Type", call.content_type)
-    if properties.has("handler") and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
+        given.append(("Content-Type", call.content_type))
+    properties = _properties([*given, ("requestId", call.request_id)])
+    if "handler" in properties and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
         raise bad_request("The handler can't be overridden in a request")
-    properties.set("requestId", call.request_id)
     query = tuple((key, value.encode()) for key, value in call.query)
-    return HandlerInput(properties.pairs(), (*query, *_contents(call)))
+    return HandlerInput(tuple(properties.values()), (*query, *_contents(call)))
 
 
 def priority_of(given: HandlerInput) -> int:
@@ -271,25 +232,16 @@ def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
     return tuple(fields) or whole  # an input without any content is the initializing call, which no client may make
 
 
-class _Properties:
-    """Properties whose names count in any case; a later value replaces an earlier one."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[str, tuple[str, str]] = {}
-
-    def set(self, name: str, value: str) -> None:
+def _properties(given: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Properties by their names in lower case: these count in any case, and a later value replaces an earlier one."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, value in given:
+        key = name.lower()
         if _RESERVED.fullmatch(name):
-            return
-        if name.lower() == "handler":  # handlers look it up in this case
-            name = "handler"
-        known = self._pairs.get(name.lower())
-        self._pairs[name.lower()] = (known[0] if known else name, value)
-
-    def has(self, name: str) -> bool:
-        return name in self._pairs
-
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        return tuple(self._pairs.values())
+            continue
+        shown = "handler" if key == "handler" else found.get(key, (name, ""))[0]  # handlers look it up in this case
+        found[key] = (shown, value)
+    return found
 
 
 def is_form(content_type: str) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from json.encoder import encode_basestring as quote
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,19 +19,6 @@ DONE = b"[DONE]"
 _EVENT = b"data: "
 _OVERLOADED = 503
 """vLLM's status for a full queue."""
-
-
-class Shape(Protocol):
-    """The form of one answer that vLLM gives; used once."""
-
-    stream_type: str
-    """Content type of a stream."""
-
-    def reply(self, reply: Reply) -> Reply:
-        """Reshape a whole reply of vLLM's."""
-
-    def event(self, data: bytes) -> bytes:
-        """Reshape a server-sent event of vLLM's, given without its frame: a chunk, an error object, or `[DONE]`."""
 
 
 class VllmError(msgspec.Struct):
@@ -103,7 +89,7 @@ def error_of(body: bytes) -> VllmError:
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it.
+    """Chat as LMI's rolling batch answers it; used for one answer.
 
     `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
     end tokens of the model as stop tokens, too.
@@ -115,7 +101,8 @@ class LmiChatShape:
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
         self._stop_token_ids = stop_token_ids
         self._overload_status = overload_status
-        self._head = ""
+        self._chunk: dict[str, Any] = {}
+        """The fields that all records of a stream have."""
         self._roles: dict[int, str] = {}
 
     def reply(self, reply: Reply) -> Reply:
@@ -124,84 +111,80 @@ class LmiChatShape:
             status = FAILED_DEPENDENCY if reply.status < 500 else reply.status
             return _lmi_error(error_of(reply.body), status, self._overload_status)
         answer = _decode(reply.body)
-        usage = answer.usage or _Usage()
-        choices = ", ".join(self._choice(choice) for choice in answer.choices)
-        text = (
-            f'{{"id": {quote(answer.id)}, "object": "chat.completion", "created": {answer.created}, '
-            f'"choices": [{choices}], "usage": {_usage(usage)}}}'
-        )
-        return Reply(reply.status, JSON, text.encode(), reply.headers)
+        document = {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": answer.created,
+            "choices": [self._choice(choice) for choice in answer.choices],
+            "usage": _usage(answer.usage or _Usage()),
+        }
+        return Reply(reply.status, JSON, _json(document).encode(), reply.headers)
 
     def event(self, data: bytes) -> bytes:
+        """A server-sent event of vLLM's, which comes without its frame: a chunk, an error object, or `[DONE]`."""
         if data == DONE:
             return b"data: [DONE]\n\n" if self._sse else b""
         if is_error(data):
             return self._error(error_of(data).message)
         chunk = _decode(data)
-        if not self._head:
-            self._head = (
-                f'{self._before}{{"id": {quote(chunk.id)}, "object": "chat.completion.chunk", '
-                f'"created": {chunk.created}, "choices": ['
-            )
+        if not self._chunk:
+            self._chunk = {"id": chunk.id, "object": "chat.completion.chunk", "created": chunk.created}
         if not chunk.choices:
-            return self._record(f'], "usage": {_usage(chunk.usage)}}}') if chunk.usage else b""
+            return self._record([], usage=_usage(chunk.usage)) if chunk.usage else b""
         return b"".join([self._delta(choice) for choice in chunk.choices])
 
-    def _choice(self, choice: _Choice) -> str:
+    def _choice(self, choice: _Choice) -> dict[str, Any]:
         message = choice.message or _Message()
-        parts = [f'"role": {quote(message.role or "assistant")}']
+        shown: dict[str, Any] = {"role": message.role or "assistant"}
         if message.reasoning is not None:
-            parts.append(f'"reasoning_content": {quote(message.reasoning)}')
-        parts.append(f'"content": {_json(message.content)}')
+            shown["reasoning_content"] = message.reasoning
+        shown["content"] = message.content
         if message.tool_calls:
-            parts.append(f'"tool_calls": {_json(message.tool_calls)}')
-        return f'{{"index": {choice.index}, "message": {{{", ".join(parts)}}}, {self._ending(choice)}}}'
+            shown["tool_calls"] = message.tool_calls
+        return {"index": choice.index, "message": shown, **self._ending(choice)}
 
     def _delta(self, choice: _Choice) -> bytes:
         """vLLM sends the role in a chunk of its own; LMI together with the first text, after it."""
         delta = choice.delta or _Message()
         if delta.role is not None:
             self._roles[choice.index] = delta.role
-        parts = []
+        shown: dict[str, Any] = {}
         if delta.reasoning is not None:
-            parts.append(f'"reasoning_content": {quote(delta.reasoning)}')
+            shown["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
-            parts.append(f'"tool_calls": {_json(delta.tool_calls)}')
-        if delta.content or (choice.finish_reason is not None and not parts):
-            parts.append(f'"content": {quote(delta.content or "")}')
-        if not parts and choice.logprobs is None:
+            shown["tool_calls"] = delta.tool_calls
+        if delta.content or (choice.finish_reason is not None and not shown):
+            shown["content"] = delta.content or ""
+        if not shown and choice.logprobs is None:
             return b""
         if (role := self._roles.pop(choice.index, None)) is not None:
-            parts.append(f'"role": {quote(role)}')
-        return self._record(f'{{"index": {choice.index}, "delta": {{{", ".join(parts)}}}, {self._ending(choice)}}}]}}')
+            shown["role"] = role
+        return self._record([{"index": choice.index, "delta": shown, **self._ending(choice)}])
 
-    def _ending(self, choice: _Choice) -> str:
-        logprobs = "null" if choice.logprobs is None else _json(choice.logprobs)
-        reason = self._finish_reason(choice)
-        return f'"logprobs": {logprobs}, "finish_reason": {"null" if reason is None else quote(reason)}'
+    def _ending(self, choice: _Choice) -> dict[str, Any]:
+        reason = choice.finish_reason
+        if reason == "stop":
+            own = isinstance(choice.stop_reason, str) or choice.stop_reason in self._stop_token_ids
+            reason = "stop_sequence" if own else "eos_token"
+        return {"logprobs": choice.logprobs, "finish_reason": reason}
 
-    def _finish_reason(self, choice: _Choice) -> str | None:
-        if choice.finish_reason != "stop":
-            return choice.finish_reason
-        own = isinstance(choice.stop_reason, str) or choice.stop_reason in self._stop_token_ids
-        return "stop_sequence" if own else "eos_token"
-
-    def _record(self, rest: str) -> bytes:
-        return (self._head + rest + self._after).encode("utf-8", "replace")
+    def _record(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return self._line({**self._chunk, "choices": choices, **more})
 
     def _error(self, message: str) -> bytes:
-        if not self._head:
-            record = f'{self._before}{{"error": {quote(message)}, "code": {FAILED_DEPENDENCY}}}{self._after}'
-            return record.encode("utf-8", "replace")
-        choice = '{"index": 0, "delta": {"content": ""}, "logprobs": null, "finish_reason": "error"}'
-        return self._record(f'{choice}], "error": {quote(message)}, "code": {FAILED_DEPENDENCY}}}')
+        error = {"error": message, "code": FAILED_DEPENDENCY}
+        if not self._chunk:
+            return self._line(error)
+        return self._record(
+            [{"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": "error"}], **error
+        )
+
+    def _line(self, document: dict[str, Any]) -> bytes:
+        return (self._before + _json(document) + self._after).encode("utf-8", "replace")
 
 
-def _usage(usage: _Usage) -> str:
-    return (
-        f'{{"prompt_tokens": {usage.prompt_tokens}, "completion_tokens": {usage.completion_tokens or 0}, '
-        f'"total_tokens": {usage.total_tokens}}}'
-    )
+def _usage(usage: _Usage) -> dict[str, int]:
+    return msgspec.structs.asdict(usage) | {"completion_tokens": usage.completion_tokens or 0}
 
 
 class AsyncShape:
@@ -219,6 +202,9 @@ class AsyncShape:
 
     def event(self, data: bytes) -> bytes:
         return b"\n" if data == DONE else data + b"\n"
+
+
+Shape = LmiChatShape | AsyncShape
 
 
 def _lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.json_fields import json_kind
-from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, request_ids
+from handlers.contracts.lmi.body import notes_of, read_body, request_ids
 from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
@@ -60,23 +60,19 @@ class LmiDynamicContract:
 
     def parse(self, call: Call) -> Exchange:
         try:
-            document = decode_object(call.body, call.content_type)
-            prompts = _prompts(document.get("inputs"))
-            values = _plain_names(parameters_of(document), self._max_new_tokens)
+            body = read_body(call, _prompts)
+            prompts, values = body.prompts, _plain_names(body.parameters, self._max_new_tokens)
             parameters = read_parameters(values, self._rules)
             if self._streaming != "false" and parameters.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
-            raise ContractError(self.refusal(error), error.message) from None
+            raise ContractError(_failure(error, self._overload_status), error.message) from None
         requests = tuple(
             self._request(request_id, prompt, parameters)
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
         ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
-        return Exchange(requests, self._answer(prompts, values), notes_of(document, _FIELDS, ignored))
-
-    def refusal(self, error: RequestError) -> Reply:
-        return _failure(error, self._overload_status)
+        return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
 
     def _request(self, request_id: str, prompt: str, parameters: LmiParameters) -> GenerationRequest:
         stream = self._streaming != "false"

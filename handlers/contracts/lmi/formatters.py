@@ -20,8 +20,8 @@ from djl_python import Input
 from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
-from handlers.contracts.lmi.body import decode_object, input_of, parameters_of
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, failure, payload_error, status_of
+from handlers.contracts.lmi.body import input_of, read_body
+from handlers.contracts.lmi.errors import JSON, failed_dependency, failure, payload_error, status_of
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
@@ -111,9 +111,6 @@ class FormatterContract:
         answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
         return Exchange((asked,), answer, exchange.notes)
 
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
-
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
         properties, contents = input_of(call)
         given = Input()
@@ -136,8 +133,8 @@ class FormatterContract:
     def _read_as_usual(self, call: Call) -> RequestInput | None:
         """The request of a body without an input formatter; None if the body is wrong."""
         try:
-            document = decode_object(call.body, call.content_type)
-            parameters = parameters_of(document)
+            body = read_body(call, lambda _: ())
+            document, parameters = body.document, body.parameters
             if "stream" in document:
                 parameters["stream"] = document["stream"]
             if not isinstance(parameters.get("stream", False), bool):

@@ -9,7 +9,6 @@ from handlers.contracts.family import Operation
 from handlers.contracts.lmi import dynamic_batch, rolling_batch
 from handlers.contracts.lmi.asynchronous import PASSED_ON, RENAMED
 from handlers.contracts.lmi.errors import JSON
-from handlers.contracts.lmi.management import MODEL_KEYS
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.contracts.schemas import parameters as asked_for
@@ -20,28 +19,8 @@ JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
 _FALSE: Schema = {"type": "boolean", "default": False}
 _ONE_OR_MORE: Schema = {"type": ["string", "array"], "items": STRING}
 
-_DETAILS = "finish_reason, generated_tokens, prefill, tokens and more, where asked for"
-_ANSWER = an_answer("LmiAnswer", f"details: {_DETAILS}.", "generated_text", "details")
-_RECORD = an_answer(
-    "LmiRecord",
-    "One for each token, which has id, text and log_prob (`logprob` in TGI's form and under option.async_mode). "
-    f"The last one has the whole generated_text, and details: {_DETAILS}.",
-    *("token", "generated_text", "details"),
-)
-_CHAT = an_answer("LmiChatAnswer", "LMI's answer to a chat.", "id", "object", "created", "choices", "usage")
-_CHAT_RECORD = an_answer("LmiChatRecord", "One for each part of a chat's answer.", "id", "object", "created", "choices")
-_OPENAI = an_answer("OpenAIAnswer", "OpenAI's object, as /v1/chat/completions or /v1/completions answers, or a chunk.")
-_TEXT = an_answer("LmiText", "The prompt and what was generated after it.", "generated_text")
-_STEP = an_answer("LmiStepRecord", "One for each step: what it added to each prompt's text.", "outputs")
-
 _FRONT_END_ERROR = an_answer(
     "LmiFrontEndError", "The status, LMI's name for it, what is wrong.", *("code", "type", "message")
-)
-_HANDLER_ERROR = an_answer("LmiHandlerError", "error: what is wrong.", "code", "message", "error")
-_REQUEST_ERROR = an_answer(
-    "LmiError",
-    "The status and what is wrong; an empty text with finish_reason `error` where a parameter or the generation is.",
-    *("error", "code", "generated_text", "details"),
 )
 
 
@@ -56,23 +35,13 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
         return _dynamic_batch(model)
     if model.async_mode:
         name, request = "asynchronous handler", _asynchronous_request(model)
-        answers = [(JSON, _ANSWER), (JSON_LINES, _RECORD)]
-        chats = [(JSON, _OPENAI), (JSON_LINES, _OPENAI)]
     else:
         name, request = "rolling batch", _rolling_batch_request(model)
-        whole = an_array(_ANSWER) if model.tgi_compat else _ANSWER
-        answers = [(JSON, whole), (JSON_LINES, _RECORD), (EVENTS, _RECORD)]
-        chats = [(JSON, _OPENAI), (EVENTS, _OPENAI)]
-        if model.chat_format == "lmi":
-            chats += [(JSON, _CHAT), (JSON_LINES, _CHAT_RECORD)]
-    if for_vllm:
-        answers += chats
-    content = {kind: either([schema for given, schema in answers if given == kind]) for kind, _ in answers}
-    kinds = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
+    names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
-        summary=f"Generate text ({', '.join(kinds)})",
+        summary=f"Generate text ({', '.join(names)})",
         request=either([request, *for_vllm.values()]),
-        answers={"200": ("One document, or a record for each token", content), **_failures(_REQUEST_ERROR)},
+        answers=_answers("One document, or a record for each token", JSON, JSON_LINES, EVENTS),
     )
 
 
@@ -105,14 +74,12 @@ def _dynamic_batch(model: ModelSettings) -> Operation:
     rules = dynamic_batch.parameter_rules(model)
     parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
     limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
-    content = {JSON: an_array(_TEXT), JSON_LINES: _STEP}
     return Operation(
         summary="Generate text (LMI dynamic batch)",
         request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}),
-        answers={
-            "200": ("A text for each prompt; with option.enable_streaming a record for each step", content),
-            **_failures(_HANDLER_ERROR),
-        },
+        answers=_answers(
+            "A text for each prompt; with option.enable_streaming a record for each step", JSON, JSON_LINES
+        ),
     )
 
 
@@ -122,84 +89,46 @@ def _custom_handler(handler: HandlerSettings) -> Operation:
         request=ANYTHING,
         request_type="*/*",
         answers={
-            "200": ("Whatever the handler answers; its status may be another", {"*/*": ANYTHING}),
+            **_answers("Whatever the handler answers; its status may be another", "*/*"),
             "204": ("The handler returned nothing", {}),
-            **_failures(_HANDLER_ERROR),
             "507": ("The handler ran out of memory", {}),
         },
     )
 
 
-def _failures(error: Schema) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+    """`meaning` and `kinds`: what the answer is where all is well, and its media types."""
     return {
+        "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
         "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
         "413": ("The body is too large", {}),
-        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: error}),
+        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: OBJECT}),
         "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
     }
 
 
-_STATUSES = {
-    "200": "Done",
-    "202": "The model will be loaded",
-    "400": "A parameter or a setting is missing or wrong",
-    "404": "There is no such model, adapter or directory",
-    "409": "The name is taken",
-    "424": "The adapter cannot be loaded",
-    "500": "The model cannot be loaded",
-    "503": "The model is not ready",
-    "507": "There is not enough memory",
-}
-"""Of managing models and adapters."""
+def _manages(summary: str, *, creates: bool = False) -> Operation:
+    """Parameters come in the query or, where something is registered, as a JSON object."""
+    answers = {"200": ("Done", {JSON: OBJECT}), "400": ("A parameter is missing or wrong", {JSON: _FRONT_END_ERROR})}
+    return Operation(summary=summary, request=OBJECT if creates else None, answers=answers)
 
-
-def _manages(summary: str, fields: Mapping[str, Schema], statuses: str, *, body: bool = False) -> Operation:
-    """`statuses`: separated by spaces. `body`: the fields may come as an object."""
-    answers = {
-        status: (_STATUSES[status], {JSON: OBJECT if status < "4" else _FRONT_END_ERROR}) for status in statuses.split()
-    }
-    return Operation(summary=summary, query=fields, request=an_object(fields) if body else None, answers=answers)
-
-
-def _text(meaning: str) -> Schema:
-    return {**STRING, "description": meaning}
-
-
-_PAGE = {"limit": _text("Entries in one answer, 100 at most."), "next_page_token": _text("Where the list continues.")}
-_REGISTRATION = {
-    "url": _text("The model's directory, or where it is downloaded from."),
-    "model_name": _text("Its name; by default the last segment of the url, in a body required."),
-    "model_version": _text("Its version."),
-    "synchronous": _text("Whether to answer once it is loaded, the default, or at once with 202."),
-    **{name: _text(f"The model's `{key}`.") for name, key in MODEL_KEYS.items()},
-}
-_WORKERS = {name: _REGISTRATION[name] for name in ("min_worker", "max_worker")}
-_HOLD: Mapping[str, Schema] = {
-    "preload": {"type": "boolean", "default": True, "description": "Load it now instead of for its first request."},
-    "pin": {"type": "boolean", "default": False, "description": "Keep it in the engine's memory."},
-}
-_ADAPTER = {
-    "name": _text("What requests call the adapter."),
-    "src": _text("Where its files are; a relative path is below the model's directory."),
-    **_HOLD,
-}
 
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/models"): _manages("List models", _PAGE, "200 400"),
-    ("POST", "/models"): _manages("Load a model", _REGISTRATION, "200 202 400 404 409 500 507", body=True),
-    ("GET", "/models/{model}"): _manages("Describe a model, each version of it", {}, "200 404"),
-    ("PUT", "/models/{model}"): _manages("Scale a model", _WORKERS, "200 400 404 503"),
-    ("DELETE", "/models/{model}"): _manages("Unload a model", {}, "200 404"),
+    ("GET", "/models"): _manages("List models"),
+    ("POST", "/models"): _manages("Load a model", creates=True),
+    ("GET", "/models/{model}"): _manages("Describe a model, each version of it"),
+    ("PUT", "/models/{model}"): _manages("Scale a model"),
+    ("DELETE", "/models/{model}"): _manages("Unload a model"),
 }
 """By method and path; `/workflows` has the same operations."""
 ADAPTERS: Mapping[tuple[str, str], Operation] = {
-    (method, prefix + path): _manages(summary, fields, statuses, body=method == "POST")
+    (method, prefix + path): _manages(summary, creates=method == "POST")
     for prefix in ("", "/models/{model}")
-    for method, path, summary, fields, statuses in (
-        ("GET", "/adapters", "List adapters", _PAGE, "200 400 404"),
-        ("POST", "/adapters", "Register an adapter", _ADAPTER, "200 400 404 409 424 507"),
-        ("GET", "/adapters/{adapter}", "Describe an adapter", {}, "200 400 404"),
-        ("DELETE", "/adapters/{adapter}", "Unregister an adapter", {}, "200 400 404 424"),
-        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter", _HOLD, "200 400 404 409 424 507"),
+    for method, path, summary in (
+        ("GET", "/adapters", "List adapters"),
+        ("POST", "/adapters", "Register an adapter"),
+        ("GET", "/adapters/{adapter}", "Describe an adapter"),
+        ("DELETE", "/adapters/{adapter}", "Unregister an adapter"),
+        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter"),
     )
 }

@@ -14,12 +14,10 @@ import msgspec
 
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import decode_object, notes_of, parameters_of, request_ids, stream_of
+from handlers.contracts.lmi.body import Body, notes_of, read_body, request_ids, stream_of
 from handlers.contracts.lmi.errors import (
-    FAILED_DEPENDENCY,
     JSON,
     failure,
-    payload_error,
     payload_refused,
     request_error,
     status_of,
@@ -42,7 +40,7 @@ FINISH_REASONS = {
 }
 _FORMATTERS = ("json", "jsonlines", "sse")
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
-_CACHED_PARAMETERS, _CACHED_KEY_BYTES = 1000, 500
+_CACHED_PLANS, _CACHED_KEY_BYTES = 1000, 500
 _NO_TOKEN = Token(-1, "")
 
 
@@ -59,6 +57,30 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
     )
 
 
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What one answer shows, from the request's parameters and the model's settings."""
+
+    details: bool = False
+    full_text: bool = False
+    prefill: bool = False
+    top_tokens: bool = False
+    several: bool = False
+    """The answer has several sequences; it has details then."""
+    tgi: bool = False
+    """TGI's names of fields (`option.tgi_compat`)."""
+    overload_status: int = 503
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """What the parameters of a request come to, whatever its prompts are."""
+
+    formatter: str
+    options: AnswerOptions
+    request: GenerationRequest
+    """Without its id and its prompt."""
+    notes: tuple[str, ...]
+
+
 class LmiContract:
     """Parses LMI bodies for one model."""
 
@@ -66,42 +88,71 @@ class LmiContract:
         self._settings = settings
         self._overload_status = overload_status
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
-        self._known: dict[bytes, LmiParameters] = {}
         self._rules = parameter_rules(settings)
+        self._plans: dict[tuple[bytes, bool], _Plan] = {}
+        """By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again."""
 
     def parse(self, call: Call) -> Exchange:
         try:
-            document = decode_object(call.body, call.content_type)
-            prompts = _prompts(document.get("inputs"))
-            values = parameters_of(document)
-            stream = stream_of(document.get("stream"))
-            adapters: tuple[str | None, ...] = (None,) * len(prompts)
+            body = read_body(call, _prompts)
+            stream = stream_of(body.document.get("stream"))
+            adapters: tuple[str | None, ...] = (None,) * len(body.prompts)
             if self._settings.enable_lora:  # otherwise LMI does not look at them
-                adapters = adapters_of(call, document.get("adapters"), len(prompts))
+                adapters = adapters_of(call, body.document.get("adapters"), len(body.prompts))
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         try:
-            parameters = self._parameters(values)
-            formatter = self._formatter(parameters.output_formatter, stream)
-            return self._exchange(call, document, prompts, parameters, formatter, adapters)
+            key = (msgspec.json.encode(body.parameters), stream)
+            plan = self._plans.get(key) or self._plan(key, body.parameters)
+            return self._exchange(call, body, plan, adapters)
         except InvalidParameter as error:
-            formatter = self._formatter(values.get("output_formatter"), stream)
+            formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             raise ContractError(self._refused_parameter(error, formatter, stream), error.message) from None
 
-    def refusal(self, error: RequestError) -> Reply:
-        return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
+    def _exchange(self, call: Call, body: Body, plan: _Plan, adapters: tuple[str | None, ...]) -> Exchange:
+        prompts, options, records = body.prompts, plan.options, plan.request.stream
+        if records and len(prompts) > 1:
+            raise payload_refused("`inputs` must be a single string when the answer is streamed")
+        if records and plan.request.beam_search is not None:
+            raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
+        answer: Answer
+        if records:
+            answer = RecordAnswer(prompts[0], options, sse=plan.formatter == "sse")
+        else:
+            answer = JsonAnswer(prompts, options, in_array=isinstance(body.document["inputs"], list))
+        requests = [
+            msgspec.structs.replace(plan.request, request_id=request_id, prompt=prompt, adapter=adapter)
+            for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
+        ]
+        notes = plan.notes
+        if body.document.keys() - self._fields:
+            notes += notes_of(body.document, self._fields, ())
+        return Exchange(tuple(requests), answer, notes)
 
-    def _parameters(self, values: dict[str, Any]) -> LmiParameters:
-        """The parameters of a request. Clients repeat them, and a look-up costs less than reading them again."""
-        key = msgspec.json.encode(values)
-        parameters = self._known.get(key)
-        if parameters is None:
-            parameters = read_parameters(values, self._rules)
-            if len(key) <= _CACHED_KEY_BYTES:
-                if len(self._known) >= _CACHED_PARAMETERS:
-                    self._known.clear()
-                self._known[key] = parameters
-        return parameters
+    def _plan(self, key: tuple[bytes, bool], values: dict[str, Any]) -> _Plan:
+        encoded, stream = key
+        parameters = read_parameters(values, self._rules)
+        formatter = self._formatter(parameters.output_formatter, stream)
+        records = formatter != "json"
+        several = parameters.several and not records
+        options = AnswerOptions(
+            details=parameters.details or several,
+            full_text=parameters.return_full_text,
+            prefill=parameters.decoder_input_details,
+            top_tokens=parameters.top_n_tokens > 0,
+            several=several,
+            tgi=self._settings.tgi_compat,
+            overload_status=self._overload_status,
+        )
+        notes = notes_of({}, (), parameters.ignored)
+        if parameters.output_formatter not in (None, formatter):
+            notes += (f"unknown output_formatter, {formatter} used instead",)
+        plan = _Plan(formatter, options, _request(parameters, options, records), notes)
+        if len(encoded) <= _CACHED_KEY_BYTES:
+            if len(self._plans) >= _CACHED_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:
@@ -112,48 +163,9 @@ class LmiContract:
             return "json"
         return "sse" if self._settings.tgi_compat else "jsonlines"
 
-    def _exchange(
-        self,
-        call: Call,
-        document: dict[str, Any],
-        prompts: tuple[str, ...],
-        parameters: LmiParameters,
-        formatter: str,
-        adapters: tuple[str | None, ...],
-    ) -> Exchange:
-        records = formatter != "json"
-        if records and len(prompts) > 1:
-            raise payload_refused("`inputs` must be a single string when the answer is streamed")
-        if records and parameters.beam_search is not None:
-            raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
-        options = AnswerOptions(
-            details=parameters.details or (parameters.several and not records),
-            full_text=parameters.return_full_text,
-            prefill=parameters.decoder_input_details,
-            top_tokens=parameters.top_n_tokens > 0,
-            several=parameters.several and not records,
-            tgi=self._settings.tgi_compat,
-            overload_status=self._overload_status,
-        )
-        answer: Answer
-        if records:
-            answer = RecordAnswer(prompts[0], options, sse=formatter == "sse")
-        else:
-            answer = JsonAnswer(prompts, options, in_array=isinstance(document["inputs"], list))
-        requests = tuple(
-            _request(request_id, prompt, parameters, options, records, adapter)
-            for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
-        )
-        notes = notes_of(document, self._fields, parameters.ignored)
-        if parameters.output_formatter not in (None, formatter):
-            notes += (f"unknown output_formatter, {formatter} used instead",)
-        return Exchange(requests, answer, notes)
-
     def _refused_parameter(self, error: InvalidParameter, formatter: str, stream: bool) -> Reply:
-        options = AnswerOptions(tgi=self._settings.tgi_compat)
-        if stream or formatter != "json":
-            return RecordAnswer("", options, sse=formatter == "sse").fail(error)
-        return JsonAnswer(("",), options, in_array=False).fail(error)
+        write = stream_error if stream or formatter != "json" else request_error
+        return _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -170,13 +182,11 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
     return tuple(inputs)
 
 
-def _request(
-    request_id: str, prompt: str, parameters: LmiParameters, options: AnswerOptions, records: bool, adapter: str | None
-) -> GenerationRequest:
+def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -> GenerationRequest:
     want_tokens = records or options.details
     return GenerationRequest(
-        request_id=request_id,
-        prompt=prompt,
+        request_id="",
+        prompt="",
         sampling=parameters.sampling,
         stream=records,
         # A stream shows one sequence, so no more are generated for it.
@@ -188,22 +198,7 @@ def _request(
         want_logprobs=want_tokens and parameters.token_logprobs,
         want_prompt_tokens=options.details and options.prefill,
         top_tokens=parameters.top_n_tokens if options.details else 0,
-        adapter=adapter,
     )
-
-
-class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer shows, from the request's parameters and the model's settings."""
-
-    details: bool = False
-    full_text: bool = False
-    prefill: bool = False
-    top_tokens: bool = False
-    several: bool = False
-    """The answer has several sequences; it has details then."""
-    tgi: bool = False
-    """TGI's names of fields (`option.tgi_compat`)."""
-    overload_status: int = 503
 
 
 class JsonAnswer:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.error_rates import ErrorRate, ErrorRates, Kind, duration, error_rate
+from container.error_rates import ErrorRate, ErrorRates, Kind, error_rate
 
 REFUSALS = frozenset({503})
 
@@ -38,7 +38,7 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99), st.integers(1, 99))
 def test_a_duration_is_the_sum_of_its_parts(days: int, hours: int, minutes: int, seconds: int) -> None:
     expected = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    assert duration(f"P{days}DT{hours}H{minutes}M{seconds}S") == expected
+    assert error_rate(f"1/P{days}DT{hours}H{minutes}M{seconds}S") == ErrorRate(1, expected)
 
 
 @given(st.text(max_size=20))

@@ -21,12 +21,11 @@ from handlers import entry_point
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates, Tells
 from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Call, Contract
+from handlers.contracts.protocol import Call, Contract, ReplyWriter, Running
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.protocol import EngineHealth
 from handlers.entry_point import Service
 from handlers.model_settings import HandlerSettings
-from handlers.reply import ReplyWriter, Running
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 
@@ -74,7 +73,7 @@ class Custom:
 def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
     settings = ServerSettings(**server)
     lifecycle = Lifecycle(Settings(settings, MODEL))
-    lifecycle._state = state
+    lifecycle.stage = state
     models = Models.of(lifecycle)
     transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, {})).main)
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")

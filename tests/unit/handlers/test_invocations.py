@@ -9,18 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.invocations import (
     ASYNCHRONOUS,
     ROLLING_BATCH,
     InvocationsHandler,
     ShapedReply,
     Table,
-    looks_plain,
     read_body,
 )
 from handlers.model_settings import ModelSettings
-from handlers.reply import ReplyWriter, Running
 from handlers.sessions import Sessions
 from tests.unit.collected_reply import CollectedReply
 
@@ -109,9 +107,11 @@ def test_the_first_field_of_the_table_says_what_a_body_is(document: Any, rolling
         ("text/csv", True),
     ],
 )
-def test_only_json_is_looked_into(content_type: str, plain: bool) -> None:
-    assert looks_plain(call({"messages": MESSAGES}, content_type)) is plain
-    assert looks_plain(call({"inputs": "x"}, content_type))
+@pytest.mark.asyncio
+async def test_only_json_is_looked_into(content_type: str, plain: bool) -> None:
+    openai = OpenAI()
+    lmi = await handled({"messages": MESSAGES}, openai, content_type)
+    assert (len(lmi.calls), len(openai.calls)) == ((1, 0) if plain else (0, 1))
 
 
 @given(st.binary(), st.sampled_from([ROLLING_BATCH, ASYNCHRONOUS]))

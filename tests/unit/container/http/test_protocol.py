@@ -185,7 +185,7 @@ async def test_what_cannot_be_flushed_keeps_nothing_of_the_others(caplog: pytest
 
     cork = Cork()
     for one in (Good(), Broken(), Good()):
-        cork.add(one)
+        cork.add(one.flush)
     await asyncio.sleep(0)
     assert flushed == ["good", "good"]
     assert "no such transport" in caplog.text

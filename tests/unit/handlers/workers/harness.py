@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 
-from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.protocol import Call, Reply, Running
 from handlers.model_settings import HandlerSettings, ModelSettings
-from handlers.reply import Running
 from handlers.workers.custom_handler import CustomHandler
 
 MODELS = Path(__file__).parents[3] / "fixtures" / "handlers"
@@ -23,7 +22,7 @@ _numbers = itertools.count()
 
 
 class Recorder:
-    """Implements `handlers.reply.ReplyWriter`. `taking` is cleared for a client that does not read."""
+    """Implements `ReplyWriter`. `taking` is cleared for a client that does not read."""
 
     def __init__(self) -> None:
         self.status = 0
