@@ -28,10 +28,6 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
             return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
         case Kind.JSON:
             return inputs.get_as_json(key=key)
-        case Kind.JSON_LINES:
-            return inputs.get_as_json_lines(key=key)
-        case Kind.MSGPACK:
-            return inputs.get_as_msgpack(key=key)
         case Kind.CSV:
             which = {"key": key} if key else {}
             return decode_csv(inputs, require_headers=require_csv_headers, **which)

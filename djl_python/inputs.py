@@ -6,16 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from djl_python import wire
-from djl_python.body_readers import (
-    Kind,
-    kind_of,
-    read_csv,
-    read_image,
-    read_json,
-    read_json_lines,
-    read_msgpack,
-    read_text,
-)
+from djl_python.body_readers import Kind, kind_of, read_csv, read_image, read_json, read_text
 from djl_python.np_util import from_nd_list, from_npz
 from djl_python.pair_list import PairList
 
@@ -112,12 +103,8 @@ class Input:
                 return self.get_as_numpy(key)
             case Kind.NPZ:
                 return self.get_as_npz(key)
-            case Kind.JSON_LINES:
-                return self.get_as_json_lines(key)
             case Kind.JSON:
                 return self.get_as_json(key)
-            case Kind.MSGPACK:
-                return self.get_as_msgpack(key)
             case Kind.PLAIN | Kind.CSV | Kind.TEXT | Kind.FORM:
                 return self.get_as_string(key)
             case Kind.IMAGE:
@@ -147,14 +134,6 @@ class Input:
     def get_as_json(self, key: str | None = None) -> Any:
         """The content as one JSON document. Raises KeyError and ValueError."""
         return read_json(self._body(key))
-
-    def get_as_json_lines(self, key: str | None = None) -> Any:
-        """A list of JSON documents, one a line; a single document as itself. Raises KeyError and ValueError."""
-        return read_json_lines(self._body(key))
-
-    def get_as_msgpack(self, key: str | None = None) -> Any:
-        """The content as MessagePack. Raises KeyError and ValueError, and ImportError without a package for it."""
-        return read_msgpack(self._body(key))
 
     def get_as_image(self, key: str | None = None) -> Image:
         """The content as a Pillow image, already decoded. Raises KeyError, ValueError, and ImportError."""

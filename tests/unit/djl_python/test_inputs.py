@@ -6,7 +6,6 @@ import socket
 import struct
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -120,14 +119,11 @@ NUMBERS = np.arange(3)
         ("application/json", b'{"a": 1}', {"a": 1}),
         ("application/json; charset=utf-8", b"[1]", [1]),
         ("APPLICATION/JSON", b"1", 1),
-        ("application/jsonlines", b'{"a": 1}\n\n{"a": 2}\r\n', [{"a": 1}, {"a": 2}]),
         ("application/jsonlines", b'{"a": 1}\n', {"a": 1}),
         ("application/jsonlines", b'{\n"a": 1\n}', {"a": 1}),
         ("text/plain", "grüß".encode(), "grüß"),
         ("text/csv", b"a,b\n1,2\n", "a,b\n1,2\n"),
         ("application/x-www-form-urlencoded", b"a=1&b=2", "a=1&b=2"),
-        ("application/msgpack", msgspec.msgpack.encode({"a": [1, b"x"]}), {"a": [1, b"x"]}),
-        ("application/x-msgpack", b"\x93\x01\x02\x03", [1, 2, 3]),
         ("application/octet-stream", b"\xff", b"\xff"),
         ("audio/wav", b"RIFF", b"RIFF"),
         (None, b"x", b"x"),
@@ -163,14 +159,10 @@ def test_an_image_is_decoded() -> None:
         ("application/json", b"{", "The body is not JSON: Expecting property name"),
         ("application/json", b"\xff{}", "not UTF-8: byte 0xff at 0"),
         ("application/json", b"[" * 100_000, "nested too deeply"),
-        ("application/jsonlines", b'{"a": 1}\n{"a": \n', "Line 2 of the body is not JSON"),
         ("application/jsonlines", b"", "The body is not JSON"),
         ("text/plain", b"ab\xe4", "byte 0xe4 at 2"),
         ("image/png", b"no image", "not an image that can be read"),
         ("image/png", png()[:50], "not an image that can be read"),
-        ("application/msgpack", b"\x92\x01", "not MessagePack"),
-        ("application/msgpack", b"\x01\x01", "not MessagePack"),
-        ("application/msgpack", b"\x91" * 100_000, "not MessagePack"),
         ("tensor/npz", b"PK", "npz body cannot be read"),
         ("tensor/ndlist", b"\x00", "ends too early"),
         ("application/x-npy", b"\x93NUMPY\x01\x00", "npy body cannot be read"),
