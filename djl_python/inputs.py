@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from djl_python import wire
@@ -151,14 +152,14 @@ class Input:
         """Rows of CSV content as mappings from the header's names. Raises KeyError and ValueError."""
         return read_csv(self._body(key))
 
-    def read(self, conn: wire.Receiver) -> None:
+    def read(self, conn: socket) -> None:
         """Reads LMI's wire form. Raises ValueError if the connection ends too early."""
-        for _ in range(wire.read_int16(conn)):
+        for _ in range(wire.read_integer(conn, "h")):
             name = wire.read_utf8(conn) or ""
             self.properties[name] = wire.read_utf8(conn)
-        for _ in range(wire.read_int16(conn)):
+        for _ in range(wire.read_integer(conn, "h")):
             key = wire.read_utf8(conn)
-            self.content.add(key, wire.read_exactly(conn, wire.read_int32(conn)))
+            self.content.add(key, wire.read_exactly(conn, wire.read_integer(conn, "i")))
         self.function_name = self.properties.get("handler")
 
     def _body(self, key: str | None) -> bytes | bytearray:

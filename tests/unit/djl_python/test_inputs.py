@@ -5,6 +5,7 @@ import json
 import socket
 import struct
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,14 +41,10 @@ def message(properties: dict[str, str], content: list[tuple[str | None, bytes]])
     return b"".join(parts)
 
 
-class Connection:
-    """What a socket is to a reader; hands out a few bytes at a time, as sockets may."""
-
-    def __init__(self, data: bytes) -> None:
-        self._file = io.BytesIO(data)
-
-    def recv(self, size: int, /) -> bytes:
-        return self._file.read(min(size, 3))
+def connection(data: bytes) -> socket.socket:
+    """Hands out a few bytes at a time, as sockets may."""
+    file = io.BytesIO(data)
+    return Mock(socket.socket, recv=lambda size: file.read(min(size, 3)))
 
 
 @given(st.dictionaries(NAMES, NAMES, max_size=4), st.lists(st.tuples(st.none() | NAMES, st.binary()), max_size=4))
@@ -55,7 +52,7 @@ def test_the_wire_form_gives_back_properties_and_content(
     properties: dict[str, str], content: list[tuple[str | None, bytes]]
 ) -> None:
     received = Input()
-    received.read(Connection(message(properties, content)))
+    received.read(connection(message(properties, content)))
     assert received.get_properties() == properties
     assert list(zip(received.content.keys, map(bytes, received.content.values), strict=True)) == content
     assert received.get_function_name() == properties.get("handler")
@@ -74,7 +71,7 @@ def test_a_request_is_read_from_a_real_socket() -> None:
 def test_a_connection_that_ends_too_early_is_an_error() -> None:
     data = message({"a": "b"}, [("data", b"12345")])
     with pytest.raises(ValueError, match="disconnected after 2 of 5 bytes"):
-        Input().read(Connection(data[:-3]))
+        Input().read(connection(data[:-3]))
 
 
 def test_a_property_is_found_whatever_its_case() -> None:
