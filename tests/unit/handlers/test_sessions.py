@@ -10,16 +10,18 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from djl_python.session_manager import SessionManager
+from djl_python.session_manager import SessionBackup, SessionManager
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Limits, load_service
 from handlers.model_settings import ModelSettings
 from handlers.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, Sessions, load_sessions
 from tests.contracts.exchange import call
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 NEW, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
@@ -138,24 +140,25 @@ async def test_without_a_word_about_sessions_a_directory_that_cannot_be_used_onl
     assert (await refusal(sessions.answer(given(NEW)))).status == 424
 
 
-async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(s5cmd(tmp_path)))
+@pytest.fixture
+def backup(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    made = Mock(SessionBackup)
+    monkeypatch.setattr("djl_python.session_manager.SessionBackup", lambda url: made)
+    return made
+
+
+async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, backup: Mock) -> None:
     others = set(threading.enumerate())
     sessions = await load_sessions(settings(sessions_path=str(tmp_path / "s"), sessions_s3url="s3://bucket/x"), 503)
     name = await begun(sessions)
     own = [thread for thread in {*threading.enumerate()} - others if thread.name.startswith("session")]
     assert len(own) >= 2
     await sessions.stop()
-    async with asyncio.timeout(10):
-        while any(thread.is_alive() for thread in own):
-            await asyncio.sleep(0.01)
-    assert f"s3://bucket/x/{name}/" in (tmp_path / "copied").read_text()  # what was new has been saved
+    await until(lambda: not any(thread.is_alive() for thread in own))
+    assert backup.save.call_args.args[0] == name  # what was new has been saved
 
 
-async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(s5cmd(tmp_path)))
+async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(tmp_path: Path, backup: Mock) -> None:
     given = settings(
         sessions_path=str(tmp_path / "s"), sessions_s3url="s3://bucket/x", enable_lora=True, rolling_batch="disable"
     )
@@ -163,12 +166,3 @@ async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(
     with pytest.raises(EngineStartError, match="adapters need the vLLM engine"):
         await load_service(given, Limits(queue_size=1, overload_status=503, unavailable_status=503))
     assert not [thread for thread in {*threading.enumerate()} - others if thread.name == "session-saver"]
-
-
-def s5cmd(directory: Path) -> Path:
-    """A directory with an `s5cmd` that notes what it is to copy."""
-    tool = directory / "bin" / "s5cmd"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\necho "$@" >> {directory / "copied"}\n')
-    tool.chmod(0o755)
-    return tool.parent
