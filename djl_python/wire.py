@@ -83,5 +83,5 @@ def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
             texts.append(text.decode("utf-8"))
             at += 4 + len(text)
     except struct.error as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"The map is cut off: {error}") from error
     return dict(zip(texts[::2], texts[1::2], strict=True)), at

@@ -58,7 +58,7 @@ def test_csv_without_a_header_is_an_array_of_numbers() -> None:
 
 @pytest.mark.parametrize("body", [b"1,a\n", b"1,nan\n", b"1,\n", b"1,2\n3\n", b""])
 def test_csv_that_is_no_table_of_numbers_is_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"non-numeric data|no rows, or rows of different length"):
+    with pytest.raises(ValueError, match=r"non-numeric data|no rows"):
         decode_csv(request(body), require_headers=False)
 
 
@@ -122,5 +122,6 @@ def test_many_short_rows_below_a_long_header_do_not_fill_memory() -> None:
 def test_csv_with_a_cell_that_is_too_long_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError, match="not CSV: field larger than field limit"):
         decode_csv(request(body))
-    with pytest.raises(ValueError, match="not CSV: field larger than field limit"):
+    with pytest.raises(ValueError, match="non-numeric data") as refused:
         decode_csv(request(body), require_headers=False)
+    assert len(str(refused.value)) < 200
