@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from djl_python.session_manager import SessionBackup, SessionManager
+from djl_python.session_manager import Session, SessionBackup, SessionManager
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Limits, load_service
@@ -31,9 +30,14 @@ def given(document: Any, session: str = "") -> Call:
     return replace(call(document), headers=((SESSION_ID, session),))
 
 
-def kept_in(path: Path, expiration: int = 1200, most: int = 10) -> Sessions:
-    manager = SessionManager({"sessions_path": str(path / "s"), "sessions_expiration": str(expiration)})
-    return Sessions(manager, 503, most)
+def kept_in(path: Path, most: int = 10) -> Sessions:
+    return Sessions(SessionManager({"sessions_path": str(path / "s")}), 503, most)
+
+
+def end(path: Path) -> None:
+    """Let the time of all sessions be over."""
+    for name in os.listdir(path / "s"):
+        Session(name, str(path / "s")).put(".expiration_ts", 0.0)
 
 
 async def begun(sessions: Sessions) -> str:
@@ -80,21 +84,21 @@ async def test_closing_needs_an_id(tmp_path: Path) -> None:
 
 
 async def test_an_expired_session_is_424_and_says_so(tmp_path: Path) -> None:
-    sessions = kept_in(tmp_path, expiration=1)
+    sessions = kept_in(tmp_path)
     name = await begun(sessions)
-    await asyncio.sleep(1.05)
+    end(tmp_path)
     for over in (sessions.check(given({}, name)), sessions.answer(given(CLOSE, name))):
         reply = await refusal(over)
         assert (reply.status, json.loads(reply.body)["error"]) == (424, f"session has expired: {name}")
 
 
 async def test_there_is_an_end_to_how_many_sessions_there_are_and_expired_ones_make_room(tmp_path: Path) -> None:
-    sessions = kept_in(tmp_path, expiration=1, most=2)
+    sessions = kept_in(tmp_path, most=2)
     for _ in range(2):
         await begun(sessions)
     full = await refusal(sessions.answer(given(NEW)))
     assert (full.status, json.loads(full.body)["type"]) == (503, "WlmCapacityException")
-    await asyncio.sleep(1.05)
+    end(tmp_path)
     await begun(sessions)
     assert len(os.listdir(tmp_path / "s")) == 1
 
