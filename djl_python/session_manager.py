@@ -162,7 +162,8 @@ class SessionBackup:
         if not self._bucket or not url.startswith("s3://"):
             raise ValueError(f"sessions_s3url must be s3://<bucket>/<prefix>, not {url!r}")
         self._prefix = f"{prefix}/" if prefix else ""
-        self._client = require("boto3", "sessions_s3url").client("s3")
+        # SageMaker sets AWS_REGION, which boto3 does not read.
+        self._client = require("boto3", "sessions_s3url").client("s3", region_name=os.environ.get("AWS_REGION"))
 
     def save(self, session_id: str, path: str) -> None:
         """Copies one file of a session to S3. Raises OSError, and botocore's errors."""
