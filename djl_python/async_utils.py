@@ -18,14 +18,16 @@ def create_non_stream_output(
     code: int | None = None,
 ) -> Output:
     """The whole answer. A mapping is written as JSON, and a line feed added; properties become headers."""
-    return _create_output(data, True, "application/json", properties or {}, error, code)
+    output = _part(data, True, error, code).add_property("Content-Type", "application/json")
+    output.properties.update(properties or {})
+    return output
 
 
 def create_stream_chunk_output(
     data: str | Mapping[str, Any], last_chunk: bool, error: str | None = None, code: int | None = None
 ) -> Output:
     """One chunk of an answer. A mapping is written as JSON, and a line feed added."""
-    return _create_output(data, last_chunk, "application/jsonlines", {}, error, code)
+    return _part(data, last_chunk, error, code).add_property("Content-Type", "application/jsonlines")
 
 
 async def handle_streaming_response(
@@ -55,21 +57,11 @@ async def handle_streaming_response(
             return
 
 
-def _create_output(
-    data: str | Mapping[str, Any],
-    last: bool,
-    content_type: str,
-    properties: Mapping[str, Any],
-    error: str | None,
-    code: int | None,
-) -> Output:
+def _part(data: str | Mapping[str, Any], last: bool, error: str | None, code: int | None) -> Output:
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    chunk: dict[str, Any] = {"data": text + "\n", "last": last}
+    part: dict[str, Any] = {"data": text + "\n", "last": last}
     if error:
-        chunk["error"] = error
+        part["error"] = error
     if code:
-        chunk["code"] = code
-    output = Output().add_property("Content-Type", content_type)
-    for name, value in properties.items():
-        output.add_property(name, value)
-    return output.add(Output.binary_encode(chunk))
+        part["code"] = code
+    return Output().add(Output.binary_encode(part))

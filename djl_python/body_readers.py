@@ -1,4 +1,4 @@
-"""Bodies by content type: which kind one is, and readers of text, images and MessagePack.
+"""Bodies by content type: which kind one is, and readers of text and images.
 
 Readers raise ValueError for a broken body, and ImportError without the package that they need.
 """
@@ -26,7 +26,6 @@ class Kind(Enum):
 
     UNKNOWN = auto()
     """No content type was given."""
-    JSON_LINES = auto()
     JSON = auto()
     CSV = auto()
     PLAIN = auto()
@@ -38,19 +37,13 @@ class Kind(Enum):
     ND_LIST = auto()
     NPY = auto()
     FORM = auto()
-    MSGPACK = auto()
     BYTES = auto()
 
 
 _EXACT = {
-    "application/jsonlines": Kind.JSON_LINES,
-    "application/x-jsonlines": Kind.JSON_LINES,
-    "application/x-ndjson": Kind.JSON_LINES,
     "tensor/ndlist": Kind.ND_LIST,
     "application/x-npy": Kind.NPY,
     "application/x-www-form-urlencoded": Kind.FORM,
-    "application/msgpack": Kind.MSGPACK,
-    "application/x-msgpack": Kind.MSGPACK,
 }
 _CONTAINED = {
     "application/json": Kind.JSON,
@@ -89,28 +82,13 @@ def read_text(body: Body) -> str:
 
 def read_json(body: Body) -> Any:
     """One JSON document."""
-    return _parse_json(read_text(body), "The body")
-
-
-def read_json_lines(body: Body) -> Any:
-    """A list of documents, one a line, blank lines ignored. A single document, on however many lines, is itself."""
     text = read_text(body)
-    try:
-        return _parse_json(text, "The body")
-    except ValueError:
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        if len(lines) < 2:
-            raise
-    return [_parse_json(line, f"Line {number} of the body") for number, line in lines]
-
-
-def _parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{what} is not JSON that can be read: it is nested too deeply") from error
+        raise ValueError("The body is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"{what} is not JSON: {error}") from error
+        raise ValueError(f"The body is not JSON: {error}") from error
 
 
 def read_csv(body: Body) -> list[dict[str, str]]:
@@ -136,26 +114,6 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
     except csv.Error as error:
         raise ValueError(f"The body is not CSV: {error}") from error
     return names, rows
-
-
-def read_msgpack(body: Body) -> Any:
-    """One MessagePack document, by `msgpack` or else by `msgspec`."""
-    try:
-        msgpack = require("msgpack", "a MessagePack body")
-    except ImportError:
-        return _read_msgpack_with_msgspec(body)
-    try:
-        return msgpack.unpackb(body, raw=False, strict_map_key=False)
-    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise ValueError(f"The body is not MessagePack: {error}") from error
-
-
-def _read_msgpack_with_msgspec(body: Body) -> Any:
-    msgspec = require("msgspec", "a MessagePack body", "msgpack (or msgspec)")
-    try:
-        return require("msgspec.msgpack", "a MessagePack body").decode(body)
-    except (ValueError, RecursionError, TypeError, msgspec.MsgspecError) as error:
-        raise ValueError(f"The body is not MessagePack: {error}") from error
 
 
 def read_image(body: Body) -> Image:

@@ -28,10 +28,6 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
             return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
         case Kind.JSON:
             return inputs.get_as_json(key=key)
-        case Kind.JSON_LINES:
-            return inputs.get_as_json_lines(key=key)
-        case Kind.MSGPACK:
-            return inputs.get_as_msgpack(key=key)
         case Kind.CSV:
             which = {"key": key} if key else {}
             return decode_csv(inputs, require_headers=require_csv_headers, **which)
@@ -119,16 +115,14 @@ def _row(row: Any) -> Sequence[Any]:
 
 def _numbers(text: str) -> Any:
     numpy = require("numpy", "CSV without a header")
+    if not text.strip():
+        raise ValueError("The CSV body has no rows")
     try:
-        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
-    except csv.Error as error:
-        raise ValueError(f"The body is not CSV: {error}") from error
-    if not rows or any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError("The CSV body has no rows, or rows of different length")
-    try:
-        numbers = numpy.array([[float(cell) for cell in row] for row in rows])
+        numbers = numpy.loadtxt(io.StringIO(text), delimiter=",", quotechar='"', comments=None, ndmin=2)
     except ValueError as error:
-        raise ValueError("CSV contains non-numeric data. Please provide numeric data only.") from error
+        raise ValueError(
+            "CSV contains non-numeric data, or rows of different length. Please provide numeric data only."
+        ) from error
     if numpy.isnan(numbers).any():
         raise ValueError("CSV contains non-numeric data. Please provide numeric data only.")
     return numbers

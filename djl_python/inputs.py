@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from djl_python import wire
-from djl_python.body_readers import (
-    Kind,
-    kind_of,
-    read_csv,
-    read_image,
-    read_json,
-    read_json_lines,
-    read_msgpack,
-    read_text,
-)
+from djl_python.body_readers import Kind, kind_of, read_csv, read_image, read_json, read_text
 from djl_python.np_util import from_nd_list, from_npz
 from djl_python.pair_list import PairList
 
@@ -112,12 +104,8 @@ class Input:
                 return self.get_as_numpy(key)
             case Kind.NPZ:
                 return self.get_as_npz(key)
-            case Kind.JSON_LINES:
-                return self.get_as_json_lines(key)
             case Kind.JSON:
                 return self.get_as_json(key)
-            case Kind.MSGPACK:
-                return self.get_as_msgpack(key)
             case Kind.PLAIN | Kind.CSV | Kind.TEXT | Kind.FORM:
                 return self.get_as_string(key)
             case Kind.IMAGE:
@@ -148,14 +136,6 @@ class Input:
         """The content as one JSON document. Raises KeyError and ValueError."""
         return read_json(self._body(key))
 
-    def get_as_json_lines(self, key: str | None = None) -> Any:
-        """A list of JSON documents, one a line; a single document as itself. Raises KeyError and ValueError."""
-        return read_json_lines(self._body(key))
-
-    def get_as_msgpack(self, key: str | None = None) -> Any:
-        """The content as MessagePack. Raises KeyError and ValueError, and ImportError without a package for it."""
-        return read_msgpack(self._body(key))
-
     def get_as_image(self, key: str | None = None) -> Image:
         """The content as a Pillow image, already decoded. Raises KeyError, ValueError, and ImportError."""
         return read_image(self._body(key))
@@ -172,14 +152,14 @@ class Input:
         """Rows of CSV content as mappings from the header's names. Raises KeyError and ValueError."""
         return read_csv(self._body(key))
 
-    def read(self, conn: wire.Receiver) -> None:
+    def read(self, conn: socket) -> None:
         """Reads LMI's wire form. Raises ValueError if the connection ends too early."""
-        for _ in range(wire.read_int16(conn)):
+        for _ in range(wire.read_integer(conn, "h")):
             name = wire.read_utf8(conn) or ""
             self.properties[name] = wire.read_utf8(conn)
-        for _ in range(wire.read_int16(conn)):
+        for _ in range(wire.read_integer(conn, "h")):
             key = wire.read_utf8(conn)
-            self.content.add(key, wire.read_exactly(conn, wire.read_int32(conn)))
+            self.content.add(key, wire.read_exactly(conn, wire.read_integer(conn, "i")))
         self.function_name = self.properties.get("handler")
 
     def _body(self, key: str | None) -> bytes | bytearray:

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from socket import socket
 from typing import Any, Self
 
 from djl_python import wire
@@ -27,6 +28,11 @@ class _JsonEncoder(json.JSONEncoder):
         if numpy is not None and isinstance(value, (numpy.bool_, numpy.integer, numpy.floating, numpy.ndarray)):
             return value.tolist()
         return super().default(value)
+
+
+def _encode_json(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2, cls=_JsonEncoder, separators=(",", ":"))
+    return text.encode("utf-8")
 
 
 def default_stream_formatter(item: Any) -> bytes:
@@ -100,7 +106,7 @@ class Output:
             key = str(key)
         if batch_index is not None:
             key = f"batch_{batch_index}.{key or ''}"
-        self.content.add(key=key, value=self._encode(value))
+        self.content.add(key=key, value=self.encode_value(value))
         return self
 
     def add_as_string(self, value: str, key: Any = None, batch_index: int | None = None) -> Self:
@@ -109,7 +115,7 @@ class Output:
 
     def add_as_json(self, val: Any, key: Any = None, batch_index: int | None = None) -> Self:
         """Adds indented JSON, also for a string. Errors as for `add`."""
-        return self.add(self._encode_json(val), key, batch_index)
+        return self.add(_encode_json(val), key, batch_index)
 
     def add_as_numpy(self, np_list: Any, key: Any = None, batch_index: int | None = None) -> Self:
         """Adds a list of arrays, or one, as NDList. Raises ValueError for arrays of other things than numbers."""
@@ -145,11 +151,13 @@ class Output:
         """Calls the function given to `finalize`, if any."""
         return self.finalize_function(*(self.finalize_args or ())) if self.finalize_function else None
 
-    def send(self, cl_socket: wire.Sender) -> None:
+    def send(self, cl_socket: socket) -> None:
         """Writes LMI's wire form. An error while streaming ends the stream with the error's text."""
         head = wire.int16(self.code) + wire.utf8(self.message) + wire.string_map(self.properties)
         if self.stream_content is None:
-            cl_socket.sendall(head + self._encode_content())
+            pairs = zip(self.content.keys, self.content.values, strict=True)
+            content = [wire.utf8(key) + wire.sized(self.encode_value(value)) for key, value in pairs]
+            cl_socket.sendall(head + wire.int16(len(content)) + b"".join(content))
             return
         cl_socket.sendall(head + wire.int16(wire.STREAMED_CONTENT))
         failure = ""
@@ -163,14 +171,16 @@ class Output:
             failure = wire.sendable(str(error))
         cl_socket.sendall(wire.LAST_CHUNK + wire.utf8(failure))
 
-    @classmethod
-    def encode_value(cls, value: Any) -> bytes:
+    @staticmethod
+    def encode_value(value: Any) -> bytes:
         """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON.
 
         Raises:
             ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
         """
-        return bytes(cls._encode(value))
+        if isinstance(value, str):
+            return value.encode("utf-8")
+        return bytes(value) if isinstance(value, (bytes, bytearray, memoryview)) else _encode_json(value)
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
@@ -184,22 +194,3 @@ class Output:
     def write_utf8(msg: bytearray, val: str | None) -> None:
         """Appends a length-prefixed string."""
         msg += wire.utf8(val)
-
-    @staticmethod
-    def _encode_json(val: Any) -> bytearray:
-        text = json.dumps(val, ensure_ascii=False, allow_nan=False, indent=2, cls=_JsonEncoder, separators=(",", ":"))
-        return bytearray(text.encode("utf-8"))
-
-    @classmethod
-    def _encode(cls, value: Any) -> bytes | bytearray:
-        if isinstance(value, str):
-            return value.encode("utf-8")
-        if isinstance(value, (bytes, bytearray)):
-            return value
-        return bytes(value) if isinstance(value, memoryview) else cls._encode_json(value)
-
-    def _encode_content(self) -> bytes:
-        pairs = zip(self.content.keys, self.content.values, strict=True)
-        return wire.int16(self.content.size()) + b"".join(
-            wire.utf8(key) + wire.sized(self.encode_value(value)) for key, value in pairs
-        )

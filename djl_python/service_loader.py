@@ -16,21 +16,16 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
-SAGEMAKER_FUNCTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "model_fn": (("model_dir",),),
-    "input_fn": (("request_body", "content_type"), ("request_body", "request_content_type")),
-    "predict_fn": (("input_data", "model"),),
-    "output_fn": (("prediction", "accept"), ("prediction", "response_content_type")),
+_SAGEMAKER_FUNCTIONS = {
+    "is_init_handler": ("model_fn", [["model_dir"]]),
+    "is_input_formatter": (
+        "input_fn",
+        [["request_body", "content_type"], ["request_body", "request_content_type"]],
+    ),
+    "is_prediction_handler": ("predict_fn", [["input_data", "model"]]),
+    "is_output_formatter": ("output_fn", [["prediction", "accept"], ["prediction", "response_content_type"]]),
 }
-"""The functions of SageMaker's script mode, and the parameter names that each must have."""
-_SAGEMAKER_COUNTERPARTS = {
-    "is_init_handler": "model_fn",
-    "is_input_formatter": "input_fn",
-    "is_prediction_handler": "predict_fn",
-    "is_output_formatter": "output_fn",
-}
-_Stamp = tuple[int, int]
-_formatter_modules: dict[str, tuple[_Stamp, ModuleType]] = {}
+"""For each mark the function of SageMaker's script mode, and the parameter names that it may have."""
 
 
 class ModelService:
@@ -81,29 +76,10 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
     """The first callable of an imported module, in the order of names, that a decorator has marked.
 
-    `decorator_attribute` is the mark, such as `is_output_formatter`. `get_annotated_function` also finds functions of
-    SageMaker's script mode.
+    `decorator_attribute` is the mark, such as `is_output_formatter`.
     """
     found = (getattr(module, name) for name in dir(module))
     return next((each for each in found if callable(each) and getattr(each, decorator_attribute, None) is True), None)
-
-
-def find_sagemaker_function(module: Any, function_name: str) -> Callable[..., Any] | None:
-    """A function of SageMaker's script mode; None if its parameters are not named as they must be."""
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        return None
-    try:
-        names = tuple(inspect.signature(function).parameters)
-    except (ValueError, TypeError):  # a callable without a signature, such as some built-in ones
-        return None
-    return function if names in SAGEMAKER_FUNCTIONS.get(function_name, ()) else None
-
-
-def is_sagemaker_function(function: Callable[..., Any]) -> bool:
-    """Whether a function was found by its SageMaker name, and so takes a body and a content type."""
-    marked = any(getattr(function, mark, None) is True for mark in _SAGEMAKER_COUNTERPARTS)
-    return not marked and getattr(function, "__name__", "") in SAGEMAKER_FUNCTIONS
 
 
 def get_annotated_function(
@@ -111,7 +87,7 @@ def get_annotated_function(
 ) -> Callable[..., Any] | None:
     """The function of `model.py` that a decorator has marked, else its SageMaker counterpart, else None.
 
-    No `model.py` means no function. The file is run once for all its functions, and again when it has changed.
+    No `model.py` means no function. A counterpart whose parameters are not named as they must be is none.
 
     Raises:
         Exception: whatever the file raises while it is run.
@@ -119,32 +95,18 @@ def get_annotated_function(
     path = os.path.abspath(os.path.join(model_dir, MODEL_FILE))
     if not os.path.isfile(path):
         return None
-    module = _formatter_module(path, namespace)
-    decorated = find_decorated_function(module, decorator_attribute)
-    counterpart = _SAGEMAKER_COUNTERPARTS.get(decorator_attribute)
-    if decorated or not counterpart:
-        return decorated
-    return find_sagemaker_function(module, counterpart)
-
-
-def _formatter_module(path: str, namespace: str | None) -> ModuleType:
-    status = os.stat(path)
-    stamp, name = (status.st_mtime_ns, status.st_size), _module_name(path, namespace)
-    known = _formatter_modules.get(name)
-    if known and known[0] == stamp and known[1].__file__ == path:
-        return known[1]
     module = _run_file(path, namespace)
-    _formatter_modules[name] = stamp, module
-    return module
-
-
-def _module_name(path: str, namespace: str | None) -> str:
-    readable = "ns_" + re.sub(r"\W", "_", namespace) if namespace else "model"
-    return f"{readable}_{hashlib.sha256(f'{namespace} {path}'.encode()).hexdigest()[:8]}"
+    decorated = find_decorated_function(module, decorator_attribute)
+    name, signatures = _SAGEMAKER_FUNCTIONS.get(decorator_attribute, ("", []))
+    if decorated or not has_function_in_module(module, name):
+        return decorated
+    function: Callable[..., Any] = getattr(module, name)
+    return function if list(inspect.signature(function).parameters) in signatures else None
 
 
 def _run_file(path: str, namespace: str | None) -> ModuleType:
-    name = _module_name(path, namespace)
+    readable = "ns_" + re.sub(r"\W", "_", namespace) if namespace else "model"
+    name = f"{readable}_{hashlib.sha256(f'{namespace} {path}'.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")

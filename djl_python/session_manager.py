@@ -6,19 +6,20 @@ The disk has the only state: several worker processes share the directory.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
 import shutil
 import stat
-import subprocess
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from djl_python.lazy_import import require
 from djl_python.session import EXPIRATION, PARTIAL, Session
 
 NEW_SESSION = "NEW_SESSION"
@@ -30,11 +31,8 @@ _ABANDONED_S = 3600
 _OTHERS_MAY_WRITE = 0o022
 # A session id comes from the client and becomes the name of a directory.
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_TIMEOUT_S = 600
 _INTERVAL_S = 3.0
-_NOTHING_THERE = "no object found"
-"""s5cmd's message for a pattern that matches nothing."""
-_Stamp = frozenset[tuple[str, int, int]]
+_Files = dict[str, tuple[int, int]]
 
 __all__ = ["NEW_SESSION", "Session", "SessionManager"]
 
@@ -46,8 +44,9 @@ class SessionManager:
         """Takes `sessions_path`, `sessions_expiration` (seconds, 1200) and `sessions_s3url`.
 
         Raises:
-            ValueError: the expiration is no number, there is no tool for S3, or another user can write to the
-                directory.
+            ValueError: the expiration is no number, `sessions_s3url` names no bucket, or another user can write to
+                the directory.
+            ImportError: there is a `sessions_s3url`, and boto3 is not installed.
         """
         self.expiration = int(properties.get("sessions_expiration") or _DEFAULT_EXPIRATION_S)
         self.sessions_path = str(properties.get("sessions_path") or _default_path())
@@ -90,10 +89,11 @@ class SessionManager:
 
     def remove_expired(self) -> None:
         """Removes expired sessions, and what killed processes have left behind."""
-        self._remove_abandoned()
-        for session in self._sessions():
-            if session.expiration_ts is None or time.time() > session.expiration_ts:
-                _try_to_remove(session)
+        with os.scandir(self.sessions_path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another worker has renamed or removed it
+                    if self._is_over(entry):
+                        shutil.rmtree(entry, ignore_errors=True)
 
     def close(self) -> None:
         """Saves changed sessions to S3, and ends the background thread. May take minutes."""
@@ -128,32 +128,13 @@ class SessionManager:
             shutil.rmtree(unfinished, ignore_errors=True)
         return True
 
-    def _sessions(self) -> Iterator[Session]:
-        for name in os.listdir(self.sessions_path):
-            if _SESSION_ID.fullmatch(name):
-                yield Session(name, self.sessions_path)
-
-    def _remove_abandoned(self) -> None:
-        for name in os.listdir(self.sessions_path):
-            path = os.path.join(self.sessions_path, name)
-            if name.startswith(_UNFINISHED) and time.time() - _changed(path) > _ABANDONED_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _try_to_remove(session: Session) -> None:
-    try:
-        session.remove()
-    except ValueError:
-        logging.debug("Another worker has removed session %s", session.session_id)
-    except OSError as error:
-        logging.warning("The expired session %s cannot be removed: %s", session.session_id, error)
-
-
-def _changed(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except FileNotFoundError:  # finished just now
-        return time.time()
+    def _is_over(self, entry: os.DirEntry[str]) -> bool:
+        if entry.name.startswith(_UNFINISHED):
+            return time.time() - entry.stat().st_mtime > _ABANDONED_S
+        if not _SESSION_ID.fullmatch(entry.name):
+            return False
+        ends = Session(entry.name, self.sessions_path).expiration_ts
+        return ends is None or time.time() > ends
 
 
 def _make_own_directory(path: str) -> None:
@@ -173,45 +154,48 @@ def _default_path() -> str:
 
 
 class SessionBackup:
-    """Copies session directories to S3 and back, with the command line tool that is installed: `s5cmd` or `aws`."""
+    """Copies the files of sessions to S3 and back, with boto3."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError if neither tool is installed."""
-        self._url = url.rstrip("/")
-        s5cmd, aws = shutil.which("s5cmd"), shutil.which("aws")
-        if not s5cmd and not aws:
-            raise ValueError("sessions_s3url needs s5cmd or aws on the PATH")
-        tool = [s5cmd, "--retry-count", "1"] if s5cmd else [aws, "s3"]
-        quiet = [] if s5cmd else ["--only-show-errors"]
-        self._sync = [part for part in (*tool, "sync", *quiet) if part]
-        self._rm = [part for part in (*tool, "rm", *quiet, *([] if s5cmd else ["--recursive"])) if part]
-        # For the contents of a directory s5cmd takes a pattern, aws the directory.
-        self._everything = "/*" if s5cmd else "/"
+        """Raises ValueError if the URL names no bucket, and ImportError if boto3 is not installed."""
+        self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
+        if not self._bucket or not url.startswith("s3://"):
+            raise ValueError(f"sessions_s3url must be s3://<bucket>/<prefix>, not {url!r}")
+        self._prefix = f"{prefix}/" if prefix else ""
+        # SageMaker sets AWS_REGION, which boto3 does not read.
+        self._client = require("boto3", "sessions_s3url").client("s3", region_name=os.environ.get("AWS_REGION"))
 
-    def save(self, sessions_path: str, session_id: str) -> bool:
-        """Copies one session to S3. A failure is logged."""
-        source = os.path.join(sessions_path, session_id) + self._everything
-        return self._run(self._sync, source, f"{self._url}/{session_id}/")
+    def save(self, session_id: str, path: str) -> None:
+        """Copies one file of a session to S3. Raises OSError, and botocore's errors."""
+        with open(path, "rb") as file:
+            # `upload_file` would need new threads, which a process that ends cannot start.
+            self._client.put_object(
+                Bucket=self._bucket, Key=f"{self._prefix}{session_id}/{os.path.basename(path)}", Body=file
+            )
 
     def restore(self, session_id: str, directory: str) -> bool:
         """Copies one session from S3 into a directory; whether it was there. A failure is logged."""
-        copied = self._run(self._sync, f"{self._url}/{session_id}{self._everything}", directory + "/")
-        return copied and bool(os.listdir(directory))
-
-    def delete(self, session_id: str) -> bool:
-        """Deletes one session in S3, if it is there. A failure is logged."""
-        return self._run(self._rm, f"{self._url}/{session_id}{self._everything}")
-
-    def _run(self, command: list[str], *paths: str) -> bool:
-        what = f"{os.path.basename(command[0])} {' '.join(paths)}"
         try:
-            done = subprocess.run([*command, *paths], capture_output=True, text=True, timeout=_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            logging.warning("Sessions in S3: %s failed: %s", what, error)
+            for key in self._keys(session_id):
+                self._client.download_file(self._bucket, key, os.path.join(directory, os.path.basename(key)))
+        except Exception as error:  # of botocore's many kinds
+            logging.warning("Session %s cannot be restored from S3: %s", session_id, error)
             return False
-        if done.returncode and _NOTHING_THERE not in done.stderr:
-            logging.warning("Sessions in S3: %s failed: %s", what, done.stderr.strip())
-        return done.returncode == 0
+        return bool(os.listdir(directory))
+
+    def delete(self, session_id: str) -> None:
+        """Deletes one session in S3, if it is there. A failure is logged."""
+        try:
+            for key in self._keys(session_id):
+                self._client.delete_object(Bucket=self._bucket, Key=key)
+        except Exception as error:
+            logging.warning("Session %s cannot be deleted in S3: %s", session_id, error)
+
+    def _keys(self, session_id: str) -> list[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=f"{self._prefix}{session_id}/"
+        )
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
 
 class SessionSaver:
@@ -222,7 +206,7 @@ class SessionSaver:
 
     def __init__(self, backup: SessionBackup, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
         self._backup, self._sessions_path, self._interval_s = backup, sessions_path, interval_s
-        self._saved: dict[str, _Stamp] = {}
+        self._saved: dict[str, _Files] = {}
         self._saving = threading.Lock()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="session-saver", daemon=True)
@@ -231,7 +215,7 @@ class SessionSaver:
 
     def watch(self, session_id: str) -> None:
         """Saves the session from now on, until its directory is removed."""
-        self._saved.setdefault(session_id, frozenset())
+        self._saved.setdefault(session_id, {})
 
     def delete(self, session_id: str) -> None:
         """Deletes the copy of a session, so that it cannot be restored once it is closed."""
@@ -254,24 +238,27 @@ class SessionSaver:
                 self._save(session_id)
 
     def _save(self, session_id: str) -> None:
+        directory = os.path.join(self._sessions_path, session_id)
         with self._saving:
-            if session_id not in self._saved:  # closed meanwhile
+            if not os.path.isdir(directory):
+                self._saved.pop(session_id, None)
+            saved = self._saved.get(session_id)
+            if saved is None:  # closed or removed meanwhile
                 return
             try:
                 # Taken before the copy, so that changes during the copy are copied next time.
-                stamp = _stamp(os.path.join(self._sessions_path, session_id))
-            except FileNotFoundError:
-                del self._saved[session_id]
-                return
-            except OSError as error:
-                logging.warning("Session %s cannot be saved: %s", session_id, error)
-                return
-            if stamp != self._saved[session_id] and self._backup.save(self._sessions_path, session_id):
-                self._saved[session_id] = stamp
+                files = _files(directory)
+                for name in files:
+                    if files[name] != saved.get(name):
+                        self._backup.save(session_id, os.path.join(directory, name))
+            except Exception as error:  # also botocore's
+                logging.warning("Session %s cannot be saved to S3: %s", session_id, error)
+            else:
+                self._saved[session_id] = files
 
 
-def _stamp(directory: str) -> _Stamp:
-    """Names, sizes and times of change of the files of a session."""
+def _files(directory: str) -> _Files:
+    """Sizes and times of change of the files of a session."""
     with os.scandir(directory) as entries:
         states = ((entry.name, entry.stat()) for entry in entries if not entry.name.startswith(PARTIAL))
-        return frozenset((name, state.st_size, state.st_mtime_ns) for name, state in states)
+        return {name: (state.st_size, state.st_mtime_ns) for name, state in states}

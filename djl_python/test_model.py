@@ -24,7 +24,6 @@ from djl_python.service_loader import ModelService, load_model_service
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_ENVIRONMENT_PREFIX = "OPTION_"
 _JSON = "application/json"
 _TEXT = "text/plain"
 _CONTENT_TYPES = {
@@ -39,7 +38,6 @@ _CONTENT_TYPES = {
 }
 _KEY = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _SEED_LIMIT = 2**31
-_PROPERTY = re.compile(r"([^=:\s]+)\s*[=:]?\s*(.*)")
 
 
 def load_properties(properties_dir: str | None) -> dict[str, str]:
@@ -48,9 +46,8 @@ def load_properties(properties_dir: str | None) -> dict[str, str]:
     if not properties_dir or not os.path.isfile(path):
         return {}
     with open(path, encoding="utf-8") as file:
-        lines = [line.strip() for line in file]
-    entries = (_PROPERTY.match(line) for line in lines if line and line[0] not in "#!")
-    return {entry[1].removeprefix("option."): entry[2] for entry in entries if entry}
+        entries = (line.partition("=") for line in file if line.strip() and not line.startswith("#"))
+        return {name.strip().removeprefix("option."): value.strip() for name, _, value in entries}
 
 
 def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +55,8 @@ def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, value in os.environ.items():
         if name == "HF_MODEL_ID":
             kwargs.setdefault("model_id", value)
-        elif name.startswith(_ENVIRONMENT_PREFIX):
-            key = name.removeprefix(_ENVIRONMENT_PREFIX).lower()
+        elif name.startswith("OPTION_"):
+            key = name.removeprefix("OPTION_").lower()
             kwargs.setdefault("entryPoint" if key == "entrypoint" else key, value)
     return kwargs
 
@@ -167,23 +164,18 @@ class TestHandler:
 
 
 async def _completed(answer: Any) -> Any:
-    """The answer of a handler in async mode, with all its chunks."""
+    """The answer of a handler in async mode; its chunks as one, with the first one's headers and the text of all."""
     if inspect.isawaitable(answer):
         answer = await answer
     if not isinstance(answer, AsyncIterator):
         return answer
-    return _joined([output async for output in answer])
-
-
-def _joined(outputs: Sequence[Output]) -> Output:
-    """The chunks of an answer as one: the first one's headers, and the text of all."""
     joined, texts = Output(), []
-    for output in outputs:
+    async for output in answer:
         chunk = decode_encoded_output_binary(extract_output_as_bytes(output))
         texts.append(chunk.get("data", ""))
+        joined.properties = output.properties | joined.properties
         if "code" in chunk:
             joined.set_code(int(chunk["code"])).set_message(chunk.get("error", ""))
-    joined.properties = dict(outputs[0].properties) if outputs else {}
     return joined.add_stream_content(texts, None)
 
 
@@ -296,10 +288,7 @@ def extract_output_as_string(outputs: Output, key: str | None = None) -> str:
 
 def decode_encoded_output_binary(binary: bytes | bytearray) -> dict[str, str]:
     """The map that `Output.binary_encode` has encoded, with text values. Raises ValueError if the bytes are broken."""
-    try:
-        return wire.read_string_map(binary)[0]
-    except ValueError as error:
-        raise ValueError(f"The encoded answer is broken: {error}") from error
+    return wire.read_string_map(binary)[0]
 
 
 def _request(content_type: str | None, content: bytes | bytearray | None = None, key: str | None = None) -> Input:
@@ -322,23 +311,19 @@ def _read(source: str) -> tuple[bytes, str]:
 def run(arguments: Sequence[str] | None = None) -> None:
     """The command `djl-test-model`: one request to a handler; prints the answer, and each chunk of a stream."""
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
-    options = _parser().parse_args(arguments)
-    inputs = create_request(options.input, options.parameters)
-    inputs.function_name = options.handler
-    output = TestHandler(options.entry_point, options.model_dir).inference(inputs)
-    print(f"output: {output}")
-    for chunk in output.stream_chunks() if output else ():
-        print(f"chunk: {json.dumps(chunk.decode('utf-8', 'replace'), ensure_ascii=False)}")
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="djl-test-model", description="Calls a handler without a server")
     parser.add_argument("--model-dir", default=".", help="the model directory")
     parser.add_argument("--entry-point", default="model.py", help="the handler's file in the model directory")
     parser.add_argument("--handler", default="handle", help="the function to call")
     parser.add_argument("--input", nargs="+", default=["input.txt"], help="[key=]file or text, one or more")
     parser.add_argument("--parameters", nargs="+", help="properties of the request, k=v")
-    return parser
+    options = parser.parse_args(arguments)
+    inputs = create_request(options.input, options.parameters)
+    inputs.function_name = options.handler
+    output = TestHandler(options.entry_point, options.model_dir).inference(inputs)
+    print(f"output: {output}")
+    for chunk in output.stream_chunks() if output else ():
+        print(f"chunk: {json.dumps(chunk.decode('utf-8', 'replace'), ensure_ascii=False)}")
 
 
 if __name__ == "__main__":

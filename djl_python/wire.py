@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any, Protocol
+from socket import socket
+from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
@@ -15,21 +16,7 @@ STREAMED_CONTENT = -1
 """In place of the number of content entries: chunks follow."""
 
 
-class Receiver(Protocol):
-    """A connected socket, for reading."""
-
-    def recv(self, size: int, /) -> bytes:
-        """At most `size` bytes; none once the other side has closed."""
-
-
-class Sender(Protocol):
-    """A connected socket, for writing."""
-
-    def sendall(self, data: Any, /) -> Any:
-        """Sends all bytes."""
-
-
-def read_exactly(connection: Receiver, size: int) -> bytearray:
+def read_exactly(connection: socket, size: int) -> bytearray:
     """The next `size` bytes. Raises ValueError if the connection ends first."""
     data = bytearray()
     while len(data) < size:
@@ -40,19 +27,14 @@ def read_exactly(connection: Receiver, size: int) -> bytearray:
     return data
 
 
-def read_int16(connection: Receiver) -> int:
-    """A signed 16-bit integer."""
-    return int(struct.unpack(">h", read_exactly(connection, 2))[0])
+def read_integer(connection: socket, code: str) -> int:
+    """A signed integer; `code` is `h` for 16 bits or `i` for 32."""
+    return int(struct.unpack(f">{code}", read_exactly(connection, struct.calcsize(f">{code}")))[0])
 
 
-def read_int32(connection: Receiver) -> int:
-    """A signed 32-bit integer."""
-    return int(struct.unpack(">i", read_exactly(connection, 4))[0])
-
-
-def read_utf8(connection: Receiver) -> str | None:
+def read_utf8(connection: socket) -> str | None:
     """A length-prefixed string."""
-    length = read_int32(connection)
+    length = read_integer(connection, "i")
     return None if length < 0 else read_exactly(connection, length).decode("utf-8")
 
 
@@ -101,5 +83,5 @@ def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
             texts.append(text.decode("utf-8"))
             at += 4 + len(text)
     except struct.error as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"The map is cut off: {error}") from error
     return dict(zip(texts[::2], texts[1::2], strict=True)), at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,14 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
 
 
 async def until(condition: Callable[[], object], seconds: float = 15) -> None:
-    """Wait until the condition holds, while the event loop goes on; raise TimeoutError after `seconds`."""
+    """Wait until the condition, which may be a coroutine function, holds, while the event loop goes on.
+
+    Raises:
+        TimeoutError: it did not hold within `seconds`.
+    """
     async with asyncio.timeout(seconds):
-        while not condition():
+        while True:
+            holds = condition()
+            if await holds if inspect.isawaitable(holds) else holds:
+                return
             await asyncio.sleep(0.005)

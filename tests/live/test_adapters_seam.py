@@ -18,6 +18,7 @@ from handlers.engines.protocol import EngineAdapter
 from handlers.errors import UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -67,9 +68,7 @@ async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Pat
     assert bytes_read() - before < size
     llm.answers.clear()
     claim = asyncio.create_task(adapters.claim("a"))
-    async with asyncio.timeout(10):
-        while not llm.orders:
-            await asyncio.sleep(0.01)
+    await until(lambda: llm.orders)
     assert bytes_read() - before >= size
     llm.answers.set()
     (await claim).release()
@@ -91,9 +90,8 @@ async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_ad
     registry = AdapterRegistry(EngineAdapterHost(adapters, formatters), source)
     llm.answers.clear()
     order = asyncio.create_task(registry.register(AdapterOrder(name="a", src=str(source))))
+    await until(lambda: llm.orders)
     async with asyncio.timeout(10):
-        while not llm.orders:
-            await asyncio.sleep(0.01)
         await registry.stop()
         await adapters.stop()
         await asyncio.wait({order})

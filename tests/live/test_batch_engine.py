@@ -31,6 +31,7 @@ from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, serving
 from tests.recorder import Recorder
 from tests.unit.collected_reply import CollectedReply
+from tests.waiting import until
 
 GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
 
@@ -132,13 +133,10 @@ async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(s
         leaving = await engine.submit(request_for(PROMPTS[1], stream=True), gone)
         with pytest.raises(InvalidParameter):
             await engine.submit(request_for(PROMPTS[2], SamplingParameters(stop_token_ids=(10**6,))), Recorder())
-        async with asyncio.timeout(60):
-            while not gone.deltas:
-                await asyncio.sleep(0.001)
-            leaving.cancel()
-            seen = len(gone.deltas)
-            while not (kept.deltas and kept.deltas[-1].last):
-                await asyncio.sleep(0.001)
+        await until(lambda: gone.deltas, 60)
+        leaving.cancel()
+        seen = len(gone.deltas)
+        await until(lambda: kept.deltas and kept.deltas[-1].last, 60)
         assert ["".join(delta.text for delta in kept.deltas)] == alone
         assert len(gone.deltas) == seen < MAX_NEW_TOKENS
         assert engine.meter.aborted_requests == 1
@@ -285,9 +283,7 @@ async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_th
     module, reply = "slipway_model_unloaded", CollectedReply()
     assert module in sys.modules
     await service.invocations.handle(Call(body=b'{"inputs": "The capital of France is"}', request_id="r"), reply)
-    async with asyncio.timeout(60):
-        while not reply.ended:
-            await asyncio.sleep(0.05)
+    await until(lambda: reply.ended, 60)
     [formatting] = {thread for thread in threading.enumerate() if thread.name == "formatters"} - before
     await service.stop()
     await asyncio.to_thread(formatting.join, 5)

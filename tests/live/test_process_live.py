@@ -126,7 +126,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
         running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=150, ignore_eos_token=True)
         server.wait_for_metric("slipway_engine_running", 1)
         os.killpg(server.process.pid, number)
-        time.sleep(0.2)
+        wait_until(lambda: server.ping() == 503)
         with httpx.Client(base_url=server.url) as late:
             refused = late.post("/invocations", json={"inputs": "x"})
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
@@ -169,8 +169,7 @@ def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(
     environment = {"SERVING_FAIL_FAST": "true"}
     with serving(tmp_path, environment, **engine_options) as server, ThreadPoolExecutor(1) as pool:
         plain = pool.submit(server.invoke, "Once", **ENDLESS)
-        server.wait_for_metric("slipway_open_requests", 1)
-        time.sleep(1)
+        server.wait_for_metric("slipway_engine_running", 1)
         os.kill(server.engine_process(), signal.SIGKILL)
         assert plain.result().status_code == 500
         assert server.process.wait(60) == 137

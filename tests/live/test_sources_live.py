@@ -16,6 +16,7 @@ import pytest
 
 from tests.live.server import Server
 from tests.s3 import BUCKET, CREDENTIALS, gate_to, moto, put, refuse, slow
+from tests.waiting import wait_until
 
 PROPERTIES = b"option.dtype=fp32\noption.kv_cache_memory_bytes=536870912\n"
 FORMATTER = b"""
@@ -61,9 +62,7 @@ def on_s3(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_ping_is_pending_while_weights_are_downloaded_and_200_afterwards(on_s3: Server) -> None:
     seen: set[float] = set()
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and on_s3.ping() == 0:
-        time.sleep(0.05)
+    wait_until(lambda: on_s3.ping() != 0, 300)
     while on_s3.ping() == 503 and not (seen and max(seen) > 0):
         assert on_s3.client.get("/ping").json() == {"model": {"status": "PENDING"}}
         seen.add(on_s3.metric("slipway_download_bytes"))
@@ -119,10 +118,7 @@ def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_pa
         gate.fault = lambda passing: passing.path.endswith(".safetensors") and fault(passing)
         server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
         try:
-            deadline = time.monotonic() + 60
-            while server.ping() != 500:
-                assert time.monotonic() < deadline, server.log_text()
-                time.sleep(0.05)
+            wait_until(lambda: server.ping() == 500, about=server.log_text)
             reason = server.client.get("/ping").json()["model"]["reason"]
             assert reason.startswith("s3://models/m/: access is denied")
             assert server.process.wait(60) == 1
@@ -140,10 +136,7 @@ def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
         }
         server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
         try:
-            deadline = time.monotonic() + 60
-            while "downloading s3://" not in server.log_text():
-                assert time.monotonic() < deadline, server.log_text()
-                time.sleep(0.05)
+            wait_until(lambda: "downloading s3://" in server.log_text(), about=server.log_text)
             started = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - started < 10, "the download takes twenty"
@@ -169,10 +162,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
                     threads.submit(server.client.post, "/models", params={"url": url, "model_name": name})
                     for name, url in (("s3", f"s3://{BUCKET}/m"), ("hangs", str(tmp_path)))
                 ]
-                deadline = time.monotonic() + 60
-                while '"hangs"' not in server.client.get("/models").text:
-                    assert time.monotonic() < deadline, server.log_text()
-                    time.sleep(0.05)
+                wait_until(lambda: '"hangs"' in server.client.get("/models").text, about=server.log_text)
                 assert server.ping() == 200
                 started = time.monotonic()
                 server.process.send_signal(signal.SIGTERM)

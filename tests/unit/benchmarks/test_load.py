@@ -19,6 +19,7 @@ from benchmarks.load import (
     parse,
     percentile,
 )
+from tests.waiting import until
 
 RECORDS = [b'{"token": {"id": 7, "text": " a"}}\n', b'{"token": {"id": 9, "text": " b"}, "generated_text": " a b"}\n']
 BODY = b"".join(RECORDS)
@@ -107,6 +108,7 @@ class Script:
     def __init__(self, pieces: Sequence[bytes], *, hang_up: bool = False) -> None:
         self._pieces = pieces
         self._hang_up = hang_up
+        self.open = 0
         self.connections: list[int] = []
         """How many requests came over each."""
         self.bodies: set[bytes] = set()
@@ -114,6 +116,7 @@ class Script:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = len(self.connections)
         self.connections.append(0)
+        self.open += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
@@ -127,6 +130,7 @@ class Script:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self.open -= 1
             writer.close()
 
 
@@ -142,7 +146,7 @@ async def load(script: Script, **changes: object) -> Figures:
     spec |= {"tokens": 2, "marker": MARKER.decode(), "end_marker": '"generated_text"', "exact_records": True}
     async with listening(script) as url:
         figures = await Load(LoadSpec(url=url, **{**spec, **changes})).run()  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)  # for the server to see that its clients have gone
+        await until(lambda: not script.open)
     return figures
 
 

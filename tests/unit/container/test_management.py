@@ -26,6 +26,7 @@ from container.settings.load import further_settings
 from container.settings.settings import ServerSettings, StartupModel
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -235,11 +236,13 @@ async def test_ping_has_an_entry_for_each_model_and_the_status_of_the_worst() ->
         assert (ping.status_code, ping.content) == (200, both)
         for worker in service(api, "b").custom.status().workers:
             os.kill(worker.pid, signal.SIGKILL)
-        for _ in range(200):
-            if (ping := await api.client.get("/ping")).status_code == 500:
-                break
-            await asyncio.sleep(0.05)
-        assert (ping.status_code, ping.json()["b"]["status"]) == (500, "FAILED")
+
+        async def has_failed() -> bool:
+            return (await api.client.get("/ping")).status_code == 500
+
+        await until(has_failed)
+        ping = await api.client.get("/ping")
+        assert ping.json()["b"]["status"] == "FAILED"
         assert ping.json()["a"] == {"status": "Healthy"}
         await api.client.delete("/models/b")
         assert (await api.client.get("/ping")).status_code == 200
@@ -254,10 +257,8 @@ async def test_a_model_may_be_loaded_in_the_background_and_ping_stays_ready() ->
         assert "\nslipway_ready 1.0\n" in (await api.client.get("/metrics")).text
         assert error(await api.client.post("/models/b/invoke"))[:2] == (503, "ServiceUnavailableException")
         assert error(await api.client.put("/models/b?max_worker=1"))[:2] == (503, "ServiceUnavailableException")
-        for _ in range(600):
-            if (await api.client.get("/models/b")).json()[0]["models"][0]["status"] == "Healthy":
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: not api.registrar.loading, 60)
+        assert (await api.client.get("/models/b")).json()[0]["models"][0]["status"] == "Healthy"
         assert (await api.client.post("/models/b/invoke", content=b"x")).content == b"x"
 
 
@@ -274,10 +275,7 @@ async def test_a_client_that_goes_away_while_a_model_is_loaded_does_not_stop_the
     async with serving() as api:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(api.register("a"), 0.05)
-        for _ in range(600):
-            if len(api.models) and not api.registrar.loading:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: len(api.models) and not api.registrar.loading, 60)
         assert (await api.client.post("/models/a/invoke", content=b"x")).content == b"x"
 
 
@@ -292,10 +290,7 @@ async def test_workers_are_scaled_to_nothing_and_back() -> None:
         assert (await api.client.get("/ping")).status_code == 200
         answer = await api.client.put("/models/a?min_worker=2&max_worker=2")
         assert answer.json()["status"].endswith("min workers:2 max workers:2")
-        for _ in range(600):
-            if service(api, "a").custom.status().ready == 2:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: service(api, "a").custom.status().ready == 2, 60)
         assert (await api.client.post("/invocations", content=b"x")).content == b"x"
         assert error(await api.client.put("/models/a"))[:2] == (400, "BadRequestException")
         assert error(await api.client.put("/models/b?max_worker=1"))[:2] == (404, "ModelNotFoundException")
@@ -305,10 +300,9 @@ async def test_calls_that_run_end_before_their_model_is_unloaded() -> None:
     async with serving("a") as api:
         await api.register("b")
         running = asyncio.create_task(api.client.post("/models/b/invoke?sleep=1"))
-        while not api.models.choose("b").lifecycle.open_calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: api.models.choose("b").lifecycle.open_calls)
         unloading = asyncio.create_task(api.client.delete("/models/b"))
-        await asyncio.sleep(0.1)
+        await until(lambda: "b" not in api.models)
         assert error(await api.client.post("/models/b/invoke"))[0] == 404
         assert not unloading.done()
         assert (await running).text == "slept"
@@ -319,8 +313,7 @@ async def test_unloading_does_not_wait_for_ever() -> None:
     async with serving(drain_timeout=0.2) as api:
         await api.register("a")
         running = asyncio.create_task(api.client.post("/models/a/invoke?sleep=60"))
-        while not api.models.choose("a").lifecycle.open_calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: api.models.choose("a").lifecycle.open_calls)
         assert (await asyncio.wait_for(api.client.delete("/models/a"), 20)).status_code == 200
         assert (await asyncio.wait_for(running, 5)).status_code >= 400
 
@@ -333,8 +326,7 @@ async def test_a_server_that_ends_waits_for_no_memory_of_an_unloaded_model(monke
         leaving = api.models.choose("b").lifecycle
         leaving.open_calls += 1
         unloading = asyncio.create_task(api.client.delete("/models/b"))
-        while leaving.service is not None:
-            await asyncio.sleep(0.01)
+        await until(lambda: leaving.service is None)
         await asyncio.sleep(0.3)
         assert not unloading.done()
         api.models.draining = True
@@ -493,8 +485,7 @@ async def test_a_management_address_of_its_own_parts_the_routes() -> None:
 async def test_a_server_that_stops_takes_no_models_and_gives_up_loads() -> None:
     async with serving("a") as api:
         loading = asyncio.create_task(api.register("b"))
-        while not api.registrar.loading:
-            await asyncio.sleep(0.01)
+        await until(lambda: api.registrar.loading)
         await api.models.drain(0.0)
         assert error(await api.register("c"))[:2] == (503, "ServiceUnavailableException")
         assert (await api.client.get("/ping")).status_code == 503

@@ -24,8 +24,7 @@ def request(body: bytes | None, key: str = "data") -> Input:
         (None, None, {"inputs": ""}),
         ("", b'{"a": 1}', {"a": 1}),
         ("application/json", b"[1]", [1]),
-        ("application/jsonlines", b"1\n2", [1, 2]),
-        ("application/msgpack", b"\x81\xa1a\x01", {"a": 1}),
+        ("application/jsonlines", b"[1]\n", [1]),
         ("text/plain; charset=utf-8", b"hi", {"inputs": ["hi"]}),
         ("text/csv", b"inputs,x\na,1\nb,2\n", {"inputs": ["a", "b"]}),
         ("text/csv", b"Question,context\nq,c\n", {"inputs": [{"Question": "q", "context": "c"}]}),
@@ -59,7 +58,7 @@ def test_csv_without_a_header_is_an_array_of_numbers() -> None:
 
 @pytest.mark.parametrize("body", [b"1,a\n", b"1,nan\n", b"1,\n", b"1,2\n3\n", b""])
 def test_csv_that_is_no_table_of_numbers_is_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"non-numeric data|no rows, or rows of different length"):
+    with pytest.raises(ValueError, match=r"non-numeric data|no rows"):
         decode_csv(request(body), require_headers=False)
 
 
@@ -123,5 +122,6 @@ def test_many_short_rows_below_a_long_header_do_not_fill_memory() -> None:
 def test_csv_with_a_cell_that_is_too_long_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError, match="not CSV: field larger than field limit"):
         decode_csv(request(body))
-    with pytest.raises(ValueError, match="not CSV: field larger than field limit"):
+    with pytest.raises(ValueError, match="non-numeric data") as refused:
         decode_csv(request(body), require_headers=False)
+    assert len(str(refused.value)) < 200

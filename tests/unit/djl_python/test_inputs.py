@@ -5,8 +5,8 @@ import json
 import socket
 import struct
 from typing import Any
+from unittest.mock import Mock
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,14 +41,10 @@ def message(properties: dict[str, str], content: list[tuple[str | None, bytes]])
     return b"".join(parts)
 
 
-class Connection:
-    """What a socket is to a reader; hands out a few bytes at a time, as sockets may."""
-
-    def __init__(self, data: bytes) -> None:
-        self._file = io.BytesIO(data)
-
-    def recv(self, size: int, /) -> bytes:
-        return self._file.read(min(size, 3))
+def connection(data: bytes) -> socket.socket:
+    """Hands out a few bytes at a time, as sockets may."""
+    file = io.BytesIO(data)
+    return Mock(socket.socket, recv=lambda size: file.read(min(size, 3)))
 
 
 @given(st.dictionaries(NAMES, NAMES, max_size=4), st.lists(st.tuples(st.none() | NAMES, st.binary()), max_size=4))
@@ -56,7 +52,7 @@ def test_the_wire_form_gives_back_properties_and_content(
     properties: dict[str, str], content: list[tuple[str | None, bytes]]
 ) -> None:
     received = Input()
-    received.read(Connection(message(properties, content)))
+    received.read(connection(message(properties, content)))
     assert received.get_properties() == properties
     assert list(zip(received.content.keys, map(bytes, received.content.values), strict=True)) == content
     assert received.get_function_name() == properties.get("handler")
@@ -75,7 +71,7 @@ def test_a_request_is_read_from_a_real_socket() -> None:
 def test_a_connection_that_ends_too_early_is_an_error() -> None:
     data = message({"a": "b"}, [("data", b"12345")])
     with pytest.raises(ValueError, match="disconnected after 2 of 5 bytes"):
-        Input().read(Connection(data[:-3]))
+        Input().read(connection(data[:-3]))
 
 
 def test_a_property_is_found_whatever_its_case() -> None:
@@ -120,14 +116,11 @@ NUMBERS = np.arange(3)
         ("application/json", b'{"a": 1}', {"a": 1}),
         ("application/json; charset=utf-8", b"[1]", [1]),
         ("APPLICATION/JSON", b"1", 1),
-        ("application/jsonlines", b'{"a": 1}\n\n{"a": 2}\r\n', [{"a": 1}, {"a": 2}]),
         ("application/jsonlines", b'{"a": 1}\n', {"a": 1}),
         ("application/jsonlines", b'{\n"a": 1\n}', {"a": 1}),
         ("text/plain", "grüß".encode(), "grüß"),
         ("text/csv", b"a,b\n1,2\n", "a,b\n1,2\n"),
         ("application/x-www-form-urlencoded", b"a=1&b=2", "a=1&b=2"),
-        ("application/msgpack", msgspec.msgpack.encode({"a": [1, b"x"]}), {"a": [1, b"x"]}),
-        ("application/x-msgpack", b"\x93\x01\x02\x03", [1, 2, 3]),
         ("application/octet-stream", b"\xff", b"\xff"),
         ("audio/wav", b"RIFF", b"RIFF"),
         (None, b"x", b"x"),
@@ -163,14 +156,10 @@ def test_an_image_is_decoded() -> None:
         ("application/json", b"{", "The body is not JSON: Expecting property name"),
         ("application/json", b"\xff{}", "not UTF-8: byte 0xff at 0"),
         ("application/json", b"[" * 100_000, "nested too deeply"),
-        ("application/jsonlines", b'{"a": 1}\n{"a": \n', "Line 2 of the body is not JSON"),
         ("application/jsonlines", b"", "The body is not JSON"),
         ("text/plain", b"ab\xe4", "byte 0xe4 at 2"),
         ("image/png", b"no image", "not an image that can be read"),
         ("image/png", png()[:50], "not an image that can be read"),
-        ("application/msgpack", b"\x92\x01", "not MessagePack"),
-        ("application/msgpack", b"\x01\x01", "not MessagePack"),
-        ("application/msgpack", b"\x91" * 100_000, "not MessagePack"),
         ("tensor/npz", b"PK", "npz body cannot be read"),
         ("tensor/ndlist", b"\x00", "ends too early"),
         ("application/x-npy", b"\x93NUMPY\x01\x00", "npy body cannot be read"),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from djl_python import np_util
 from djl_python.np_util import from_nd_list, from_npy, from_npz, to_nd_list, to_npz
 
 DTYPES = st.sampled_from(
@@ -166,12 +167,12 @@ def test_an_archive_of_something_other_than_arrays_is_refused() -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("readme.txt", "no array")
-    with pytest.raises(ValueError, match="other than arrays"):
+    with pytest.raises(ValueError, match="magic string is not correct"):
         from_npz(file.getvalue())
 
 
 def test_an_npy_file_is_not_taken_for_an_npz() -> None:
-    with pytest.raises(ValueError, match="no zip archive"):
+    with pytest.raises(ValueError, match="not a zip file"):
         from_npz(npy(np.arange(2)))
 
 
@@ -246,29 +247,19 @@ def claiming(archive: bytes, size: int) -> bytes:
 def test_an_archive_that_becomes_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = archive_of(npy(np.zeros(1 << 24, "uint8")))
     assert len(bomb) < 1 << 15
-    assert from_npz(bomb)[0].shape == (1 << 24,)
-    monkeypatch.setenv("SLIPWAY_MAX_NPZ_BYTES", str(1 << 24))
-    assert peak_of_refused(bomb, r"take 16777344 bytes, and at most 16777216 are allowed") < 1 << 20
-    with pytest.raises(ValueError, match=r"take 4294967295 bytes"):
-        from_npz(claiming(bomb, 2**32 - 1))
-    monkeypatch.delenv("SLIPWAY_MAX_NPZ_BYTES")
     with pytest.raises(ValueError, match=r"take 4294967295 bytes, and at most 1073741824"):
         from_npz(claiming(bomb, 2**32 - 1))
+    assert from_npz(bomb)[0].shape == (1 << 24,)
+    monkeypatch.setattr(np_util, "MAX_NPZ_BYTES", 1 << 24)
+    assert peak_of_refused(bomb, r"take 16777344 bytes, and at most 16777216 are allowed") < 1 << 20
 
 
 def test_the_sizes_of_all_arrays_of_an_archive_count(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = [np.zeros(1000, "uint8")] * 3
-    monkeypatch.setenv("SLIPWAY_MAX_NPZ_BYTES", "2500")
+    monkeypatch.setattr(np_util, "MAX_NPZ_BYTES", 2500)
     assert len(from_npz(to_npz(arrays[:2]))) == 2
     with pytest.raises(ValueError, match="at most 2500 are allowed"):
         from_npz(to_npz(arrays))
-
-
-@pytest.mark.parametrize("limit", ["many", "-1", "1e9"])
-def test_a_limit_that_is_no_number_is_an_error(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPWAY_MAX_NPZ_BYTES", limit)
-    with pytest.raises(ValueError, match="SLIPWAY_MAX_NPZ_BYTES must be a number of bytes"):
-        from_npz(to_npz([np.zeros(1)]))
 
 
 def peak_of_refused(archive: bytes, message: str) -> int:

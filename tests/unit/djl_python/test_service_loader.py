@@ -10,19 +10,14 @@ from djl_python import Input
 from djl_python.input_parser import init_handler, input_formatter, prediction_handler
 from djl_python.service_loader import (
     find_decorated_function,
-    find_sagemaker_function,
     get_annotated_function,
     has_function_in_module,
-    is_sagemaker_function,
     load_model_service,
 )
 
 DECORATED = """
 from djl_python.input_parser import init_handler, input_formatter, prediction_handler
 from djl_python.output_formatter import output_formatter
-
-runs = []
-runs.append(1)
 
 @output_formatter
 def z_format(output): return "z"
@@ -69,7 +64,6 @@ def test_the_first_marked_function_by_name_is_found(tmp_path: Path) -> None:
     found = get_annotated_function(model(tmp_path, DECORATED), "is_output_formatter")
     assert found is not None
     assert found.__name__ == "a_format"
-    assert not is_sagemaker_function(found)
 
 
 def test_a_marked_function_comes_before_its_sagemaker_counterpart(tmp_path: Path) -> None:
@@ -98,9 +92,6 @@ def test_sagemaker_functions_are_found_if_their_parameters_have_the_right_names(
         "is_output_formatter": "output_fn",
         "is_x": None,
     }
-    found = get_annotated_function(directory, "is_init_handler")
-    assert found is not None
-    assert is_sagemaker_function(found)
 
 
 def test_no_file_or_no_such_function_is_none(tmp_path: Path) -> None:
@@ -115,20 +106,6 @@ def test_no_file_or_no_such_function_is_none(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_run_is_an_error(tmp_path: Path, text: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         get_annotated_function(model(tmp_path, text), "is_output_formatter")
-
-
-def test_the_file_runs_once_for_all_its_functions_and_again_when_it_changes(tmp_path: Path) -> None:
-    directory = model(tmp_path, DECORATED)
-    first = get_annotated_function(directory, "is_output_formatter")
-    second = get_annotated_function(directory, "is_input_formatter")
-    assert first is not None
-    assert second is not None
-    assert first.__globals__ is second.__globals__
-    model(tmp_path, DECORATED.replace("a_format", "b_format"))
-    os.utime(tmp_path / "model.py", ns=(1, 1))
-    changed = get_annotated_function(directory, "is_output_formatter")
-    assert changed is not None
-    assert changed.__name__ == "b_format"
 
 
 def test_adapters_have_modules_of_their_own(tmp_path: Path) -> None:
@@ -177,14 +154,3 @@ def test_a_module_that_failed_is_forgotten(tmp_path: Path) -> None:
     model(tmp_path, "handle = 1  # corrected")
     os.utime(tmp_path / "model.py", (1, 1))
     assert load_model_service(directory, "model.py").module.handle == 1
-
-
-def test_functions_are_found_in_any_object_with_attributes() -> None:
-    class Namespace:
-        @staticmethod
-        def predict_fn(input_data: int, model: int) -> int:
-            return input_data * model
-
-    assert find_sagemaker_function(Namespace, "predict_fn") is Namespace.predict_fn
-    assert find_sagemaker_function(Namespace, "no_fn") is None
-    assert find_decorated_function(Namespace, "is_input_formatter") is None

@@ -1,23 +1,26 @@
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import boto3
 import numpy as np
 import pytest
 
 from djl_python import Session, SessionManager
 from djl_python.session_manager import SessionBackup, SessionSaver
+from tests.s3 import BUCKET, CREDENTIALS, gate_to, moto, put, slow
+from tests.waiting import wait_until
 
 
 def manager(path: Path, **properties: Any) -> SessionManager:
@@ -126,144 +129,140 @@ def test_only_the_owner_can_read_sessions(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
-TOOL = """
-import json, os, shutil, sys, time
-given = sys.argv[1:]
-assert given[:2] == ["--retry-count", "1"], given
-source, *target = (path.replace("s3://bucket", BUCKET) for path in given[3:])
-directory = source.removesuffix("/*")
-with open(os.path.join(os.path.dirname(BUCKET), "calls"), "a") as calls:
-    calls.write(json.dumps(given[2:]) + chr(10))
-if given[2] == "rm":
-    shutil.rmtree(directory)
-elif os.path.isdir(directory):
-    os.makedirs(target[0], exist_ok=True)
-    for name in sorted(os.listdir(directory)):
-        shutil.copy2(os.path.join(directory, name), target[0])
-        time.sleep(PAUSE_S)
-"""
+@pytest.fixture(scope="module")
+def s3_address() -> Iterator[str]:
+    with moto() as address:
+        put(address, {})
+        yield address
 
 
-def s3(directory: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float = 0) -> Path:
-    """A bucket that is a directory, and on the PATH a tool that copies to it and back as s5cmd does."""
-    bucket, tool = directory / "bucket", directory / "s5cmd"
-    bucket.mkdir(exist_ok=True)
-    tool.write_text(f"#!{sys.executable} -S\nBUCKET, PAUSE_S = {str(bucket)!r}, {pause_s}\n{TOOL}")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
-    return bucket
+@pytest.fixture
+def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """S3, as the environment names it, and a prefix of the bucket that is nobody else's."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_address)
+    return Bucket(f"sessions-{uuid.uuid4()}")
 
 
-def saved_value(bucket: Path, session_id: str, key: str) -> Any:
-    path = bucket / session_id / f"{key}.value"
-    return pickle.loads(path.read_bytes()) if path.exists() else None
+class Bucket:
+    def __init__(self, prefix: str) -> None:
+        self.url = f"s3://{BUCKET}/{prefix}"
+        self._objects = boto3.resource("s3").Bucket(BUCKET).objects.filter(Prefix=f"{prefix}/")
+
+    def read(self, session_id: str, file: str) -> bytes | None:
+        found = (item for item in self._objects.all() if item.key.endswith(f"/{session_id}/{file}"))
+        return next((item.get()["Body"].read() for item in found), None)
+
+    def value(self, session_id: str, key: str) -> Any:
+        pickled = self.read(session_id, f"{key}.value")
+        return None if pickled is None else pickle.loads(pickled)
+
+    def sessions(self) -> set[str]:
+        return {item.key.split("/")[-2] for item in self._objects.all()}
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
-def test_sessions_are_saved_when_the_process_ends_and_restored_when_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s3(tmp_path, monkeypatch)
+def test_sessions_are_saved_when_the_process_ends_and_restored_when_needed(tmp_path: Path, s3: Bucket) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    create = "session = sessions.create_session(); session.put('k', 'kept'); print(session.session_id)"
-    created = with_sessions_in_s3(first, create).strip()
-    assert with_sessions_in_s3(second, f"print(sessions.get_session({created!r}).get('k'))") == "kept\n"
+    created = with_sessions_in_s3(s3, first, CREATE).strip()
+    assert with_sessions_in_s3(s3, second, f"print(sessions.get_session({created!r}).get('k'))") == "kept\n"
     unknown = f"try: sessions.get_session('{uuid.uuid4()}')\nexcept ValueError as error: print(error)"
-    assert with_sessions_in_s3(second, unknown).startswith("session not found")
+    assert with_sessions_in_s3(s3, second, unknown).startswith("session not found")
     assert os.listdir(second) == [created]
 
 
-def with_sessions_in_s3(path: Path, code: str) -> str:
+CREATE = "session = sessions.create_session(); session.put('k', 'kept'); print(session.session_id)"
+
+
+def with_sessions_in_s3(s3: Bucket, path: Path, code: str) -> str:
     """What code prints in a process of its own, which saves its sessions when it ends."""
     setup = "import sys; from djl_python import SessionManager\n"
-    setup += "sessions = SessionManager({'sessions_path': sys.argv[1], 'sessions_s3url': 's3://bucket/'})\n"
+    setup += f"sessions = SessionManager({{'sessions_path': sys.argv[1], 'sessions_s3url': {s3.url!r}}})\n"
     done = subprocess.run([sys.executable, "-c", setup + code, str(path)], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 @contextmanager
-def saving(path: Path) -> Iterator[SessionSaver]:
+def saving(s3: Bucket, path: Path) -> Iterator[SessionSaver]:
     """A saver that looks often."""
-    saver = SessionSaver(SessionBackup("s3://bucket"), str(path), interval_s=0.05)
+    saver = SessionSaver(SessionBackup(s3.url), str(path), interval_s=0.05)
     yield saver
     saver.close()
 
 
-def test_what_changes_is_saved_while_the_process_goes_on_and_only_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = s3(tmp_path, monkeypatch)
+def test_what_changes_is_saved_while_the_process_goes_on(tmp_path: Path, s3: Bucket) -> None:
     session = manager(tmp_path / "sessions").create_session()
-    with saving(tmp_path / "sessions") as saver:
+    with saving(s3, tmp_path / "sessions") as saver:
         saver.watch(session.session_id)
         session.put("k", 1)
-        wait_until(lambda: saved_value(bucket, session.session_id, "k") == 1)
+        wait_until(lambda: s3.value(session.session_id, "k") == 1)
         session.put("k", 2)
-        wait_until(lambda: saved_value(bucket, session.session_id, "k") == 2)
+        wait_until(lambda: s3.value(session.session_id, "k") == 2)
         array = session.get_as_numpy("a", (2,), create=True)
-        wait_until(lambda: (bucket / session.session_id / "a.array").exists())
+        wait_until(lambda: s3.read(session.session_id, "a.array"))
         array[:] = 7
         array.flush()
-        wait_until(lambda: np.frombuffer((bucket / session.session_id / "a.array").read_bytes(), "f4").sum() == 14)
-        time.sleep(0.3)
-        calls = (tmp_path / "calls").read_text()
-        time.sleep(0.5)
-        assert (tmp_path / "calls").read_text() == calls
+        wait_until(lambda: s3.read(session.session_id, "a.array") == array.tobytes())
 
 
-def test_a_session_that_is_removed_is_no_longer_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3(tmp_path, monkeypatch)
+def test_only_files_that_have_changed_are_saved(tmp_path: Path) -> None:
+    session = manager(tmp_path / "sessions").create_session()
+    backup = Mock(SessionBackup)
+    saver = SessionSaver(backup, str(tmp_path / "sessions"), interval_s=0.01)
+    saver.watch(session.session_id)
+    session.put("k", 1)
+    wait_until(lambda: backup.save.call_count >= 2)
+    session.put("k", "longer")
+    wait_until(lambda: backup.save.call_count >= 3)
+    saver.close()
+    saved = [Path(call.args[1]).name for call in backup.save.call_args_list]
+    assert saved.count(".expiration_ts.value") == 1
+    assert saved[-1] == "k.value"
+
+
+def test_a_session_that_is_removed_is_no_longer_saved(tmp_path: Path, s3: Bucket) -> None:
     sessions = manager(tmp_path / "sessions")
     gone, other = sessions.create_session(), sessions.create_session()
     gone.remove()
-    with saving(tmp_path / "sessions") as saver:
+    with saving(s3, tmp_path / "sessions") as saver:
         saver.watch(gone.session_id)
         saver.watch(other.session_id)
-    calls = (tmp_path / "calls").read_text()
-    assert gone.session_id not in calls
-    assert other.session_id in calls
+    assert s3.sessions() == {other.session_id}
 
 
-def test_a_closed_session_cannot_be_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = s3(tmp_path, monkeypatch)
-    created = with_sessions_in_s3(tmp_path / "first", "print(sessions.create_session().session_id)").strip()
-    assert os.listdir(bucket) == [created]
+def test_a_closed_session_cannot_be_restored(tmp_path: Path, s3: Bucket) -> None:
+    created = with_sessions_in_s3(s3, tmp_path / "first", CREATE).strip()
+    assert s3.sessions() == {created}
     close = f"sessions.close_session({created!r})\ntry: sessions.get_session({created!r})\n"
-    assert with_sessions_in_s3(tmp_path / "second", close + "except ValueError as error: print(error)").startswith(
+    assert with_sessions_in_s3(s3, tmp_path / "second", close + "except ValueError as error: print(error)").startswith(
         "session not found"
     )
-    assert os.listdir(bucket) == []
+    assert s3.sessions() == set()
 
 
 def test_a_session_that_is_being_restored_is_seen_complete_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3(tmp_path, monkeypatch)
-    create = "session = sessions.create_session(); session.put('k', 'kept'); print(session.session_id)"
-    created = with_sessions_in_s3(tmp_path / "first", create).strip()
-    s3(tmp_path, monkeypatch, pause_s=0.5)
+    created = with_sessions_in_s3(s3, tmp_path / "first", CREATE).strip()
     second = tmp_path / "second"
-    workers = [manager(second, sessions_s3url="s3://bucket") for _ in range(3)]
+    with gate_to(s3_address) as gate, ThreadPoolExecutor(3) as pool:
+        gate.fault = slow(0.5)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", gate.url)
+        workers = [manager(second, sessions_s3url=s3.url) for _ in range(3)]
 
-    def kept(worker: SessionManager) -> Any:
-        found = worker.get_session(created)
-        return found and found.get("k")
+        def kept(worker: SessionManager) -> Any:
+            found = worker.get_session(created)
+            return found and found.get("k")
 
-    with ThreadPoolExecutor(3) as pool:
         values = [pool.submit(kept, worker) for worker in workers]
         wait_until(lambda: any(name.startswith(".new-") for name in os.listdir(second)))
         # Removes what has expired, or has no end.
         new = manager(second).create_session()
         assert not (second / created).exists()
         assert [value.result() for value in values] == ["kept"] * 3
-    s3(tmp_path, monkeypatch)  # quick again, for what the workers save when they end
+        for worker in workers:
+            worker.close()
     assert sorted(os.listdir(second)) == sorted([created, new.session_id])
 
 
@@ -318,43 +317,34 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         manager(tmp_path / "theirs")
 
 
-def test_the_commands_of_aws_are_about_whole_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "aws"
-    log = f"open({str(tool)!r} + '.calls', 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
-    tool.write_text(f"#!{sys.executable} -S\nimport json, sys\n{log}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    backup = SessionBackup("s3://bucket/x/")
-    assert backup.save("/sessions", "id")
-    assert backup.delete("id")
-    (tmp_path / "empty").mkdir()
-    assert not backup.restore("id", str(tmp_path / "empty"))
-    calls = (tmp_path / "aws.calls").read_text().splitlines()
-    assert [json.loads(call) for call in calls] == [
-        ["s3", "sync", "--only-show-errors", "/sessions/id/", "s3://bucket/x/id/"],
-        ["s3", "rm", "--only-show-errors", "--recursive", "s3://bucket/x/id/"],
-        ["s3", "sync", "--only-show-errors", "s3://bucket/x/id/", str(tmp_path / "empty") + "/"],
-    ]
-
-
-def test_a_failure_to_copy_is_logged_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    bucket = s3(tmp_path, monkeypatch)
+def test_a_failure_to_copy_is_logged_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = manager(tmp_path / "sessions").create_session()
-    bucket.rmdir()
-    bucket.write_text("no directory")
-    with saving(tmp_path / "sessions") as saver:
-        saver.watch(session.session_id)
-        wait_until(lambda: "Sessions in S3: s5cmd" in caplog.text)
-        bucket.unlink()
-        wait_until(lambda: (bucket / session.session_id).exists())
+    backup = Mock(SessionBackup)
+    backup.save.side_effect = OSError("no network")
+    saver = SessionSaver(backup, str(tmp_path / "sessions"), interval_s=0.01)
+    saver.watch(session.session_id)
+    wait_until(lambda: f"Session {session.session_id} cannot be saved to S3: no network" in caplog.text)
+    backup.save.side_effect = None
+    tries = backup.save.call_count
+    wait_until(lambda: backup.save.call_count > tries)
+    saver.close()
 
 
-def test_sessions_in_s3_need_a_tool_that_copies_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="needs s5cmd or aws"):
-        manager(tmp_path / "sessions", sessions_s3url="s3://bucket")
+def test_a_session_that_cannot_be_read_from_s3_is_not_there(
+    tmp_path: Path, s3: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions = manager(tmp_path, sessions_s3url="s3://there-is-no-such-bucket/x")
+    unknown = str(uuid.uuid4())
+    with pytest.raises(ValueError, match="session not found"):
+        sessions.get_session(unknown)
+    assert f"Session {unknown} cannot be restored from S3" in caplog.text
+    sessions.close()
+
+
+@pytest.mark.parametrize("url", ["s3://", "bucket/x"])
+def test_the_place_in_s3_must_be_an_url(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="sessions_s3url must be s3://"):
+        manager(tmp_path / "sessions", sessions_s3url=url)
 
 
 def test_a_session_can_be_made_without_a_manager(tmp_path: Path) -> None:

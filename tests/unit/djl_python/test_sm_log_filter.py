@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from djl_python import __version__
-from djl_python.sm_log_filter import TELEMETRY_FILE, SMLogFilter, add_telemetry_handler
+from djl_python.sm_log_filter import SMLogFilter
 
 LATENCY = "SysHealth: LLM sharding and compilation latency: 845.62 secs"
 
@@ -49,30 +47,3 @@ def test_the_record_itself_stays_as_it_was() -> None:
     original = record(LATENCY)
     SMLogFilter().filter(original)
     assert original.getMessage() == LATENCY
-
-
-@pytest.fixture
-def logger() -> Iterator[logging.Logger]:
-    made = logging.getLogger("telemetry.test")
-    made.setLevel(logging.INFO)
-    yield made
-    for handler in list(made.handlers):
-        made.removeHandler(handler)
-        handler.close()
-
-
-def test_telemetry_goes_to_the_file_that_the_environment_names(
-    logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "telemetry.log"
-    monkeypatch.setenv(TELEMETRY_FILE, str(file))
-    assert add_telemetry_handler(logger) is not None
-    logger.info("hello")
-    logger.info("SysHealth: load time: %s s", 3)
-    assert file.read_text() == f"SysHealth.Count:1|#DJLServing:{__version__},LoadTime:3 s\n"
-
-
-def test_without_such_a_file_there_is_no_telemetry(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TELEMETRY_FILE, raising=False)
-    assert add_telemetry_handler(logger) is None
-    assert logger.handlers == []

@@ -38,7 +38,6 @@ def test_a_missing_package_is_named() -> None:
     for content_type, package in (
         ("tensor/ndlist", "numpy"),
         ("image/png", "Pillow"),
-        ("application/msgpack", "msgpack (or msgspec)"),
     ):
         done = isolated(
             f"from djl_python import Input; i = Input(); i.properties['content-type'] = {content_type!r}; "

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 from djl_python.streaming_utils import StreamingUtils
 from tests.unit.djl_python.tiny_models import save_model
+from tests.waiting import wait_until
 
 pytest.importorskip("transformers")
 
@@ -113,7 +113,4 @@ def test_an_abandoned_stream_ends_its_thread(llama: tuple[Any, Any]) -> None:
     steps = StreamingUtils.use_hf_default_streamer(*llama, "the", None, max_new_tokens=10_000, eos_token_id=-1)
     next(steps)
     steps.close()  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 30
-    while any(thread.name == "generate" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: all(thread.name != "generate" for thread in threading.enumerate()))

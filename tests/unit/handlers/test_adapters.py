@@ -13,6 +13,7 @@ from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
 from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
 from handlers.engines.protocol import EngineAdapter
 from handlers.errors import AdapterConflict, AdapterFailed, InvalidRequest, UnknownAdapter
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -111,8 +112,7 @@ async def test_orders_for_one_name_do_not_meet() -> None:
     host, registry = make()
     host.go_on.clear()
     first = asyncio.create_task(registry.register(ORDER))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await until(lambda: host.calls)
     with pytest.raises(AdapterConflict, match="being carried out"):
         await registry.register(ORDER)
     host.go_on.set()
@@ -124,13 +124,12 @@ async def test_an_order_whose_client_leaves_is_carried_out() -> None:
     host, registry = make()
     host.go_on.clear()
     order = asyncio.create_task(registry.register(ORDER))
-    await asyncio.sleep(0.01)
+    await until(lambda: host.calls)
     order.cancel()
     await asyncio.wait({order})
     assert "a" not in registry
     host.go_on.set()
-    await asyncio.sleep(0.01)
-    assert "a" in registry
+    await until(lambda: "a" in registry)
 
 
 async def test_a_name_is_unknown_as_soon_as_it_is_unregistered_and_may_be_used_again_at_once() -> None:
@@ -138,12 +137,11 @@ async def test_a_name_is_unknown_as_soon_as_it_is_unregistered_and_may_be_used_a
     await registry.register(ORDER)
     host.go_on.clear()
     leaving = asyncio.create_task(registry.unregister("a"))
-    await asyncio.sleep(0.01)
-    assert "a" not in registry
+    await until(lambda: "a" not in registry)
     with pytest.raises(UnknownAdapter):
         await registry.unregister("a")
     coming = asyncio.create_task(registry.register(replace(ORDER, src="/y")))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(host.calls) == 3)
     host.go_on.set()
     await asyncio.gather(leaving, coming)
     assert registry.get("a").src == "/y"

@@ -25,6 +25,7 @@ from handlers.formatters import FormatterThread
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, call
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -236,7 +237,7 @@ async def test_a_stream_with_a_comment_begins_at_once_and_comments_while_it_is_i
     await EngineHandler(queue, Commenting(MODEL)).handle(call({"inputs": "x", "stream": True}), writer)
     assert writer.started == [(200, "application/jsonlines")]
     assert writer.body == b""
-    await asyncio.sleep(0.2)
+    await until(lambda: len(writer.written) > 1)
     assert set(writer.written) == {b":\n\n"}
     engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], finish_reason=FinishReason.EOS, last=True))
     told = len(writer.written)
@@ -351,8 +352,7 @@ async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta)
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
         engine.sinks[-1].on_delta(delta)
-    while not writer.finished:
-        await asyncio.sleep(0.005)
+    await until(lambda: writer.finished)
     return writer
 
 

@@ -15,6 +15,7 @@ from handlers.errors import GenerationFailed
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.workers.test_packages import make_wheel
+from tests.waiting import until
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter
@@ -249,9 +250,9 @@ async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
 
 @pytest.mark.asyncio
 async def test_who_waits_may_go_away() -> None:
-    thread, release = FormatterThread(5), threading.Event()
-    waiting: asyncio.Future[Any] = asyncio.ensure_future(thread.run(release.wait))
-    await asyncio.sleep(0.05)
+    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
+    await until(begun.is_set)
     waiting.cancel()
     release.set()
     assert await thread.run(lambda: "on") == "on"
@@ -259,10 +260,16 @@ async def test_who_waits_may_go_away() -> None:
 
 @pytest.mark.asyncio
 async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
-    thread, release = FormatterThread(5), threading.Event()
-    first = asyncio.ensure_future(thread.run(lambda: release.wait() and threading.current_thread()))
+    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+
+    def work() -> threading.Thread:
+        begun.set()
+        release.wait()
+        return threading.current_thread()
+
+    first = asyncio.ensure_future(thread.run(work))
     second = asyncio.ensure_future(thread.run(lambda: "waited"))
-    await asyncio.sleep(0.05)
+    await until(begun.is_set)
     thread.stop()
     release.set()
     worked = await first

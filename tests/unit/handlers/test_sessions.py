@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -10,16 +9,18 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from djl_python.session_manager import SessionManager
+from djl_python.session_manager import Session, SessionBackup, SessionManager
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Limits, load_service
 from handlers.model_settings import ModelSettings
 from handlers.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, Sessions, load_sessions
 from tests.contracts.exchange import call
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 NEW, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
@@ -29,9 +30,14 @@ def given(document: Any, session: str = "") -> Call:
     return replace(call(document), headers=((SESSION_ID, session),))
 
 
-def kept_in(path: Path, expiration: int = 1200, most: int = 10) -> Sessions:
-    manager = SessionManager({"sessions_path": str(path / "s"), "sessions_expiration": str(expiration)})
-    return Sessions(manager, 503, most)
+def kept_in(path: Path, most: int = 10) -> Sessions:
+    return Sessions(SessionManager({"sessions_path": str(path / "s")}), 503, most)
+
+
+def end(path: Path) -> None:
+    """Let the time of all sessions be over."""
+    for name in os.listdir(path / "s"):
+        Session(name, str(path / "s")).put(".expiration_ts", 0.0)
 
 
 async def begun(sessions: Sessions) -> str:
@@ -78,21 +84,21 @@ async def test_closing_needs_an_id(tmp_path: Path) -> None:
 
 
 async def test_an_expired_session_is_424_and_says_so(tmp_path: Path) -> None:
-    sessions = kept_in(tmp_path, expiration=1)
+    sessions = kept_in(tmp_path)
     name = await begun(sessions)
-    await asyncio.sleep(1.05)
+    end(tmp_path)
     for over in (sessions.check(given({}, name)), sessions.answer(given(CLOSE, name))):
         reply = await refusal(over)
         assert (reply.status, json.loads(reply.body)["error"]) == (424, f"session has expired: {name}")
 
 
 async def test_there_is_an_end_to_how_many_sessions_there_are_and_expired_ones_make_room(tmp_path: Path) -> None:
-    sessions = kept_in(tmp_path, expiration=1, most=2)
+    sessions = kept_in(tmp_path, most=2)
     for _ in range(2):
         await begun(sessions)
     full = await refusal(sessions.answer(given(NEW)))
     assert (full.status, json.loads(full.body)["type"]) == (503, "WlmCapacityException")
-    await asyncio.sleep(1.05)
+    end(tmp_path)
     await begun(sessions)
     assert len(os.listdir(tmp_path / "s")) == 1
 
@@ -138,24 +144,25 @@ async def test_without_a_word_about_sessions_a_directory_that_cannot_be_used_onl
     assert (await refusal(sessions.answer(given(NEW)))).status == 424
 
 
-async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(s5cmd(tmp_path)))
+@pytest.fixture
+def backup(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    made = Mock(SessionBackup)
+    monkeypatch.setattr("djl_python.session_manager.SessionBackup", lambda url: made)
+    return made
+
+
+async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, backup: Mock) -> None:
     others = set(threading.enumerate())
     sessions = await load_sessions(settings(sessions_path=str(tmp_path / "s"), sessions_s3url="s3://bucket/x"), 503)
     name = await begun(sessions)
     own = [thread for thread in {*threading.enumerate()} - others if thread.name.startswith("session")]
     assert len(own) >= 2
     await sessions.stop()
-    async with asyncio.timeout(10):
-        while any(thread.is_alive() for thread in own):
-            await asyncio.sleep(0.01)
-    assert f"s3://bucket/x/{name}/" in (tmp_path / "copied").read_text()  # what was new has been saved
+    await until(lambda: not any(thread.is_alive() for thread in own))
+    assert backup.save.call_args.args[0] == name  # what was new has been saved
 
 
-async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(s5cmd(tmp_path)))
+async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(tmp_path: Path, backup: Mock) -> None:
     given = settings(
         sessions_path=str(tmp_path / "s"), sessions_s3url="s3://bucket/x", enable_lora=True, rolling_batch="disable"
     )
@@ -163,12 +170,3 @@ async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(
     with pytest.raises(EngineStartError, match="adapters need the vLLM engine"):
         await load_service(given, Limits(queue_size=1, overload_status=503, unavailable_status=503))
     assert not [thread for thread in {*threading.enumerate()} - others if thread.name == "session-saver"]
-
-
-def s5cmd(directory: Path) -> Path:
-    """A directory with an `s5cmd` that notes what it is to copy."""
-    tool = directory / "bin" / "s5cmd"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\necho "$@" >> {directory / "copied"}\n')
-    tool.chmod(0o755)
-    return tool.parent

@@ -75,9 +75,10 @@ def endpoint(answer: Answering) -> tuple[Endpoint, Counts]:
 
 
 async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
-    cancelled = asyncio.Event()
+    begun, cancelled = asyncio.Event(), asyncio.Event()
 
     async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -86,7 +87,7 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
 
     client, (served, counts) = Client(), endpoint(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(begun.wait(), 1)
     assert not cancelled.is_set()
     client.left.set()
     await asyncio.wait_for(serving, 1)
@@ -95,17 +96,18 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
 
 
 async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_leaves_later() -> None:
-    running = Generating()
+    running, started = Generating(), asyncio.Event()
 
     async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         writer.start(200, "text/plain")
+        started.set()
         return running
 
     client, (served, _) = Client(), endpoint(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(started.wait(), 1)
     assert running.cancelled == 0
     client.left.set()
     await asyncio.wait_for(serving, 1)
@@ -134,13 +136,16 @@ async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(wai
 
 
 async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
+    begun = asyncio.Event()
+
     async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+        begun.set()
         await asyncio.sleep(60)
         return None
 
     client, (served, _) = Client(), endpoint(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(begun.wait(), 1)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving

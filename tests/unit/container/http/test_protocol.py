@@ -22,6 +22,7 @@ from container.server import http_server
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Reply
 from handlers.errors import GenerationFailed
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -403,13 +404,16 @@ async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
 
 
 async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
+    begun = asyncio.Event()
+
     async def reading(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
         await _until_left(receive)
 
     async with served(reading) as (server, address):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(begun.wait(), 5)
         server.should_exit = True
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
@@ -417,14 +421,16 @@ async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_
 
 async def test_trailers_are_no_headers_of_the_request() -> None:
     seen: list[list[bytes]] = []
+    begun = asyncio.Event()
 
     async def looking(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
         await _echo(scope, receive, send)
         seen.append([name for name, _ in scope["headers"]])
 
     async with connected(looking) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(begun.wait(), 5)
         writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
         assert await _read_until(reader, b">")
         writer.write(b"GET /next HTTP/1.1\r\nX-Next: y\r\n\r\n")
@@ -515,9 +521,7 @@ async def test_a_client_that_takes_nothing_of_the_end_of_a_reply_does_not_keep_i
 
     async with served(until_some_waits) as (server, address):
         with client_with_little_room(address):
-            async with asyncio.timeout(10):
-                while not waiting or server.server_state.connections:
-                    await asyncio.sleep(0.02)
+            await until(lambda: waiting and not server.server_state.connections)
     assert 0 < waiting[0] < 16384
 
 

@@ -19,6 +19,7 @@ from container.sources import s3
 from container.sources.download import FetchStopped, FetchTimeout, LocalCopy, fetch, open_model
 from container.sources.location import S3Url, SourceError
 from tests.s3 import Gate, alter, cut_short, delete, put, refuse, slow
+from tests.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 4096 * 3  # 3 MiB
 FILES = {
@@ -343,11 +344,12 @@ def start_fetch(url: str, downloads: Path) -> subprocess.Popen[str]:
 def test_a_download_that_was_killed_goes_on_with_what_is_missing(model: Gate, url: str, downloads: Path) -> None:
     model.fault = slow(30.0, ending="model-2.safetensors")
     with start_fetch(url, downloads) as process:
-        deadline = time.monotonic() + 60
-        while not any("model-1" in record.read_text() for record in downloads.rglob("record")):
-            assert time.monotonic() < deadline
+
+        def first_is_complete() -> bool:
             assert process.poll() is None
-            time.sleep(0.05)
+            return any("model-1" in record.read_text() for record in downloads.rglob("record"))
+
+        wait_until(first_is_complete)
         process.send_signal(signal.SIGKILL)
     opened = open_model(url, downloads, offline=False)
     assert not list(downloads.rglob("complete"))

@@ -46,6 +46,7 @@ class ScriptedContainer:
 
     script: Script
     ping: bytes = PING_OK
+    pings: int = 0
     seen: list[Seen] = field(default_factory=list)
     closed: int = 0
     """Connections that ended."""
@@ -59,6 +60,7 @@ class ScriptedContainer:
                 body = await reader.readexactly(int(headers.get("content-length", "0")))
                 seen = Seen(head[0], headers, body)
                 if head[0].startswith("GET /ping "):
+                    self.pings += 1
                     writer.write(self.ping)
                 else:
                     self.seen.append(seen)

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.local.asynchronous import StoreError, split_s3, write_file
 from tests.unit.deploy.local.local_endpoint import ScriptedContainer, Seen, always, answer, local_endpoint
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -22,14 +23,8 @@ async def result(response: httpx.Response, kind: str) -> bytes:
     """What comes to be at a location."""
     assert response.status_code == 202
     path = Path(response.headers[X + kind].removeprefix("file://"))
-    async with asyncio.timeout(10):
-        while (data := written(path)) is None:
-            await asyncio.sleep(0.01)
-    return data
-
-
-def written(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+    await until(path.exists)
+    return await asyncio.to_thread(path.read_bytes)
 
 
 def names(directory: Path) -> list[str]:
@@ -75,7 +70,7 @@ async def test_a_call_waits_for_a_container_that_is_still_loading(
     container = ScriptedContainer(always(answer("200 OK", b"done")), ping=loading)
     async with local_endpoint(container, async_output=str(tmp_path)) as client:
         response = await client.post(ASYNC, content=b"x")
-        await asyncio.sleep(0.3)
+        await until(lambda: container.pings > 2)
         assert (names(tmp_path), container.seen) == ([], [])
         container.ping = answer()
         assert await result(response, "outputlocation") == b"done"
@@ -87,11 +82,12 @@ async def test_a_full_queue_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
-    async with local_endpoint(ScriptedContainer(never), async_output=str(tmp_path)) as client:
+    container = ScriptedContainer(never)
+    async with local_endpoint(container, async_output=str(tmp_path)) as client:
         statuses = []
         for _ in range(6):
             statuses.append((await client.post(ASYNC, content=b"x")).status_code)
-            await asyncio.sleep(0.05)
+            await until(lambda: len(container.seen) == min(len(statuses), WORKERS))
     assert statuses == [202] * 5 + [503]
 
 

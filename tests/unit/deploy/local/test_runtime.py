@@ -22,6 +22,7 @@ from tests.unit.deploy.local.local_endpoint import (
     endpoint_for,
     local_endpoint,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -296,9 +297,10 @@ async def test_calls_beyond_the_limit_of_connections_are_refused(monkeypatch: py
         await release.wait()
         writer.write(answer())
 
-    async with local_endpoint(ScriptedContainer(waiting), max_connections=1) as client:
+    container = ScriptedContainer(waiting)
+    async with local_endpoint(container, max_connections=1) as client:
         first = asyncio.create_task(client.post(INVOKE, content=b"{}"))
-        await asyncio.sleep(0.2)
+        await until(lambda: container.seen)
         assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (503, "ServiceUnavailable")
         release.set()
         assert (await first).status_code == 200
@@ -321,8 +323,7 @@ async def test_a_container_that_does_not_answer_in_time_is_a_model_error(path: s
         assert error_of(response)[:2] == (424, "ModelError")
         assert "Your invocation timed out while waiting for a response from container primary" in response.text
         assert response.json()["OriginalStatusCode"] == 0
-        while container.closed < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: container.closed)
 
 
 @pytest.mark.parametrize("path", [INVOKE, STREAM])
@@ -338,17 +339,28 @@ async def test_a_container_that_breaks_off_before_its_first_byte_is_a_model_erro
     assert "could not get a response from the e endpoint" in response.json()["OriginalMessage"]
 
 
+async def streamed(client: httpx.AsyncClient, first_is_there: asyncio.Event) -> list[tuple[str, bytes]]:
+    """The messages of a stream; the event is set with the first."""
+    body = b""
+    async with client.stream("POST", STREAM, content=b"{}") as response:
+        assert response.status_code == 200
+        async for piece in response.aiter_raw():
+            body += piece
+            first_is_there.set()
+    return messages_of(body)
+
+
 async def test_a_stream_that_breaks_off_ends_with_stream_broken() -> None:
+    first_is_there = asyncio.Event()
+
     async def broken(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"one\n"))
-        await writer.drain()
-        await asyncio.sleep(0.1)
+        await first_is_there.wait()
         raise ConnectionResetError
 
     async with local_endpoint(ScriptedContainer(broken)) as client:
-        response = await client.post(STREAM, content=b"{}")
-    (piece, failure) = messages_of(response.content)
-    assert (response.status_code, piece) == (200, ("PayloadPart", b"one\n"))
+        (piece, failure) = await streamed(client, first_is_there)
+    assert piece == ("PayloadPart", b"one\n")
     assert failure[0] == "ModelStreamError"
     assert json.loads(failure[1])["ErrorCode"] == "StreamBroken"
 
@@ -366,8 +378,7 @@ async def test_a_stream_that_takes_too_long_ends_with_time_exceeded_and_is_close
         *pieces, failure = messages_of((await client.post(STREAM, content=b"{}")).content)
         assert len(pieces) > 3
         assert json.loads(failure[1])["ErrorCode"] == "ModelInvocationTimeExceeded"
-        while container.closed < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: container.closed)
 
 
 @pytest.mark.parametrize("path", [INVOKE, STREAM, "/invocations", "/endpoints/e/openai/v1/chat/completions"])
@@ -375,13 +386,10 @@ async def test_a_client_that_leaves_closes_the_containers_connection_at_once(pat
     container = ScriptedContainer(silent)
     async with local_endpoint(container) as client:
         call = asyncio.create_task(client.post(path, content=b"{}"))
-        while not container.seen:
-            await asyncio.sleep(0.01)
+        await until(lambda: container.seen)
         before = container.closed
         call.cancel()
-        async with asyncio.timeout(10):
-            while container.closed == before:
-                await asyncio.sleep(0.01)
+        await until(lambda: container.closed > before)
 
 
 async def test_a_client_that_does_not_read_holds_the_container_back_until_its_time_is_over(
@@ -463,10 +471,11 @@ async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypat
 
 
 async def test_a_fault_of_ours_in_the_middle_of_a_stream_is_its_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_is_there = asyncio.Event()
+
     async def two_pieces(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"one\n"))
-        await writer.drain()
-        await asyncio.sleep(0.1)
+        await first_is_there.wait()
         writer.write(chunk(b"two\n") + b"0\r\n\r\n")
 
     def faulty(data: bytes) -> bytes:
@@ -476,8 +485,7 @@ async def test_a_fault_of_ours_in_the_middle_of_a_stream_is_its_last_message(mon
 
     monkeypatch.setattr("deploy.local.invocation.payload_part", faulty)
     async with local_endpoint(ScriptedContainer(two_pieces)) as client:
-        response = await client.post(STREAM, content=b"{}")
-    piece, failure = messages_of(response.content)
-    assert (response.status_code, piece) == (200, ("PayloadPart", b"one\n"))
+        piece, failure = await streamed(client, first_is_there)
+    assert piece == ("PayloadPart", b"one\n")
     assert failure[0] == "InternalStreamFailure"
     assert b"secret" not in failure[1]

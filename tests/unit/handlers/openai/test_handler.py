@@ -16,6 +16,7 @@ from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import App, Names, OpenAIHandler
 from tests.unit.collected_reply import CollectedReply
+from tests.waiting import until
 
 
 class NoEngine:
@@ -41,9 +42,7 @@ CALL = Call(
 async def served(app: App, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineQueue]:
     writer, handler = CollectedReply(), queue_of(limit)
     running = await OpenAIHandler(app, handler, None).handle(call, writer)
-    async with asyncio.timeout(5):
-        while writer.whole is None and not writer.ended:
-            await asyncio.sleep(0)
+    await until(lambda: writer.whole is not None or writer.ended)
     await asyncio.sleep(0)
     running.cancel()
     return writer, handler
@@ -205,8 +204,7 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
 
     writer, handler = CollectedReply(), queue_of()
     running = await OpenAIHandler(app, handler, None).handle(CALL, writer)
-    await asyncio.sleep(0.01)
-    assert handler.open_sequences == 2
+    await until(lambda: handler.open_sequences == 2)
     running.cancel()
     await asyncio.wait_for(ended.wait(), 1)
     await asyncio.sleep(0)
@@ -262,9 +260,7 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
         headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
         call = replace(CALL, path=path, headers=headers, body=body)
         running = await OpenAIHandler(app, queue_of(), None, names).handle(call, writer)
-        async with asyncio.timeout(5):
-            while writer.whole is None:
-                await asyncio.sleep(0)
+        await until(lambda: writer.whole is not None)
         running.cancel()
         return bodies.pop()
 

@@ -171,12 +171,11 @@ async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: P
     mark = tmp_path / "told"
     async with handling() as (client, registry):
         await registry.register(order(tmp_path, switch="slow_again", seconds="60", mark=str(mark)))
-        mark.touch()
         before = client.pids
         os.kill(before[0], signal.SIGKILL)
-        await until(lambda: client.pids and client.pids != before)  # it is starting
-        await asyncio.sleep(1)
+        await until(lambda: not mark.exists())  # the next one is being told
         (pid,) = client.pids
+        assert pid not in before
         assert psutil.pid_exists(pid)
     await until(lambda: not psutil.pid_exists(pid))
 

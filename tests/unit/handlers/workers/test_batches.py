@@ -157,8 +157,8 @@ async def test_a_rolling_batch_that_nobody_waits_for_is_dropped() -> None:
 async def test_a_rolling_client_that_leaves_does_not_disturb_others() -> None:
     async with rolling() as client:
         other = asyncio.create_task(roll(client, text="y", tokens=30))
-        _, running = await client.send(json.dumps({"text": "x", "tokens": 10}))
-        await asyncio.sleep(0.05)
+        writer, running = await client.send(json.dumps({"text": "x", "tokens": 10}))
+        await writer.progress.wait()
         running.cancel()
         assert (await other).body.decode().count("y") == 30
 

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
+
+from tests.waiting import wait_until
 
 _SERVER = """
 import asyncio, json, pathlib, sys
@@ -65,10 +66,9 @@ def test_a_killed_server_takes_its_workers_and_their_children_with_it(tmp_path: 
             assert len(everything) >= 4, "worker, guardian, and a child of each kind"
         finally:
             server.kill()
-    deadline = time.monotonic() + 5
-    while left := [process for process in everything if lives(process)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
+    wait_until(
+        lambda: not any(map(lives, everything)), 5, lambda: [process for process in everything if lives(process)]
+    )
 
 
 _FIRST_PROCESS = """

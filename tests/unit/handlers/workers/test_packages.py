@@ -11,6 +11,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from handlers.engines.protocol import EngineStartError
@@ -18,6 +19,7 @@ from handlers.model_settings import HandlerSettings
 from handlers.workers.custom_handler import CustomHandler
 from handlers.workers.packages import prepare_interpreter
 from tests.unit.handlers.workers.harness import MODELS, serving, settings_for
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -171,17 +173,24 @@ async def test_an_interpreter_that_is_too_old_fails_the_load_with_the_reason(tmp
         await handler.start()
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(tmp_path: Path) -> None:
-    python, begun = tmp_path / "python", tmp_path / "begun"
-    python.write_text(f"#!/bin/sh\nsetsid sleep 2 &\ntouch {begun}\n")
+    python, pids = tmp_path / "python", tmp_path / "pids"
+    python.write_text(f"#!/bin/sh\nsetsid sleep 2 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\n")
     python.chmod(0o755)
     model = make_model(tmp_path / "model", "")
     settings = HandlerSettings(entry_point="model.py", python_executable=str(python))
     load = asyncio.create_task(prepare_interpreter(model, settings))
-    while not begun.exists():
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.5)  # by now the script itself has ended
+    await until(pids.exists)
+    script, left_behind = map(int, pids.read_text().split())
+    await until(lambda: has_ended(script))
     load.cancel()
     with pytest.raises(asyncio.CancelledError):
         await load
-    await asyncio.sleep(2)  # what holds its output ends
+    await until(lambda: has_ended(left_behind))

@@ -859,8 +859,7 @@ async def test_a_bug_in_the_watchdog_makes_the_engine_unhealthy(
     async with engine_with(directory) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Progress, "look", lambda *_: 1 / 0)
-            while engine.health().alive:
-                await asyncio.sleep(0.01)
+            await until(lambda: not engine.health().alive)
         assert engine.health().reason == "watching the engine has failed: ZeroDivisionError('division by zero')"
         assert "ZeroDivisionError" in caplog.text
         with pytest.raises(EngineDead):
