@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -101,24 +102,24 @@ def _legacy_details(output: TextGenerationOutput) -> dict[str, Any]:
         "generated_tokens": len(sequence.tokens),
         "inputs": output.input.input_text,
         "parameters": parameters,
-        # As far as the length of the prompt is known.
-        "prompt_tokens": len(output.prompt_tokens_details) or len(getattr(output.input, "input_ids", ())),
+        "prompt_tokens": _prompt_token_count(output),
     }
+
+
+# LMI's own schema, and TGI's.
 
 
 def _json_output_formatter(output: TextGenerationOutput) -> str:
     """One document when the request has finished, else nothing."""
     sequence = output.best_sequence
-    while sequence.has_next_token():  # the document is made of the sequence itself
-        sequence.advance()
+    _read_all(sequence)
     if not output.finished:
         return ""
     if wait_till_generation_finished(output.input.parameters):
         return _in_tgi_array(output, _several_sequences(output))
     details = _details(output, with_tokens=True)
     if sequence.finish_reason == "error":
-        last = sequence.get_last_token() or (sequence.tokens[-1] if sequence.tokens else None)
-        error = last.error_msg if last else None
+        error = _error_message(sequence)
         return _to_json({"generated_text": None, "error": error, "code": _ERROR_CODE, "details": details})
     document: dict[str, Any] = {"generated_text": get_generated_text(sequence, output)}
     if details:
@@ -142,9 +143,8 @@ def _jsonlines_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def sse_response_formatter(output: TextGenerationOutput) -> str:
-    """The record of the next token as a server-sent event. Nothing if there is no token."""
-    record = _jsonlines_output_formatter(output)
-    return f"data: {record}\n" if record else ""
+    """The record of the next token as a server-sent event."""
+    return _as_event(_jsonlines_output_formatter(output))
 
 
 _sse_output_formatter = sse_response_formatter
@@ -197,9 +197,138 @@ def _in_tgi_array(output: TextGenerationOutput, document: dict[str, Any]) -> str
     return _to_json([document] if output.input.tgi_compat else document)
 
 
+# Chat, with the oddities that LMI's clients know.
+
+
+def _json_chat_output_formatter(output: TextGenerationOutput) -> str:
+    """One `chat.completion` when the request has finished, else nothing."""
+    sequence = output.best_sequence
+    _read_all(sequence)
+    if not output.finished:
+        return ""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": get_generated_text(sequence, output)},
+        "logprobs": None,
+        "finish_reason": sequence.finish_reason,
+    }
+    if _wants_logprobs(output):
+        choice["logprobs"] = {"content": [_logprob(token, token.text) for token in sequence.tokens]}
+    prompt_tokens, completion_tokens = _prompt_token_count(output), len(sequence.tokens)
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    return _to_json(_chat_head(output, "chat.completion") | {"choices": [choice], "usage": usage})
+
+
+def _jsonlines_chat_output_formatter(output: TextGenerationOutput) -> str:
+    """The `chat.completion.chunk` of the next token. Nothing if there is no token."""
+    return _next_chat_chunk(output)[0]
+
+
+def _sse_chat_output_formatter(output: TextGenerationOutput) -> str:
+    """The next chunk as a server-sent event, and `[DONE]` behind the last one."""
+    chunk, is_last = _next_chat_chunk(output)
+    return _as_event(chunk) + ("data: [DONE]\n\n" if is_last else "")
+
+
+def _next_chat_chunk(output: TextGenerationOutput) -> tuple[str, bool]:
+    token, _, is_first, is_last = output.best_sequence.advance()
+    if token is None:
+        return "", False
+    delta = {"content": token.text} | ({"role": "assistant"} if is_first else {})
+    choice = {
+        "index": 0,
+        "delta": delta,
+        # An array here, and a number as the alternative's text, as in LMI's tests and documentation.
+        "logprobs": [{"content": [_logprob(token, token.log_prob)]}] if _wants_logprobs(output) else None,
+        "finish_reason": output.best_sequence.finish_reason if is_last else None,
+    }
+    return _to_json(_chat_head(output, "chat.completion.chunk") | {"choices": [choice]}) + "\n", is_last
+
+
+def _wants_logprobs(output: TextGenerationOutput) -> bool:
+    parameters = output.input.parameters
+    return bool(parameters.get("logprobs") or parameters.get("top_logprobs"))
+
+
+def _chat_head(output: TextGenerationOutput, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{id(output)}", "object": kind, "created": int(time.time())}
+
+
+def _logprob(token: Token, top_token: Any) -> dict[str, Any]:
+    code_points = [ord(character) for character in token.text] or None
+    return {
+        "token": token.text,
+        "logprob": token.log_prob,
+        "bytes": code_points,
+        "top_logprobs": [{"token": top_token, "logprob": token.log_prob, "bytes": code_points}],
+    }
+
+
+# Bedrock's schema, called `3p`.
+
+
+def _json_3p_output_formatter(output: TextGenerationOutput) -> str:
+    """One document when the request has finished, else nothing."""
+    sequence = output.best_sequence
+    _read_all(sequence)
+    if not output.finished:
+        return ""
+    prompt_tokens, new_tokens = _prompt_token_count(output), len(sequence.tokens)
+    failed = sequence.finish_reason == "error"
+    document: dict[str, Any] = {
+        "body": {
+            "generation": None if failed else get_generated_text(sequence, output),
+            "prompt_token_count": 0 if failed else prompt_tokens,
+            "generation_token_count": 0 if failed else new_tokens,
+            "stop_reason": sequence.finish_reason,
+        },
+        "metering": {"inputTokenCount": prompt_tokens, "outputTokenCount": new_tokens},
+        "content_type": "application/json",
+    }
+    return _to_json(document | (_3p_error(sequence) if failed else {}))
+
+
+def _jsonlines_3p_output_formatter(output: TextGenerationOutput) -> str:
+    """The record of the next token; the prompt is counted on the first. Nothing if there is no token."""
+    sequence = output.best_sequence
+    token, index, is_first, is_last = sequence.advance()
+    if token is None:
+        return ""
+    prompt_tokens = _prompt_token_count(output) if is_first else None
+    metering = {"outputTokenCount": index + 1} | ({"inputTokenCount": prompt_tokens} if is_first else {})
+    reason = sequence.finish_reason if is_last else None
+    record: dict[str, Any] = {
+        "body": {
+            "generation": token.text,
+            "prompt_token_count": prompt_tokens,
+            "generation_token_count": index + 1,
+            "stop_reason": reason,
+        },
+        "metering": metering,
+        "content_type": "application/jsonlines",
+    }
+    return _to_json(record | (_3p_error(sequence) if reason == "error" else {})) + "\n"
+
+
+def _3p_error(sequence: Sequence) -> dict[str, Any]:
+    return {"error": {"error_code": _ERROR_CODE, "error_msg": _error_message(sequence)}}
+
+
+# What they have in common.
+
+
 def _to_json(document: Any) -> str:
     """JSON with blanks after separators and non-ASCII characters as they are."""
     return json.dumps(document, ensure_ascii=False)
+
+
+def _as_event(record: str) -> str:
+    """A line as a server-sent event; nothing stays nothing."""
+    return f"data: {record}\n" if record else ""
 
 
 def _prefix(output: TextGenerationOutput) -> str:
@@ -207,8 +336,33 @@ def _prefix(output: TextGenerationOutput) -> str:
     return str(output.input.input_text) if output.input.parameters.get("return_full_text") else ""
 
 
+def _read_all(sequence: Sequence) -> None:
+    """Marks all tokens as read: the document is made of the sequence itself."""
+    while sequence.has_next_token():
+        sequence.advance()
+
+
+def _error_message(sequence: Sequence) -> str | None:
+    """The message of the token that stands for a failure."""
+    last = sequence.get_last_token() or (sequence.tokens[-1] if sequence.tokens else None)
+    return last.error_msg if last else None
+
+
+def _prompt_token_count(output: TextGenerationOutput) -> int:
+    """The length of the prompt, as far as it is known."""
+    return len(output.prompt_tokens_details) or len(getattr(output.input, "input_ids", ()))
+
+
+_JSON, _JSON_LINES, _EVENTS = "application/json", "application/jsonlines", "text/event-stream"
 _BUILT_IN: dict[str, tuple[Formatter, str]] = {
-    "json": (_json_output_formatter, "application/json"),
-    "jsonlines": (_jsonlines_output_formatter, "application/jsonlines"),
-    "sse": (sse_response_formatter, "text/event-stream"),
+    "json": (_json_output_formatter, _JSON),
+    "jsonlines": (_jsonlines_output_formatter, _JSON_LINES),
+    "sse": (sse_response_formatter, _EVENTS),
+    "json_chat": (_json_chat_output_formatter, _JSON),
+    "jsonlines_chat": (_jsonlines_chat_output_formatter, _JSON_LINES),
+    "sse_chat": (_sse_chat_output_formatter, _EVENTS),
+    "3p": (_json_3p_output_formatter, _JSON),
+    "3p_stream": (_jsonlines_3p_output_formatter, _JSON_LINES),
 }
+WHOLE_DOCUMENT = frozenset({_json_output_formatter, _json_chat_output_formatter, _json_3p_output_formatter})
+"""Formatters that make one document; the other built-in ones make one record in each call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from djl_python.output_formatter import (
+    WHOLE_DOCUMENT,
     adapt_legacy_output_formatter,
     get_output_formatter,
     takes_request_output,
@@ -97,9 +98,12 @@ class Request:
     def _format(self) -> str:
         if self.legacy_formatter:
             return adapt_legacy_output_formatter(self.request_output)
+        if self.output_formatter in WHOLE_DOCUMENT:
+            return self.output_formatter(self.request_output)
         is_custom = self.content_type is None
-        by_token = is_streaming(self.request_input.parameters) if is_custom else self.content_type != "application/json"
-        return self._format_unread_tokens() if by_token else self.output_formatter(self.request_output)
+        if is_custom and not is_streaming(self.request_input.parameters):
+            return self.output_formatter(self.request_output)
+        return self._format_unread_tokens()
 
     def _format_unread_tokens(self) -> str:
         sequence, text = self.request_output.best_sequence, ""

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 import djl_python.request_io
 from djl_python.output_formatter import (
+    _json_3p_output_formatter,
+    _json_chat_output_formatter,
     _json_output_formatter,
+    _jsonlines_3p_output_formatter,
+    _jsonlines_chat_output_formatter,
     _jsonlines_output_formatter,
+    _sse_chat_output_formatter,
     get_generated_text,
     get_output_formatter,
     legacy_call_arguments,
@@ -149,12 +155,134 @@ def test_events_are_records_between_data_and_a_blank_line() -> None:
     assert sse_response_formatter(output) == ""
 
 
+def without_clock(text: str) -> str:
+    return re.sub(r'chatcmpl-\d+", "object": ("[a-z.]+"), "created": \d+', r'ID", "object": \1', text)
+
+
+LOGPROBS = (
+    '{"token": " a", "logprob": -0.5, "bytes": [32, 97], '
+    '"top_logprobs": [{"token": %s, "logprob": -0.5, "bytes": [32, 97]}]}'
+)
+
+
+def test_chat_json_is_one_completion_at_the_end() -> None:
+    assert _json_chat_output_formatter(started()) == ""
+    output = finished(reason="eos_token")
+    output.prompt_tokens_details = [Token(1, "Tell"), Token(2, " me")]
+    assert without_clock(_json_chat_output_formatter(output)) == (
+        '{"id": "ID", "object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", '
+        '"content": " a joke"}, "logprobs": null, "finish_reason": "eos_token"}], '
+        '"usage": {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}}'
+    )
+
+
+def with_parameter(name: str) -> TextGenerationOutput:
+    output = finished()
+    output.input.parameters[name] = 1
+    return output
+
+
+@pytest.mark.parametrize("parameter", ["logprobs", "top_logprobs"])
+def test_chat_json_shows_log_probabilities(parameter: str) -> None:
+    document = _json_chat_output_formatter(with_parameter(parameter))
+    assert f'"logprobs": {{"content": [{LOGPROBS % json.dumps(" a")}, {{"token": " joke"' in document
+
+
+def test_chat_json_lines_are_a_chunk_for_each_token() -> None:
+    output = finished()
+    assert without_clock(_jsonlines_chat_output_formatter(output)) == (
+        '{"id": "ID", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": " a", '
+        '"role": "assistant"}, "logprobs": null, "finish_reason": null}]}\n'
+    )
+    assert without_clock(_jsonlines_chat_output_formatter(output)) == (
+        '{"id": "ID", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": " joke"}, '
+        '"logprobs": null, "finish_reason": "length"}]}\n'
+    )
+    assert _jsonlines_chat_output_formatter(output) == ""
+
+
+def test_chat_chunks_have_the_log_probabilities_that_clients_know() -> None:
+    chunk = _jsonlines_chat_output_formatter(started(logprobs=True))
+    assert f'"logprobs": [{{"content": [{LOGPROBS % "-0.5"}]}}]' in chunk
+
+
+def test_all_chunks_of_a_chat_have_one_id() -> None:
+    output = finished()
+    first, second = (json.loads(_jsonlines_chat_output_formatter(output)) for _ in range(2))
+    assert first["id"] == second["id"]
+
+
+def test_chat_events_end_with_done() -> None:
+    output = finished()
+    first, second = _sse_chat_output_formatter(output), _sse_chat_output_formatter(output)
+    assert first.startswith('data: {"id": "chatcmpl-')
+    assert first.endswith("}\n\n")
+    assert second.endswith('"finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
+    assert _sse_chat_output_formatter(output) == ""
+
+
+def test_a_token_without_text_has_no_bytes() -> None:
+    output = TextGenerationOutput(request_id=1, input=TextInput(input_text="", parameters={"logprobs": True}))
+    output.set_next_token(Token(2, ""))
+    assert (
+        json.loads(_jsonlines_chat_output_formatter(output))["choices"][0]["logprobs"][0]["content"][0]["bytes"] is None
+    )
+
+
+def test_bedrock_json_counts_prompt_and_answer() -> None:
+    assert _json_3p_output_formatter(started()) == ""
+    output = finished()
+    output.prompt_tokens_details = [Token(1, "Tell"), Token(2, " me")]
+    assert _json_3p_output_formatter(output) == (
+        '{"body": {"generation": " a joke", "prompt_token_count": 2, "generation_token_count": 2, '
+        '"stop_reason": "length"}, "metering": {"inputTokenCount": 2, "outputTokenCount": 2}, '
+        '"content_type": "application/json"}'
+    )
+
+
+def test_bedrock_json_of_a_failure_has_an_error() -> None:
+    document = json.loads(_json_3p_output_formatter(failed()))
+    assert document["body"] == {
+        "generation": None,
+        "prompt_token_count": 0,
+        "generation_token_count": 0,
+        "stop_reason": "error",
+    }
+    assert document["error"] == {"error_code": 400, "error_msg": "no memory"}
+
+
+def test_bedrock_records_count_the_prompt_once() -> None:
+    output = finished()
+    output.input.input_ids = [1, 2, 3]
+    assert _jsonlines_3p_output_formatter(output) == (
+        '{"body": {"generation": " a", "prompt_token_count": 3, "generation_token_count": 1, "stop_reason": null}, '
+        '"metering": {"outputTokenCount": 1, "inputTokenCount": 3}, "content_type": "application/jsonlines"}\n'
+    )
+    assert _jsonlines_3p_output_formatter(output) == (
+        '{"body": {"generation": " joke", "prompt_token_count": null, "generation_token_count": 2, '
+        '"stop_reason": "length"}, "metering": {"outputTokenCount": 2}, "content_type": "application/jsonlines"}\n'
+    )
+    assert _jsonlines_3p_output_formatter(output) == ""
+
+
+def test_the_last_bedrock_record_of_a_failure_has_an_error() -> None:
+    output = failed()
+    _jsonlines_3p_output_formatter(output)
+    record = json.loads(_jsonlines_3p_output_formatter(output))
+    assert record["error"] == {"error_code": 400, "error_msg": "no memory"}
+
+
 @pytest.mark.parametrize(
     ("name", "formatter", "content_type"),
     [
         ("json", _json_output_formatter, "application/json"),
         ("jsonlines", _jsonlines_output_formatter, "application/jsonlines"),
         ("sse", sse_response_formatter, "text/event-stream"),
+        ("json_chat", _json_chat_output_formatter, "application/json"),
+        ("jsonlines_chat", _jsonlines_chat_output_formatter, "application/jsonlines"),
+        ("sse_chat", _sse_chat_output_formatter, "text/event-stream"),
+        ("3p", _json_3p_output_formatter, "application/json"),
+        ("3p_stream", _jsonlines_3p_output_formatter, "application/jsonlines"),
     ],
 )
 def test_a_formatter_has_a_name(name: str, formatter: Any, content_type: str) -> None:

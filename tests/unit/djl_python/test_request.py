@@ -42,7 +42,7 @@ def test_json_says_everything_once_even_when_it_is_streamed() -> None:
 
 
 def test_several_unread_tokens_make_one_document_or_a_record_each() -> None:
-    for name, expected in (("json", 1), ("jsonlines", 3), ("sse", 3)):
+    for name, expected in (("json", 1), ("jsonlines", 3), ("sse", 3), ("3p", 1), ("3p_stream", 3), ("json_chat", 1)):
         made = request(name, stream=True)
         for text in "abc":
             made.set_next_token(text, text == "c", "length" if text == "c" else None)
