@@ -19,7 +19,7 @@ from djl_python.rolling_batch.rolling_batch import RollingBatch, parse_rolling_b
 from djl_python.streaming_utils import StreamingUtils
 
 _PURPOSE = "HuggingFaceService"
-_FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off", ""}
 _DTYPES = {
     "fp32": "float32",
     "fp16": "float16",
@@ -30,11 +30,13 @@ _DTYPES = {
     "auto": "auto",
 }
 _BITS = {"bitsandbytes8": 8, "bitsandbytes4": 4}
+_NO_ROLLING_BATCH = {"", "disable"}
 TEXT_GENERATION = "text-generation"
 TEXT_TO_TEXT = "text2text-generation"
+QUESTION_ANSWERING = "question-answering"
 _TASK_OF_SUFFIX = {
     "TapasForQuestionAnswering": "table-question-answering",
-    "ForQuestionAnswering": "question-answering",
+    "ForQuestionAnswering": QUESTION_ANSWERING,
     "ForTokenClassification": "token-classification",
     "ForSequenceClassification": "text-classification",
     "ForMultipleChoice": "multiple-choice",
@@ -47,6 +49,7 @@ _TASK_OF_SUFFIX = {
     "EncoderDecoderModel": TEXT_TO_TEXT,
     "T5WithLMHeadModel": TEXT_TO_TEXT,
 }
+_MAX_ANSWER_TOKENS = 15
 _NOT_FOR_THE_MODEL = ("details", "stream", "output_formatter")
 
 
@@ -68,7 +71,7 @@ class HuggingFaceService:
         self.model: Any = None
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
-        self.hf_configs: HuggingFaceSettings
+        self.hf_configs: HuggingFaceSettings | None = None
         self._properties: Mapping[str, Any] = {}
 
     def initialize(self, properties: Mapping[str, Any]) -> None:
@@ -85,7 +88,7 @@ class HuggingFaceService:
             self.rolling_batch = get_rolling_batch_class_from_str(settings.rolling_batch)(settings.model, properties)
             self.tokenizer = self.rolling_batch.get_tokenizer()
         elif settings.streaming != "false":
-            self.model, self.tokenizer = load(settings.task or infer_task(settings), settings)
+            self.model, self.tokenizer = load(_streaming_model_class(settings), settings)
         else:
             self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), settings.model, {})
             self.model, self.tokenizer = self.hf_pipeline.model, self.hf_pipeline.tokenizer
@@ -93,6 +96,8 @@ class HuggingFaceService:
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
         """The pipeline of a task; a subclass may return its own. `kwargs` is for subclasses."""
+        if self.hf_configs is None:
+            raise ValueError("get_pipeline belongs to initialize")
         return build_pipeline(task, self.hf_configs)
 
     def inference(self, inputs: Input) -> Output:
@@ -148,7 +153,7 @@ class HuggingFaceService:
         if len(requests) != 1:
             raise NotImplementedError("Dynamic batch not supported for generic streaming")
         request = requests[0]
-        if self.hf_configs.streaming == "huggingface":
+        if self.hf_configs is not None and self.hf_configs.streaming == "huggingface":
             stream = StreamingUtils.use_hf_default_streamer
         else:
             stream = StreamingUtils.get_stream_generator("Accelerate")
@@ -212,6 +217,12 @@ def parse_dynamic_batch_request(item: Input) -> TextInput:
     return TextInput(input_text=document["inputs"] if has_inputs else rest, parameters=parameters)
 
 
+def _streaming_model_class(settings: HuggingFaceSettings) -> Any:
+    transformers = require("transformers", _PURPOSE)
+    is_causal = (settings.task or infer_task(settings)) == "text-generation"
+    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
+
+
 def _accepted(item: Input) -> str:
     """The content type of the answer."""
     accept, content_type = item.get_property("Accept"), item.get_property("Content-Type") or ""
@@ -249,8 +260,7 @@ def read_settings(properties: Mapping[str, Any]) -> HuggingFaceSettings:
     if not model:
         raise ValueError("model_id or model_dir must be given")
     streaming = str(properties.get("enable_streaming", "false")).lower()
-    if streaming != "huggingface":
-        streaming = "true" if _flag(properties, "enable_streaming") else "false"
+    streaming = streaming if streaming == "huggingface" else str(_flag("enable_streaming", streaming)).lower()
     if streaming != "false" and int(properties.get("batch_size", 1)) > 1:
         raise ValueError("We cannot enable streaming for dynamic batching")
     rolling_batch = str(properties.get("rolling_batch", "")).lower()
@@ -260,19 +270,18 @@ def read_settings(properties: Mapping[str, Any]) -> HuggingFaceSettings:
         device=_device(properties),
         streaming=streaming,
         stop_strings=_stop_strings(str(properties.get("stop_sequence", "[]"))),
-        rolling_batch="" if rolling_batch == "disable" else rolling_batch,
-        trust_remote_code=_flag(properties, "trust_remote_code"),
+        rolling_batch="" if rolling_batch in _NO_ROLLING_BATCH else rolling_batch,
+        trust_remote_code=_flag("trust_remote_code", properties.get("trust_remote_code", "")),
         revision=properties.get("revision") or None,
         loading=_loading(properties),
     )
 
 
-def _flag(properties: Mapping[str, Any], name: str) -> bool:
-    """A property that is true or false; false if it is absent or empty."""
-    value = properties.get(name) or "false"
-    if str(value).lower() not in _FLAGS:
+def _flag(name: str, value: Any) -> bool:
+    text = str(value).lower()
+    if text not in _TRUE | _FALSE:
         raise ValueError(f"{name} must be true or false, not {value!r}")
-    return _FLAGS[str(value).lower()]
+    return text in _TRUE
 
 
 def _device(properties: Mapping[str, Any]) -> str:
@@ -302,16 +311,25 @@ def _loading(properties: Mapping[str, Any]) -> dict[str, Any]:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
         loading["dtype"] = _DTYPES[dtype]
-    quantize = properties.get("quantize")
-    if quantize and quantize not in _BITS:
-        raise ValueError(f"quantize must be one of {', '.join(_BITS)}, not {quantize!r}")
-    bits = _BITS[quantize] if quantize else next((b for b in (8, 4) if _flag(properties, f"load_in_{b}bit")), None)
+    bits = _bits(properties)
     if bits:
         if "device_map" not in loading:
             raise ValueError("quantize needs device_map")
         configuration = require("transformers", _PURPOSE).BitsAndBytesConfig
         loading["quantization_config"] = configuration(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
     return loading
+
+
+def _bits(properties: Mapping[str, Any]) -> int:
+    quantize = properties.get("quantize")
+    if quantize and quantize not in _BITS:
+        raise ValueError(f"quantize must be one of {', '.join(_BITS)}, not {quantize!r}")
+    if quantize:
+        return _BITS[quantize]
+    for bits in (8, 4):
+        if _flag(f"load_in_{bits}bit", properties.get(f"load_in_{bits}bit", "")):
+            return bits
+    return 0
 
 
 def infer_task(settings: HuggingFaceSettings) -> str:
@@ -333,8 +351,12 @@ def build_pipeline(task: str, settings: HuggingFaceSettings) -> Any:
         ValueError: transformers knows no such task.
     """
     transformers = require("transformers", _PURPOSE)
-    if task in {TEXT_GENERATION, TEXT_TO_TEXT}:
-        return GenerationPipeline(task, settings)
+    if task == TEXT_GENERATION:
+        return GenerationPipeline(transformers.AutoModelForCausalLM, settings, padding_side="left")
+    if task == TEXT_TO_TEXT:
+        return GenerationPipeline(transformers.AutoModelForSeq2SeqLM, settings, padding_side="right")
+    if task == QUESTION_ANSWERING:
+        return QuestionAnsweringPipeline(settings)
     known = transformers.pipelines.PIPELINE_REGISTRY.get_supported_tasks()
     if task not in known:
         raise ValueError(f"Unknown task {task!r}; transformers {transformers.__version__} knows {', '.join(known)}")
@@ -352,11 +374,9 @@ def build_pipeline(task: str, settings: HuggingFaceSettings) -> Any:
     )
 
 
-def load(task: str, settings: HuggingFaceSettings) -> tuple[Any, Any]:
-    """A model that generates text, ready for inference on its device, and its tokenizer, which can pad."""
+def load(model_class: Any, settings: HuggingFaceSettings) -> tuple[Any, Any]:
+    """The model, ready for inference on its device, and its tokenizer, which can pad."""
     transformers = require("transformers", _PURPOSE)
-    is_causal = task == TEXT_GENERATION
-    model_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
     source = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, **source)
     if tokenizer.pad_token is None:
@@ -368,9 +388,9 @@ def load(task: str, settings: HuggingFaceSettings) -> tuple[Any, Any]:
 class GenerationPipeline:
     """Text generation: all prompts as one padded batch. The text of a causal model begins with its prompt."""
 
-    def __init__(self, task: str, settings: HuggingFaceSettings) -> None:
-        self.model, self.tokenizer = load(task, settings)
-        self._padding_side = "left" if task == TEXT_GENERATION else "right"
+    def __init__(self, model_class: Any, settings: HuggingFaceSettings, padding_side: str) -> None:
+        self.model, self.tokenizer = load(model_class, settings)
+        self._padding_side = padding_side
         self._stop = {"stop_strings": list(settings.stop_strings)} if settings.stop_strings else {}
 
     def __call__(self, prompts: Sequence[str], **parameters: Any) -> list[dict[str, str]]:
@@ -386,6 +406,51 @@ class GenerationPipeline:
         with torch.inference_mode():
             generated = self.model.generate(**encoded, **arguments)
         return [{"generated_text": text} for text in self.tokenizer.batch_decode(generated, skip_special_tokens=True)]
+
+
+class QuestionAnsweringPipeline:
+    """Extractive question answering, which newer versions of transformers have no pipeline for."""
+
+    def __init__(self, settings: HuggingFaceSettings) -> None:
+        model_class = require("transformers", _PURPOSE).AutoModelForQuestionAnswering
+        self.model, self.tokenizer = load(model_class, settings)
+
+    def __call__(self, inputs: Sequence[Any], max_answer_len: int = _MAX_ANSWER_TOKENS) -> Any:
+        """`{"score", "start", "end", "answer"}` of each `{"question", "context"}`; not in a list if there is one.
+
+        Raises:
+            ValueError: an input is something else.
+        """
+        answers = [self._answer(each, max_answer_len) for each in inputs]
+        return answers[0] if len(answers) == 1 else answers
+
+    def _answer(self, pair: Any, max_answer_len: int) -> dict[str, Any]:
+        torch = require("torch", _PURPOSE)
+        if not isinstance(pair, dict) or not all(isinstance(pair.get(name), str) for name in ("question", "context")):
+            raise ValueError("Question answering needs objects with the strings 'question' and 'context'")
+        encoded = self.tokenizer(
+            pair["question"],
+            pair["context"],
+            return_tensors="pt",
+            truncation="only_second",
+            return_offsets_mapping=True,
+        )
+        offsets = encoded.pop("offset_mapping")[0].tolist()
+        outside = torch.tensor([part != 1 for part in encoded.sequence_ids(0)])
+        if outside.all():
+            raise ValueError("The context is empty, or the question leaves no room for it")
+        with torch.inference_mode():
+            result = self.model(**encoded.to(self.model.device))
+        starts, ends = (
+            logits[0].float().cpu().masked_fill(outside, float("-inf")).softmax(-1)
+            for logits in (result.start_logits, result.end_logits)
+        )
+        # Of all spans that do not end before they start, and are not too long, the likeliest.
+        scores = torch.outer(starts, ends).triu().tril(max_answer_len - 1)
+        start, end = divmod(int(scores.argmax()), scores.shape[1])
+        first, last = offsets[start][0], offsets[end][1]
+        answer = pair["context"][first:last]
+        return {"score": float(scores[start, end]), "start": first, "end": last, "answer": answer}
 
 
 _service = HuggingFaceService()

@@ -179,6 +179,23 @@ def test_masked_words_are_filled(tmp_path: Path) -> None:
     assert {"score", "token", "token_str", "sequence"} <= answer[0].keys()
 
 
+QUESTION = {"question": "who is it", "context": "the quick brown fox jumps over a lazy dog"}
+
+
+def test_an_answer_is_a_part_of_the_context(tmp_path: Path) -> None:
+    handler = service(save_model(tmp_path, "BertForQuestionAnswering"))
+    answer = json.loads(text(ask(handler, QUESTION)))
+    assert QUESTION["context"][answer["start"] : answer["end"]] == answer["answer"] != ""
+    assert 0 < answer["score"] <= 1
+    short = json.loads(text(ask(handler, {"inputs": [QUESTION] * 2, "parameters": {"max_answer_len": 1}})))
+    assert len(short) == 2
+    assert " " not in short[0]["answer"]
+    with pytest.raises(ValueError, match="'question' and 'context'"):
+        ask(handler, {"inputs": "the"})
+    with pytest.raises(ValueError, match="context is empty"):
+        ask(handler, {"question": "who", "context": ""})
+
+
 def test_features_come_as_arrays_where_those_are_accepted(tmp_path: Path) -> None:
     handler = service(save_model(tmp_path, "BertModel"), task="feature-extraction")
     output = ask(handler, {"inputs": "the fox"}, Accept="tensor/ndlist")
