@@ -167,7 +167,7 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
     if (magic, version) != (MAGIC_NUMBER, VERSION):
         shown = f"{magic[:_SHOWN_TEXT]!r} {version}"
         raise ValueError(f"NDList array begins with {shown} instead of {MAGIC_NUMBER!r} {VERSION}")
-    if reader.take(1) == b"\1":
+    if reader.take(1)[0] == 1:
         reader.string()  # the name, which numpy arrays do not have
     reader.string()  # the storage format
     name = reader.string()

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.local.asynchronous import StoreError, split_s3, write_file
+from deploy.local.asynchronous import WORKERS, StoreError, split_s3, write_file
 from tests.unit.deploy.local.local_endpoint import ScriptedContainer, Seen, always, answer, local_endpoint
 from tests.waiting import until
 
