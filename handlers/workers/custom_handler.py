@@ -11,16 +11,16 @@ from handlers.contracts.lmi.errors import unknown_adapter
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError
 from handlers.engines.protocol import EngineHealth
 from handlers.errors import UnknownAdapter
-from handlers.model_settings import HandlerSettings, ModelSettings
+from handlers.model_settings import ModelSettings
 from handlers.reply import ReplyWriter, Running
 from handlers.workers.adapters import WorkerAdapters
-from handlers.workers.batching import MAX_BATCH, BatchSettings, DynamicBatcher, Request, Unbatched
+from handlers.workers.batching import MAX_BATCH, BatchSettings, CallBatcher, Request
 from handlers.workers.packages import prepare_interpreter, variables_of
-from handlers.workers.pool import MakeBatcher, Pool, PoolSettings, PoolStatus
+from handlers.workers.pool import MakeBatcher, Pool, PoolStatus, QueueLimits
 from handlers.workers.reply import HandlerReply
 from handlers.workers.rolling_batch import RollingBatcher
 from handlers.workers.runtime.channel import InputMessage, LoadOrder
-from handlers.workers.worker import ProcessPlan, WorkerPlan
+from handlers.workers.worker import WorkerPlan
 
 
 class CustomHandler:
@@ -57,7 +57,8 @@ class CustomHandler:
                 customer's code where that is at fault.
         """
         python = await prepare_interpreter(self._settings.model_dir, self._handler)
-        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_batcher(), self.adapter_host.introduce)
+        plan, limits = self._worker_plan(python), self._queue_limits()
+        pool = Pool(plan, self._handler, limits, self._make_batcher(), self.adapter_host.introduce)
         await pool.start()
         self._pool = pool
 
@@ -104,34 +105,26 @@ class CustomHandler:
         return self._pool
 
     def _worker_plan(self, python: str) -> WorkerPlan:
-        settings, handler = self._settings, self._handler
-        model_dir = os.path.abspath(settings.model_dir)
+        handler = self._handler
         return WorkerPlan(
-            process=ProcessPlan(python=python, directory=settings.model_dir, environment=variables_of(handler)),
+            python=python,
+            environment=variables_of(handler),
             order=LoadOrder(
-                model_dir=model_dir,
+                model_dir=os.path.abspath(self._settings.model_dir),
                 entry_point=handler.entry_point,
                 function=handler.function,
                 async_mode=handler.async_mode,
-                properties=tuple(handler.properties.items()),
-                standing_properties=(("model_dir", model_dir),),
+                properties=dict(handler.properties),
             ),
-            load_timeout=settings.model_loading_timeout,
+            load_timeout=self._settings.model_loading_timeout,
         )
 
-    def _pool_settings(self) -> PoolSettings:
-        handler = self._handler
-        return PoolSettings(
-            min_workers=handler.min_workers,
-            max_workers=max(handler.min_workers, handler.max_workers),
+    def _queue_limits(self) -> QueueLimits:
+        return QueueLimits(
             queue_size=self._queue_size,
-            scale_up_above=2 * _batch_size(self._settings, handler),
-            retry_threshold=handler.retry_threshold,
-            max_idle_time=handler.max_idle_time,
+            scale_up_above=2 * self._batch_size,
             overload_status=self._overload_status,
             unavailable_status=self._unavailable_status,
-            devices=handler.devices,
-            parallel_loading=handler.properties.get("parallel_loading", "").lower() == "true",
         )
 
     def _make_batcher(self) -> MakeBatcher:
@@ -143,16 +136,19 @@ class CustomHandler:
             async_mode=handler.async_mode,
             # An async handler runs all calls at once, as many as the queue would hold.
             concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
-            batch_size=_batch_size(settings, handler),
+            batch_size=self._batch_size,
             max_batch_delay=settings.max_batch_delay,
             max_rolling_batch_size=settings.rolling_batch_size,
         )
-        kind: type[Unbatched | DynamicBatcher | RollingBatcher] = Unbatched
-        if handler.rolling_batch and not handler.async_mode:
-            kind = RollingBatcher
-        elif batching.batch_size > 1:
-            kind = DynamicBatcher
+        kind = RollingBatcher if handler.rolling_batch and not handler.async_mode else CallBatcher
         return lambda worker, on_free: kind(worker, batching, on_free)
+
+    @property
+    def _batch_size(self) -> int:
+        """Requests that are gathered into one call; async and rolling-batch handlers get each as it comes."""
+        if self._handler.async_mode or self._handler.rolling_batch:
+            return 1
+        return min(self._settings.batch_size, MAX_BATCH)
 
 
 class _RunningRequest:
@@ -166,10 +162,3 @@ class _RunningRequest:
     def cancel(self) -> None:
         if self._request.reply.open:
             self._pool.cancel(self._request)
-
-
-def _batch_size(settings: ModelSettings, handler: HandlerSettings) -> int:
-    """Requests that are gathered into one call; async and rolling-batch handlers get each as it comes."""
-    if handler.async_mode or handler.rolling_batch:
-        return 1
-    return min(settings.batch_size, MAX_BATCH)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
@@ -67,8 +66,8 @@ class HandlerReply:
             self.writer.start(reply.status, reply.content_type, reply.headers)
         self.writer.write(data)
 
-    def accept(self, part: Part, properties: Properties, write: Callable[[bytes], None]) -> None:
-        """Send a part of an answer; one without data only adds headers. `write` sends all but the last."""
+    def accept(self, part: Part, properties: Properties) -> None:
+        """Send a part of an answer; one without data only adds headers."""
         if not self.started:
             merged = dict(self._head.properties) | dict(properties)
             self.prepare(OutputMessage(properties=tuple(merged.items())))
@@ -80,7 +79,7 @@ class HandlerReply:
         elif part.last:
             self.end(part.data.encode())
         else:
-            write(part.data.encode())
+            self.write(part.data.encode())
 
     def end(self, data: bytes = b"") -> None:
         """Send the last part of the body."""
