@@ -27,7 +27,7 @@ _CANCEL_PATIENCE = 5.0
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request for a handler."""
+    """One request for a handler; implements `handlers.reply.Running`."""
 
     message: InputMessage
     reply: HandlerReply
@@ -35,8 +35,20 @@ class Request:
     """Lower ones leave the queue earlier."""
     number: int = 0
     """Order of arrival."""
-    batcher: Batcher | None = None
-    """The batcher that has it, once it has left the queue."""
+    holder: Holder | None = None
+    """What has it: the queue or a batcher."""
+
+    def cancel(self) -> None:
+        if self.reply.open and self.holder is not None:
+            self.reply.drop()
+            self.holder.cancel(self)
+
+
+class Holder(Protocol):
+    """What has a request that is not answered yet."""
+
+    def cancel(self, request: Request) -> None:
+        """Do without the request: its client has gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +72,7 @@ class BatchSettings:
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
-class Batcher(Protocol):
+class Batcher(Holder, Protocol):
     """Turns the requests of one worker into calls."""
 
     worker: Worker
@@ -79,9 +91,6 @@ class Batcher(Protocol):
 
     def take(self, request: Request) -> None:
         """Begin with a request."""
-
-    def cancel(self, request: Request) -> None:
-        """Cancel a request: its client has gone."""
 
     def recall(self) -> list[Request]:
         """Give back the requests that the worker has not been sent."""
@@ -121,7 +130,6 @@ class CallBatcher:
             self._timer = asyncio.get_running_loop().call_later(self._settings.max_batch_delay, self._begin)
 
     def cancel(self, request: Request) -> None:
-        request.reply.drop()
         if request in self._calls:
             self._calls[request].cancel_if_unwanted()  # its place is free when the handler has ended the call
         elif request in self._gathered:

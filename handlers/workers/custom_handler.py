@@ -12,7 +12,7 @@ from handlers.contracts.protocol import LONG_BODY, Call, ContractError
 from handlers.engines.protocol import EngineHealth
 from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
-from handlers.reply import ReplyWriter, Running
+from handlers.reply import ReplyWriter
 from handlers.workers.adapters import WorkerAdapters
 from handlers.workers.batching import MAX_BATCH, BatchSettings, CallBatcher, Request
 from handlers.workers.packages import prepare_interpreter, variables_of
@@ -62,15 +62,14 @@ class CustomHandler:
         await pool.start()
         self._pool = pool
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+    async def handle(self, call: Call, writer: ReplyWriter) -> Request:
         # A long form takes seconds to read.
         slow = len(call.body) > LONG_BODY and is_form(call.content_type)
         given = await asyncio.to_thread(input_of, call) if slow else input_of(call)
         self._check_adapter(given)
         request = Request(InputMessage(given.properties, given.contents), HandlerReply(writer), priority_of(given))
-        pool = self._running_pool()
-        pool.submit(request)
-        return _RunningRequest(pool, request)
+        self._running_pool().submit(request)
+        return request
 
     def _check_adapter(self, given: HandlerInput) -> None:
         """Refuse a call for an adapter that is not registered."""
@@ -149,16 +148,3 @@ class CustomHandler:
         if self._handler.async_mode or self._handler.rolling_batch:
             return 1
         return min(self._settings.batch_size, MAX_BATCH)
-
-
-class _RunningRequest:
-    """Implements `handlers.reply.Running`."""
-
-    __slots__ = ("_pool", "_request")
-
-    def __init__(self, pool: Pool, request: Request) -> None:
-        self._pool, self._request = pool, request
-
-    def cancel(self) -> None:
-        if self._request.reply.open:
-            self._pool.cancel(self._request)

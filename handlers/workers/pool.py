@@ -181,12 +181,8 @@ class Pool:
         self._dispatch()
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request: its client has gone."""
-        if request.batcher is not None:
-            request.batcher.cancel(request)
-        else:
-            self._queue.remove(request)
-            request.reply.drop()
+        """Have a request wait no longer: its client has gone."""
+        self._queue.remove(request)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -219,7 +215,7 @@ class Pool:
     def _dispatch(self) -> None:
         while self._queue and (batcher := self._best_batcher()) is not None:
             request = self._queue.pop(0)
-            request.batcher = batcher
+            request.holder = batcher
             self._stop_idle_timer(batcher.worker)
             batcher.take(request)
         enough = len(self._batchers) + self._to_come >= self._max_workers
@@ -293,10 +289,10 @@ class Pool:
     def _recall(self, batcher: Batcher) -> None:
         """Have the requests that the worker has not been sent wait again."""
         for request in batcher.recall():
-            request.batcher = None
             self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
+        request.holder = self
         bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
 
     def _count_failure(self, reason: str) -> None:

@@ -87,7 +87,6 @@ class RollingBatcher(Receiver):
         self._step()
 
     def cancel(self, request: Request) -> None:
-        request.reply.drop()
         if self._call is None:
             self._forget_if_unwanted()
 

@@ -265,7 +265,7 @@ class _Process:
 
     @classmethod
     async def spawn(cls, plan: WorkerPlan, name: str) -> _Process:
-        """Start a process, from the event loop's own thread: the kernel ends a worker together with that thread.
+        """Start a process.
 
         Raises:
             OSError: the interpreter cannot be run.

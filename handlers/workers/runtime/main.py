@@ -20,7 +20,7 @@ from typing import Any
 
 from .calls import AsyncMode, Caller, SyncMode, end_at_once, is_out_of_memory, output_of, settled
 from .channel import Channel, Frame, Kind, LoadOrder
-from .guardian import die_with_parent, guard_group
+from .guardian import end_process_group, guard_group
 
 _FAILED = 300
 
@@ -32,8 +32,9 @@ class LoadError(Exception):
 def serve(descriptor: int, parent: int) -> None:
     """Serve over the inherited socket `descriptor` until the server, whose process is `parent`, sends STOP."""
     os.set_inheritable(descriptor, False)
-    die_with_parent(parent)
-    guard_group()
+    if os.getppid() != parent:
+        end_process_group()
+    guard_group(parent)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=descriptor))
     frames = channel.read()
