@@ -40,7 +40,7 @@ class Request:
 
     def cancel(self) -> None:
         if self.reply.open and self.holder is not None:
-            self.reply.drop()
+            self.reply.open = False
             self.holder.cancel(self)
 
 
@@ -52,19 +52,22 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSettings:
-    """Durations are in seconds."""
+class CallSettings:
+    """How requests wait and become calls. Durations are in seconds."""
 
+    queue_size: int
+    """Requests that may wait while every worker is busy."""
+    overload_status: int
+    unavailable_status: int
     predict_timeout: float
     client_patience: float
     """Time for which a client may take nothing of its stream."""
-    unavailable_status: int
-    async_mode: bool = False
-    concurrency: int = 1
+    async_mode: bool
+    concurrency: int
     """Calls that one worker has at a time."""
-    batch_size: int = 1
-    max_batch_delay: float = 0.0
-    max_rolling_batch_size: int = 32
+    batch_size: int
+    max_batch_delay: float
+    max_rolling_batch_size: int
 
     @property
     def overdue(self) -> str:
@@ -102,7 +105,7 @@ class CallBatcher:
     A worker has one call at a time, or `concurrency` of them in async mode. A batch of one runs as without batching.
     """
 
-    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
         self.worker = worker
         self._settings = settings
         self._on_free = on_free
@@ -164,7 +167,7 @@ class _Call(Receiver):
     """A call for one request."""
 
     def __init__(
-        self, worker: Worker, requests: list[Request], settings: BatchSettings, on_finished: Callable[[], None]
+        self, worker: Worker, requests: list[Request], settings: CallSettings, on_finished: Callable[[], None]
     ) -> None:
         self._worker, self._requests, self._settings = worker, requests, settings
         self._on_finished = on_finished
@@ -189,7 +192,7 @@ class _Call(Receiver):
             self._received(size)
             part = decode_part(output.data) if output.code == 200 else None
         if output.error is not None:
-            self._reply.fail(reply_of(output), self._midway(output.code, output.error))
+            self._reply.reply(reply_of(output), self._midway(output.code, output.error))
         elif part is not None:
             self._reply.accept(part, output.properties)
         elif output.streams:
@@ -261,7 +264,7 @@ class _Call(Receiver):
 
     def _fail(self, status: int, message: str, kind: str = "EngineException") -> None:
         for request in self._requests:
-            request.reply.fail(front_end_reply(status, kind, message), self._midway(status, message))
+            request.reply.reply(front_end_reply(status, kind, message), self._midway(status, message))
 
     def _midway(self, status: int, message: str) -> bytes:
         """The last bytes of a body that has begun: text, or in async mode, whose streams are JSON lines, an object."""

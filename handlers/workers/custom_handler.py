@@ -14,9 +14,9 @@ from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.reply import ReplyWriter
 from handlers.workers.adapters import WorkerAdapters
-from handlers.workers.batching import MAX_BATCH, BatchSettings, CallBatcher, Request
+from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request
 from handlers.workers.packages import prepare_interpreter, variables_of
-from handlers.workers.pool import MakeBatcher, Pool, PoolStatus, QueueLimits
+from handlers.workers.pool import Pool, PoolStatus
 from handlers.workers.reply import HandlerReply
 from handlers.workers.rolling_batch import RollingBatcher
 from handlers.workers.runtime.channel import InputMessage, LoadOrder
@@ -57,8 +57,10 @@ class CustomHandler:
                 customer's code where that is at fault.
         """
         python = await prepare_interpreter(self._settings.model_dir, self._handler)
-        plan, limits = self._worker_plan(python), self._queue_limits()
-        pool = Pool(plan, self._handler, limits, self._make_batcher(), self.adapter_host.introduce)
+        rolling = self._handler.rolling_batch and not self._handler.async_mode
+        batcher = RollingBatcher if rolling else CallBatcher
+        plan, calls = self._worker_plan(python), self._call_settings()
+        pool = Pool(plan, self._handler, calls, batcher, self.adapter_host.introduce)
         await pool.start()
         self._pool = pool
 
@@ -118,33 +120,20 @@ class CustomHandler:
             load_timeout=self._settings.model_loading_timeout,
         )
 
-    def _queue_limits(self) -> QueueLimits:
-        return QueueLimits(
+    def _call_settings(self) -> CallSettings:
+        settings, handler = self._settings, self._handler
+        # Async and rolling-batch handlers get each request as it comes.
+        gathers = not handler.async_mode and not handler.rolling_batch
+        return CallSettings(
             queue_size=self._queue_size,
-            scale_up_above=2 * self._batch_size,
             overload_status=self._overload_status,
             unavailable_status=self._unavailable_status,
-        )
-
-    def _make_batcher(self) -> MakeBatcher:
-        settings, handler = self._settings, self._handler
-        batching = BatchSettings(
             predict_timeout=settings.predict_timeout,
             client_patience=self.client_patience,
-            unavailable_status=self._unavailable_status,
             async_mode=handler.async_mode,
             # An async handler runs all calls at once, as many as the queue would hold.
             concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
-            batch_size=self._batch_size,
+            batch_size=min(settings.batch_size, MAX_BATCH) if gathers else 1,
             max_batch_delay=settings.max_batch_delay,
             max_rolling_batch_size=settings.rolling_batch_size,
         )
-        kind = RollingBatcher if handler.rolling_batch and not handler.async_mode else CallBatcher
-        return lambda worker, on_free: kind(worker, batching, on_free)
-
-    @property
-    def _batch_size(self) -> int:
-        """Requests that are gathered into one call; async and rolling-batch handlers get each as it comes."""
-        if self._handler.async_mode or self._handler.rolling_batch:
-            return 1
-        return min(self._settings.batch_size, MAX_BATCH)

@@ -14,7 +14,7 @@ from handlers.contracts.lmi.errors import refused
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings
-from handlers.workers.batching import Batcher, Request
+from handlers.workers.batching import Batcher, CallSettings, Request
 from handlers.workers.worker import Worker, WorkerPlan, WorkerState
 
 logger = logging.getLogger("handlers.workers")
@@ -29,21 +29,9 @@ _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
 
-MakeBatcher = Callable[[Worker, Callable[[], None]], Batcher]
+MakeBatcher = Callable[[Worker, CallSettings, Callable[[], None]], Batcher]
 Introduce = Callable[[Worker], Awaitable[None]]
 """Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """Of the requests that wait for a worker."""
-
-    queue_size: int
-    """Requests that may wait while every worker is busy."""
-    scale_up_above: int
-    """More requests in the queue than this start another worker."""
-    overload_status: int
-    unavailable_status: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +79,11 @@ class Pool:
         self,
         plan: WorkerPlan,
         settings: HandlerSettings,
-        limits: QueueLimits,
+        calls: CallSettings,
         make_batcher: MakeBatcher,
         introduce: Introduce,
     ) -> None:
-        self._plan, self._settings, self._limits = plan, settings, limits
+        self._plan, self._settings, self._calls = plan, settings, calls
         self._make_batcher, self._introduce = make_batcher, introduce
         self._min_workers, self._max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
         self._queue: list[Request] = []
@@ -173,9 +161,9 @@ class Pool:
             if self._max_workers < 1:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
             self._add_worker()
-        if len(self._queue) >= self._limits.queue_size and not self._best_batcher():
+        if len(self._queue) >= self._calls.queue_size and not self._best_batcher():
             message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
-            raise refused(self._limits.overload_status, "WlmCapacityException", message)
+            raise refused(self._calls.overload_status, "WlmCapacityException", message)
         request.number = next(self._arrivals)
         self._enqueue(request)
         self._dispatch()
@@ -207,7 +195,7 @@ class Pool:
             min_workers=self._min_workers,
             max_workers=self._max_workers,
             queue_length=len(self._queue),
-            queue_size=self._limits.queue_size,
+            queue_size=self._calls.queue_size,
             failures=self._failures,
             failed=self._failed,
         )
@@ -219,7 +207,7 @@ class Pool:
             self._stop_idle_timer(batcher.worker)
             batcher.take(request)
         enough = len(self._batchers) + self._to_come >= self._max_workers
-        if len(self._queue) > self._limits.scale_up_above and not self._to_come and not enough:
+        if len(self._queue) > 2 * self._calls.batch_size and not self._to_come and not enough:
             self._add_worker()
 
     def _best_batcher(self) -> Batcher | None:
@@ -243,7 +231,7 @@ class Pool:
             self._starting.discard(worker)
         self._down = ""
         logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
-        self._batchers[worker] = self._make_batcher(worker, lambda: self._on_free(worker))
+        self._batchers[worker] = self._make_batcher(worker, self._calls, lambda: self._on_free(worker))
         self._on_free(worker)
 
     def _on_free(self, worker: Worker) -> None:
@@ -335,7 +323,7 @@ class Pool:
             request.reply.reply(self._unavailable(reason).reply)
 
     def _unavailable(self, reason: str) -> ContractError:
-        return refused(self._limits.unavailable_status, "ServiceUnavailableException", reason)
+        return refused(self._calls.unavailable_status, "ServiceUnavailableException", reason)
 
 
 def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:

@@ -46,13 +46,13 @@ class HandlerReply:
         if head.code not in _STATUSES:
             self.reply(reply_of(head))
 
-    def reply(self, reply: Reply) -> None:
-        """Send the whole reply; one that has started ends with its body."""
+    def reply(self, reply: Reply, midway: bytes | None = None) -> None:
+        """Send the whole reply; a body that has started ends with `midway` instead, by default the reply's body."""
         if not self.open:
             return
         self.open = False
         if self.started:
-            self.writer.end(reply.body)
+            self.writer.end(reply.body if midway is None else midway)
         else:
             self.writer.reply(reply)
 
@@ -74,8 +74,10 @@ class HandlerReply:
         if not part.data and not part.last:
             return
         if part.code is not None:
+            status = part.code if part.code in _STATUSES else FAILED_DEPENDENCY
+            body = f'{{"code":{status}}}'.encode() if part.error is None else payload_error(part.error, status)
             content_type, headers = response_headers(self._head.properties)
-            self.fail(Reply(part.status, content_type or JSON, part.failure, headers), part.failure)
+            self.reply(Reply(status, content_type or JSON, body, headers), body)
         elif part.last:
             self.end(part.data.encode())
         else:
@@ -84,18 +86,6 @@ class HandlerReply:
     def end(self, data: bytes = b"") -> None:
         """Send the last part of the body."""
         self.reply(reply_of(self._head, data))
-
-    def fail(self, reply: Reply, midway: bytes) -> None:
-        """Send `reply`, or end a body that has started with `midway`."""
-        if self.open and self.started:
-            self.open = False
-            self.writer.end(midway)
-        else:
-            self.reply(reply)
-
-    def drop(self) -> None:
-        """Send nothing more: the client has gone."""
-        self.open = False
 
 
 def reply_of(output: OutputMessage, body: bytes | None = None) -> Reply:
@@ -137,16 +127,6 @@ class Part:
     code: int | None = None
     error: str | None = None
     content_type: str = ""
-
-    @property
-    def status(self) -> int:
-        """The status of a failure."""
-        return self.code if self.code is not None and self.code in _STATUSES else FAILED_DEPENDENCY
-
-    @property
-    def failure(self) -> bytes:
-        """The body of a failure."""
-        return f'{{"code":{self.status}}}'.encode() if self.error is None else payload_error(self.error, self.status)
 
 
 def decode_part(content: bytes) -> Part | None:

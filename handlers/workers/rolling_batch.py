@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
-from handlers.workers.batching import MAX_BATCH, BatchSettings, Request, joined, prefixed
+from handlers.workers.batching import MAX_BATCH, CallSettings, Request, joined, prefixed
 from handlers.workers.reply import decode_part
 from handlers.workers.runtime.channel import InputMessage, OutputMessage, Properties, data_of
 from handlers.workers.worker import Receiver, Worker
@@ -55,7 +55,7 @@ class RollingBatcher(Receiver):
     requests of clients that have gone run on, until all clients of the batch have gone. The batch waits for no client.
     """
 
-    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
         self.worker = worker
         self._settings = settings
         self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
@@ -156,7 +156,7 @@ class RollingBatcher(Receiver):
 
     def _end_step(self, reply: Reply, midway: bytes) -> None:
         for active in self._active[: self._in_step]:
-            active.request.reply.fail(reply, midway)
+            active.request.reply.reply(reply, midway)
         self._active = self._active[self._in_step :]
         self._in_step = 0
         self._reset = True
