@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, front_end_reply, payload_error
 from handlers.workers.reply import HandlerReply, decode_part, reply_of
@@ -35,20 +35,13 @@ class Request:
     """Lower ones leave the queue earlier."""
     number: int = 0
     """Order of arrival."""
-    holder: Holder | None = None
-    """What has it: the queue or a batcher."""
+    forget: Callable[[Request], None] | None = None
+    """Takes the request out of the queue, or the call that it is in."""
 
     def cancel(self) -> None:
-        if self.reply.open and self.holder is not None:
+        if self.reply.open and self.forget is not None:
             self.reply.open = False
-            self.holder.cancel(self)
-
-
-class Holder(Protocol):
-    """What has a request that is not answered yet."""
-
-    def cancel(self, request: Request) -> None:
-        """Do without the request: its client has gone."""
+            self.forget(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,42 +68,59 @@ class CallSettings:
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
-class Batcher(Holder, Protocol):
+class Batcher(ABC):
     """Turns the requests of one worker into calls."""
 
-    worker: Worker
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
+        """`on_free` is called when there is a place for a request, and when there is no request any more."""
+        self.worker, self._settings, self._on_free = worker, settings, on_free
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
+    @abstractmethod
     def free(self) -> bool:
         """Whether it takes another request now."""
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether it has any request."""
 
     @property
+    @abstractmethod
     def rank(self) -> int:
         """The batcher with the lowest rank gets the next request."""
 
+    @abstractmethod
     def take(self, request: Request) -> None:
         """Begin with a request."""
 
+    @abstractmethod
+    def cancel(self, request: Request) -> None:
+        """Do without a request: its client has gone."""
+
+    @abstractmethod
     def recall(self) -> list[Request]:
         """Give back the requests that the worker has not been sent."""
 
+    def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, expired)
 
-class CallBatcher:
-    """Implements `Batcher`: a call has one request, or those that come within `max_batch_delay`, up to `batch_size`.
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class CallBatcher(Batcher):
+    """A call has one request, or those that come within `max_batch_delay`, up to `batch_size`.
 
     A worker has one call at a time, or `concurrency` of them in async mode. A batch of one runs as without batching.
     """
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
-        self.worker = worker
-        self._settings = settings
-        self._on_free = on_free
+        super().__init__(worker, settings, on_free)
         self._gathered: list[Request] = []
-        self._timer: asyncio.TimerHandle | None = None
         self._calls: dict[Request, _Call] = {}
 
     @property
@@ -130,7 +140,7 @@ class CallBatcher:
         if len(self._gathered) == self._settings.batch_size:
             self._begin()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._settings.max_batch_delay, self._begin)
+            self._start_timer(self._settings.max_batch_delay, self._begin)
 
     def cancel(self, request: Request) -> None:
         if request in self._calls:
@@ -156,11 +166,6 @@ class CallBatcher:
         for request in requests:
             del self._calls[request]
         self._on_free()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class _Call(Receiver):

@@ -29,42 +29,24 @@ _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
 
-MakeBatcher = Callable[[Worker, CallSettings, Callable[[], None]], Batcher]
 Introduce = Callable[[Worker], Awaitable[None]]
 """Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One worker."""
-
-    id: int
-    state: WorkerState
-    pid: int | None
-    started: float
-    """Seconds since the epoch."""
-    busy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
     """All workers of a model."""
 
-    workers: tuple[WorkerStatus, ...]
+    workers: tuple[Worker, ...]
+    """In the order of their start; some may be starting."""
+    busy: int
+    """Workers that have a request."""
     min_workers: int
     max_workers: int
     queue_length: int
     """Requests that wait."""
-    queue_size: int
     failures: int
     """Crashes, hangs and failed restarts since the start."""
-    failed: str
-    """Why the model counts as failed; empty while it does not."""
-
-    @property
-    def busy(self) -> int:
-        """Workers that have a request."""
-        return sum(worker.busy for worker in self.workers)
 
     @property
     def ready(self) -> int:
@@ -80,11 +62,11 @@ class Pool:
         plan: WorkerPlan,
         settings: HandlerSettings,
         calls: CallSettings,
-        make_batcher: MakeBatcher,
+        batcher: type[Batcher],
         introduce: Introduce,
     ) -> None:
         self._plan, self._settings, self._calls = plan, settings, calls
-        self._make_batcher, self._introduce = make_batcher, introduce
+        self._batcher, self._introduce = batcher, introduce
         self._min_workers, self._max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
         self._queue: list[Request] = []
         """Requests that wait, ordered by priority, then by arrival."""
@@ -93,12 +75,13 @@ class Pool:
         self._starting: set[Worker] = set()
         self._to_come = 0
         """Workers that start or wait for their start."""
-        self._worker_numbers = itertools.count(1)
+        self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._failures = 0
         self._streak = 0
         """Failures since a worker last lived for a while."""
-        self._failed = ""
+        self.failed = ""
+        """Why the model counts as failed, which is final; workers that live serve nevertheless."""
         self._down = ""
         """Why there is no worker, after one could not be started again."""
         self._stopping = False
@@ -168,42 +151,26 @@ class Pool:
         self._enqueue(request)
         self._dispatch()
 
-    def cancel(self, request: Request) -> None:
-        """Have a request wait no longer: its client has gone."""
-        self._queue.remove(request)
-
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The workers that take requests."""
         return tuple(self._batchers)
 
-    @property
-    def failed(self) -> str:
-        """Why the model counts as failed, which is final; workers that live serve nevertheless."""
-        return self._failed
-
     def status(self) -> PoolStatus:
         """The state of the workers and of the queue."""
-        busy = {worker: batcher.busy for worker, batcher in self._batchers.items()} | dict.fromkeys(
-            self._starting, False
-        )
         return PoolStatus(
-            workers=tuple(
-                WorkerStatus(worker.number, worker.state, worker.pid, worker.started, busy[worker])
-                for worker in sorted(busy, key=lambda worker: worker.number)
-            ),
+            workers=tuple(sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)),
+            busy=sum(batcher.busy for batcher in self._batchers.values()),
             min_workers=self._min_workers,
             max_workers=self._max_workers,
             queue_length=len(self._queue),
-            queue_size=self._calls.queue_size,
             failures=self._failures,
-            failed=self._failed,
         )
 
     def _dispatch(self) -> None:
         while self._queue and (batcher := self._best_batcher()) is not None:
             request = self._queue.pop(0)
-            request.holder = batcher
+            request.forget = batcher.cancel
             self._stop_idle_timer(batcher.worker)
             batcher.take(request)
         enough = len(self._batchers) + self._to_come >= self._max_workers
@@ -218,7 +185,7 @@ class Pool:
         self._to_come += 1
         device = least_used(self._settings.devices, [worker.device for worker in (*self._batchers, *self._starting)])
         plan = on_device(self._plan, device)
-        worker = Worker(next(self._worker_numbers), device, plan, lambda reason: self._on_end(worker, reason))
+        worker = Worker(next(self._worker_ids), device, plan, lambda reason: self._on_end(worker, reason))
         self._starting.add(worker)
         try:
             await worker.start()
@@ -231,7 +198,7 @@ class Pool:
             self._starting.discard(worker)
         self._down = ""
         logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
-        self._batchers[worker] = self._make_batcher(worker, self._calls, lambda: self._on_free(worker))
+        self._batchers[worker] = self._batcher(worker, self._calls, lambda: self._on_free(worker))
         self._on_free(worker)
 
     def _on_free(self, worker: Worker) -> None:
@@ -280,7 +247,7 @@ class Pool:
             self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        request.holder = self
+        request.forget = self._queue.remove
         bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
 
     def _count_failure(self, reason: str) -> None:
@@ -289,8 +256,8 @@ class Pool:
         self._streak += 1
         if self._failures > self._settings.retry_threshold:
             limit = self._settings.retry_threshold
-            self._failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
-            logger.error("%s", self._failed)
+            self.failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
+            logger.error("%s", self.failed)
 
     def _replace(self) -> None:
         missing = self._min_workers - len(self._batchers) - self._to_come
@@ -318,9 +285,8 @@ class Pool:
             self._replace()
 
     def _refuse_all(self, reason: str) -> None:
-        requests, self._queue = self._queue, []
-        for request in requests:
-            request.reply.reply(self._unavailable(reason).reply)
+        while self._queue:
+            self._queue.pop().reply.reply(self._unavailable(reason).reply)
 
     def _unavailable(self, reason: str) -> ContractError:
         return refused(self._calls.unavailable_status, "ServiceUnavailableException", reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
-from handlers.workers.batching import MAX_BATCH, CallSettings, Request, joined, prefixed
+from handlers.workers.batching import MAX_BATCH, Batcher, CallSettings, Request, joined, prefixed
 from handlers.workers.reply import decode_part
 from handlers.workers.runtime.channel import InputMessage, OutputMessage, Properties, data_of
 from handlers.workers.worker import Receiver, Worker
@@ -48,18 +47,16 @@ class _Active:
         return prefixed(index, InputMessage(message.properties, contents))
 
 
-class RollingBatcher(Receiver):
-    """Implements `Batcher`; each step is a call.
+class RollingBatcher(Batcher, Receiver):
+    """Each step is a call.
 
     A request stays in the handler's batch until the handler marks its last part; it cannot be taken out earlier. So the
     requests of clients that have gone run on, until all clients of the batch have gone. The batch waits for no client.
     """
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
-        self.worker = worker
-        self._settings = settings
+        super().__init__(worker, settings, on_free)
         self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
-        self._on_free = on_free
         self._active: list[_Active] = []
         self._call: int | None = None
         """The running step."""
@@ -68,7 +65,6 @@ class RollingBatcher(Receiver):
         self._answered = False
         self._reset = False
         """The next step tells the handler to forget all requests."""
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def free(self) -> bool:
@@ -134,7 +130,7 @@ class RollingBatcher(Receiver):
         entries = (active.entry(index) for index, active in enumerate(self._active))
         self._in_step, self._answered, self._reset = len(self._active), False, False
         self._call = self.worker.call(joined(entries, self._in_step, *more), self)
-        self._timer = asyncio.get_running_loop().call_later(self._settings.predict_timeout, self._on_timeout)
+        self._start_timer(self._settings.predict_timeout, self._on_timeout)
 
     def _on_timeout(self) -> None:
         failure = payload_error(f"the handler {self._settings.overdue}")
@@ -167,11 +163,6 @@ class RollingBatcher(Receiver):
             self._reset = self._reset or any(active.seen for active in self._active)
             self._active.clear()
             self._on_free()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _headers_by_request(properties: Properties) -> dict[int, Properties]:

@@ -91,10 +91,10 @@ class Receiver:
 class Worker:
     """A worker, from before its start to after its end."""
 
-    def __init__(self, number: int, device: str, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
+    def __init__(self, id_: int, device: str, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
         """`on_end` gets the reason when a worker that was ready ends by itself or is killed."""
-        self.number = number
-        self.name = f"worker {number}"
+        self.id = id_
+        self.name = f"worker {id_}"
         self.device = device
         self.state = WorkerState.STARTING
         self.started = time.time()
