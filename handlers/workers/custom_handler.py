@@ -30,18 +30,38 @@ class CustomHandler:
     """
 
     def __init__(
-        self, settings: ModelSettings, *, queue_size: int, overload_status: int, unavailable_status: int = 503
+        self,
+        settings: ModelSettings,
+        *,
+        queue_size: int,
+        overload_status: int,
+        unavailable_status: int = 503,
+        grace: float = 5.0,
+        client_patience: float = 120.0,
     ) -> None:
-        """Raises ValueError if the settings name no handler."""
+        """`grace`: seconds that `stop` gives a worker to finish its calls. `client_patience`: seconds that a client may
+        take nothing of its stream before its call is cancelled.
+
+        Raises ValueError if the settings name no handler."""
         if settings.handler is None:
             raise ValueError("the settings name no handler")
         self._settings, self._handler = settings, settings.handler
-        self._queue_size = queue_size
-        self._overload_status, self._unavailable_status = overload_status, unavailable_status
-        self.grace = 5.0
-        """Seconds that `stop` gives a worker to finish its calls."""
-        self.client_patience = 120.0
-        """Seconds that a client may take nothing of its stream before its call is cancelled."""
+        # Async and rolling-batch handlers get each request as it comes.
+        gathers = not self._handler.async_mode and not self._handler.rolling_batch
+        self._calls = CallSettings(
+            queue_size=queue_size,
+            overload_status=overload_status,
+            unavailable_status=unavailable_status,
+            predict_timeout=settings.predict_timeout,
+            client_patience=client_patience,
+            async_mode=self._handler.async_mode,
+            # An async handler runs all calls at once, as many as the queue would hold.
+            concurrency=max(queue_size, 1) if self._handler.async_mode else 1,
+            batch_size=min(settings.batch_size, MAX_BATCH) if gathers else 1,
+            max_batch_delay=settings.max_batch_delay,
+            max_rolling_batch_size=settings.rolling_batch_size,
+        )
+        self._grace = grace
         self._pool: Pool | None = None
         self.adapter_host = WorkerAdapters(
             lambda: self._pool.workers if self._pool is not None else (), settings.predict_timeout
@@ -59,8 +79,7 @@ class CustomHandler:
         python = await prepare_interpreter(self._settings.model_dir, self._handler)
         rolling = self._handler.rolling_batch and not self._handler.async_mode
         batcher = RollingBatcher if rolling else CallBatcher
-        plan, calls = self._worker_plan(python), self._call_settings()
-        pool = Pool(plan, self._handler, calls, batcher, self.adapter_host.introduce)
+        pool = Pool(self._worker_plan(python), self._handler, self._calls, batcher, self.adapter_host.introduce)
         await pool.start()
         self._pool = pool
 
@@ -98,7 +117,7 @@ class CustomHandler:
     async def stop(self) -> None:
         """End all workers and all that they started; running calls have a few seconds to finish."""
         if self._pool is not None:
-            await self._pool.stop(self.grace)
+            await self._pool.stop(self._grace)
 
     def _running_pool(self) -> Pool:
         if self._pool is None:
@@ -118,22 +137,4 @@ class CustomHandler:
                 properties=dict(handler.properties),
             ),
             load_timeout=self._settings.model_loading_timeout,
-        )
-
-    def _call_settings(self) -> CallSettings:
-        settings, handler = self._settings, self._handler
-        # Async and rolling-batch handlers get each request as it comes.
-        gathers = not handler.async_mode and not handler.rolling_batch
-        return CallSettings(
-            queue_size=self._queue_size,
-            overload_status=self._overload_status,
-            unavailable_status=self._unavailable_status,
-            predict_timeout=settings.predict_timeout,
-            client_patience=self.client_patience,
-            async_mode=handler.async_mode,
-            # An async handler runs all calls at once, as many as the queue would hold.
-            concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
-            batch_size=min(settings.batch_size, MAX_BATCH) if gathers else 1,
-            max_batch_delay=settings.max_batch_delay,
-            max_rolling_batch_size=settings.rolling_batch_size,
         )

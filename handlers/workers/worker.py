@@ -112,29 +112,24 @@ class Worker:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process and have it load the handler.
+        """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
 
         Raises:
-            EngineStartError: that failed, or took too long; no process is left.
+            EngineStartError: that failed, or took too long.
         """
         try:
             self._process = await _Process.spawn(self._plan, self.name)
         except OSError as error:
-            self.state = WorkerState.ENDED
             raise EngineStartError(f"cannot run {self._plan.python}: {error}") from error
         self.pid = self._process.pid
         self._watching = asyncio.create_task(self._watch(self._process))
-        try:
-            self._send(Kind.LOAD, body=json.dumps(dataclasses.asdict(self._plan.order)).encode())
-            await asyncio.wait({self._loaded}, timeout=self._plan.load_timeout)
-            if not self._loaded.done():
-                seconds = f"{self._plan.load_timeout:g} seconds (model_loading_timeout)"
-                raise EngineStartError(f"the handler did not load within {seconds}")
-            if failure := self._loaded.result():
-                raise EngineStartError(failure)
-        except BaseException:
-            await self.kill("was not needed any more")
-            raise
+        self._send(Kind.LOAD, body=json.dumps(dataclasses.asdict(self._plan.order)).encode())
+        await asyncio.wait({self._loaded}, timeout=self._plan.load_timeout)
+        if not self._loaded.done():
+            seconds = f"{self._plan.load_timeout:g} seconds (model_loading_timeout)"
+            raise EngineStartError(f"the handler did not load within {seconds}")
+        if failure := self._loaded.result():
+            raise EngineStartError(failure)
         self.state = WorkerState.READY
 
     def call(self, message: InputMessage, receiver: Receiver) -> int:
