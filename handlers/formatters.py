@@ -9,10 +9,10 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Formatter = Callable[..., Any]
+
+_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,23 +187,29 @@ class FormatterThread:
 
     def __init__(self, time_limit: float) -> None:
         self._time_limit = time_limit
-        self._waiting: deque[_FormatterCall] = deque()
-        self._running: _FormatterCall | None = None
-        self._overdue: asyncio.TimerHandle | None = None
-        """Abandons the running call."""
-        self._inbox: queue.SimpleQueue[_FormatterCall | None] | None = None
+        self._open: deque[_FormatterCall] = deque()
+        """Calls that are not done, in order."""
+        self._inbox: _Inbox | None = None
         """Of the thread; None: there is none."""
-        self._stopped = False
+        self._checking = False
 
     def stop(self) -> None:
         """End the thread once it has done the calls that wait; a later call gets a thread of its own."""
-        self._stopped = True
-        self._run_next()
+        if self._inbox is not None:
+            self._inbox.put(None)
+            self._inbox = None
 
     def submit(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
         """Run `work` after all that was submitted before; `done` gets its result or error on the event loop."""
-        self._waiting.append(_FormatterCall(work, done))
-        self._run_next()
+        loop = asyncio.get_running_loop()
+        if self._inbox is None:
+            self._inbox = self._start_thread(loop)
+        call = _FormatterCall(work, done, self._inbox)
+        self._open.append(call)
+        self._inbox.put(call)
+        if not self._checking:
+            self._checking = True
+            loop.call_later(_CHECK_SECONDS, self._check, loop)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work`, and wait for its result.
@@ -222,57 +230,57 @@ class FormatterThread:
         self.submit(work, done)
         return await future
 
-    def _run_next(self) -> None:
-        if self._running is not None:
-            return
-        if not self._waiting:
-            if self._stopped:
-                self._leave_thread()
-            return
-        loop = asyncio.get_running_loop()
-        if self._inbox is None:
-            self._inbox = queue.SimpleQueue()
-            work = partial(_work, self._inbox, loop, self._finish)
-            threading.Thread(target=work, name="formatters", daemon=True).start()
-        self._running = self._waiting.popleft()
-        self._overdue = loop.call_later(self._time_limit, self._abandon, self._running)
-        self._inbox.put(self._running)
+    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
+        inbox: _Inbox = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(inbox, loop, self._finish), name="formatters", daemon=True).start()
+        return inbox
 
     def _finish(self, call: _FormatterCall, outcome: Any) -> None:
-        if call is not self._running:  # it was abandoned
-            return
-        if self._overdue is not None:
-            self._overdue.cancel()
-        self._running = None
-        self._run_next()
-        call.done(outcome)
+        if call in self._open:  # it is the first one; not there if it was abandoned
+            self._open.remove(call)
+            call.done(outcome)
 
-    def _abandon(self, call: _FormatterCall) -> None:
-        logger.error("a formatter did not return within predict_timeout (%g s); going on without it", self._time_limit)
-        self._leave_thread()
-        late = f"the formatter did not return within predict_timeout ({self._time_limit:g} s)"
-        self._finish(call, GenerationFailed(late))
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Abandon the thread if its call has taken too long."""
+        started = self._open[0].started if self._open else None
+        if started is not None and time.monotonic() - started > self._time_limit:
+            self._abandon(self._open.popleft(), loop)
+        self._checking = bool(self._open)
+        if self._checking:
+            loop.call_later(_CHECK_SECONDS, self._check, loop)
 
-    def _leave_thread(self) -> None:
-        """Let the thread end after the call that it runs; the next call gets another one."""
-        if self._inbox is not None:
-            self._inbox.put(None)
-            self._inbox = None
+    def _abandon(self, stuck: _FormatterCall, loop: asyncio.AbstractEventLoop) -> None:
+        message = f"did not return within predict_timeout ({self._time_limit:g} s)"
+        logger.error("a formatter %s; going on without it", message)
+        old, new = stuck.inbox, self._start_thread(loop)
+        if self._inbox is old:
+            self._inbox = new
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting = old.get_nowait()
+                if waiting is not None:
+                    waiting.inbox = new
+                new.put(waiting)
+        old.put(None)
+        stuck.done(GenerationFailed(f"the formatter {message}"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _FormatterCall:
     work: Callable[[], Any]
     done: Callable[[Any], None]
+    inbox: _Inbox
+    """Of the thread that runs it."""
+    started: float | None = None
 
 
-def _work(
-    inbox: queue.SimpleQueue[_FormatterCall | None],
-    loop: asyncio.AbstractEventLoop,
-    finish: Callable[[_FormatterCall, Any], None],
-) -> None:
-    """Run what comes in, until that is None."""
+_Inbox = queue.SimpleQueue[_FormatterCall | None]
+"""The calls of one thread; None ends it."""
+
+
+def _work(inbox: _Inbox, loop: asyncio.AbstractEventLoop, finish: Callable[[_FormatterCall, Any], None]) -> None:
     while (call := inbox.get()) is not None:
+        call.started = time.monotonic()
         try:
             outcome = call.work()
         except BaseException as error:
