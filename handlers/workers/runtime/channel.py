@@ -20,9 +20,9 @@ from .guardian import end_process_group
 
 WINDOW = 256 * 1024
 """Bytes of one call's answer that may be on their way before the client takes them."""
-HEADER_SIZE = 13
 
 _HEADER = struct.Struct(">QBI")
+HEADER_SIZE = _HEADER.size
 _MAX_LENGTH = 1 << 36
 _SIZE = struct.Struct(">I")
 

@@ -16,7 +16,8 @@ import sys
 import traceback
 from collections.abc import Coroutine, Iterator
 from types import ModuleType
-from typing import Any
+
+from djl_python.outputs import Output
 
 from .calls import AsyncMode, Caller, SyncMode, end_at_once, is_out_of_memory, output_of, settled
 from .channel import Channel, Frame, Kind, LoadOrder
@@ -61,37 +62,36 @@ def _run(serving: Coroutine[None, None, None]) -> None:
 
 def _serve_sync(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
     with _initializing(order):
-        _check(caller.initialize())
+        output = output_of(caller.initialize())
+    _check(output)
     channel.send(Frame(Kind.LOADED))
     SyncMode(channel, caller).serve(frames)
 
 
 async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
     with _initializing(order):
-        _check(await settled(caller.initialize()))
+        output = output_of(await settled(caller.initialize()))
+    _check(output)
     channel.send(Frame(Kind.LOADED))
     await AsyncMode(channel, caller).serve(frames)
 
 
 @contextlib.contextmanager
 def _initializing(order: LoadOrder) -> Iterator[None]:
-    """Make a LoadError of any other error."""
+    """Make a LoadError of any error."""
     try:
         yield
-    except LoadError:
-        raise
     except Exception as error:
         traceback.print_exc()
         kind = "ran out of memory" if is_out_of_memory(error) else "failed"
         raise LoadError(f"the handler's initialization {kind}: {described(error, order.model_dir)}") from error
 
 
-def _check(result: Any) -> None:
+def _check(output: Output) -> None:
     """Raise LoadError if the initializing call answered with an error status."""
-    output = output_of(result)
     if output.code < _FAILED:
         return
-    body = b"".join(map(bytes, output.content.get_values())).decode("utf-8", "replace")
+    body = b"".join(map(output.encode_value, output.content.get_values())).decode("utf-8", "replace")
     raise LoadError(f"the handler's initialization answered {output.code} {output.message}: {body}".rstrip(": "))
 
 
