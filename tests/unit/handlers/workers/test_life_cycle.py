@@ -325,14 +325,21 @@ async def test_workers_run_their_exit_functions_when_they_are_stopped(tmp_path: 
     assert (tmp_path / "exited").exists()
 
 
-async def test_workers_end_with_the_server_even_if_that_is_killed(tmp_path: Path) -> None:
+async def test_a_worker_ends_with_a_killed_server_even_if_a_call_holds_the_interpreters_lock(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import re\n"
+        "def handle(inputs):\n"
+        "    if not inputs.is_empty():\n"
+        "        re.match('(a+)+$', 'a' * 60 + 'b')  # takes years, in C\n"
+    )
     script = tmp_path / "server.py"
     script.write_text(
-        "import asyncio\n"
+        "import asyncio, pathlib\n"
         "from tests.unit.handlers.workers.harness import serving\n"
         "async def main():\n"
-        "    async with serving('slow') as client:\n"
-        "        await client.send('60')\n"
+        f"    async with serving(pathlib.Path({str(tmp_path)!r})) as client:\n"
+        "        await client.send(b'x')\n"
+        "        await asyncio.sleep(0.5)\n"
         "        print(*client.pids, flush=True)\n"
         "        await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
