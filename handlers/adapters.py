@@ -104,8 +104,8 @@ class AdapterRegistry:
         self._faults = faults
         self._adapters: dict[str, Adapter] = {}
         self._ids = itertools.count(1)
-        self._busy: set[str] = set()
-        self._tasks: set[asyncio.Task[str]] = set()
+        self._orders: dict[asyncio.Task[str], str] = {}
+        """The orders that are being carried out, each with the name that is not free until then."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
@@ -114,13 +114,15 @@ class AdapterRegistry:
         """All adapters, in the order of registration."""
         return tuple(self._adapters.values())
 
-    def get(self, name: str) -> Adapter:
-        """The adapter of this name.
+    def get(self, name: str, alias: str = "") -> Adapter:
+        """The adapter of this name. `alias`: its name in messages.
 
         Raises:
             UnknownAdapter: no adapter has this name.
         """
-        return self._known(name, name)
+        if (adapter := self._adapters.get(name)) is None:
+            raise UnknownAdapter(alias or name)
+        return adapter
 
     async def preload(self, model_dirs: Sequence[Path]) -> None:
         """Register the adapters in `adapters/` below these directories.
@@ -179,7 +181,7 @@ class AdapterRegistry:
             UnknownAdapter: no adapter has this name.
             AdapterError: it cannot be changed; everything is as before.
         """
-        adapter = self._known(order.name, order.shown)
+        adapter = self.get(order.name, order.alias)
         if order.src is not None and order.src != adapter.src:
             raise AdapterFailed(
                 f"src of a registered adapter cannot be changed: it is {adapter.src!r}; unregister it first"
@@ -206,16 +208,16 @@ class AdapterRegistry:
             UnknownAdapter: no adapter has this name.
             AdapterError: a custom handler refuses; the adapter stays registered.
         """
-        adapter = self._known(name, alias or name)
+        adapter = self.get(name, alias)
         self._check_free(name)
         del self._adapters[name]  # at once, so that no other order finds it
         return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
         """End background work."""
-        for task in self._tasks:
+        for task in self._orders:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._orders, return_exceptions=True)
         await self._host.stop()
 
     async def _register(self, adapter: Adapter) -> str:
@@ -241,28 +243,21 @@ class AdapterRegistry:
         return message
 
     def _check_free(self, name: str) -> None:
-        if name in self._busy:
+        if name in self._orders.values():
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
     async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
         """Wait for the work, which is completed even if this is cancelled; until then the name `busy` is not free."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        self._busy.add(busy)
+        self._orders[task] = busy
 
         def ended(_: object) -> None:
-            self._busy.discard(busy)
-            self._tasks.discard(task)
+            del self._orders[task]
             if not task.cancelled():
                 task.exception()  # mark it as retrieved: the client may have gone
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
-
-    def _known(self, name: str, shown: str) -> Adapter:
-        if (adapter := self._adapters.get(name)) is None:
-            raise UnknownAdapter(shown)
-        return adapter
 
     def _path(self, order: AdapterOrder) -> Path:
         """The adapter's directory.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -40,27 +40,16 @@ class LastingThread:
 
 
 def _begin(function: Callable[[], T], name: str, after: Callable[[], object] = lambda: None) -> Awaitable[T]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # whoever waits may be cancelled, but not the function
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as caught:
+            outcome.set_result(function())
+        except BaseException as error:
             # A future cannot carry SystemExit, which argument parsers raise.
-            error = caught if isinstance(caught, Exception) else RuntimeError(str(caught))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(deliver, result, error)
+            outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
         after()
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    return asyncio.wrap_future(outcome)

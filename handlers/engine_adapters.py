@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
 
 from djl_python.service_loader import MODEL_FILE, load_model_service
 from handlers.adapters import Adapter
@@ -16,7 +16,8 @@ from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineAdapter, EngineAdapters
 from handlers.errors import AdapterFailed
-from handlers.formatters import Formatters, described, formatters_of
+from handlers.formatters import Formatters, formatters_of
+from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,12 @@ class EngineAdapterHost:
         """Ids by names."""
 
     async def register(self, adapter: Adapter) -> str:
-        loaded = await self._formatters.load(adapter.name, adapter.path)
+        loaded = await self._formatters.load(adapter)
         try:
             await self._engine.add(_for_engine(adapter), preload=adapter.preload)
         except BaseException:
-            self._formatters.drop(adapter.name, loaded)
+            if loaded is not None:
+                loaded.forget()
             raise
         self._formatters.put(adapter.name, loaded)
         former, self._current[adapter.name] = self._current.get(adapter.name), adapter.id
@@ -84,6 +86,10 @@ class LoadedFormatters:
     handler: Handler
     module: str
 
+    def forget(self) -> None:
+        """Remove the module from `sys.modules`."""
+        sys.modules.pop(self.module, None)
+
 
 class AdapterFormatters:
     """The handlers of adapters with a `model.py` of their own."""
@@ -102,50 +108,43 @@ class AdapterFormatters:
         loaded = self._loaded.get(adapter)
         return loaded.handler if loaded is not None else None
 
-    async def load(self, adapter: str, directory: Path) -> LoadedFormatters | None:
+    async def load(self, adapter: Adapter) -> LoadedFormatters | None:
         """Run the adapter's `model.py`; None if it has no formatters. `put` makes them current.
 
         Raises:
             AdapterFailed: it cannot be run; the message has its file and line.
         """
         try:
-            found = await asyncio.wait_for(in_daemon_thread(lambda: _load(adapter, directory)), self._time_limit)
+            module = await asyncio.wait_for(in_daemon_thread(lambda: _run(adapter)), self._time_limit)
         except TimeoutError:
             raise AdapterFailed(f"{MODEL_FILE} of the adapter took longer than {self._time_limit:g} s") from None
-        if found is None:
+        if module is None:
             return None
-        own, module = found
+        own = formatters_of(module)
+        if own.input is None and own.output is None:
+            sys.modules.pop(module.__name__, None)
+            return None
         formatters = Formatters(own.input or self._base.input, own.output or self._base.output)
-        return LoadedFormatters(self._make(formatters), module)
+        return LoadedFormatters(self._make(formatters), module.__name__)
 
     def put(self, adapter: str, loaded: LoadedFormatters | None) -> None:
         """Make an adapter's formatters current, in the place of its former ones; None: it has none any more."""
-        former = self._loaded.pop(adapter, None)
+        if (former := self._loaded.pop(adapter, None)) is not None:
+            former.forget()
         if loaded is not None:
             self._loaded[adapter] = loaded
-        self.drop(adapter, former)
-
-    def drop(self, adapter: str, loaded: LoadedFormatters | None) -> None:
-        """Remove a module from `sys.modules`, unless the adapter's current module has its name (the same file)."""
-        current = self._loaded.get(adapter)
-        if loaded is not None and (current is None or current.module != loaded.module):
-            sys.modules.pop(loaded.module, None)
 
 
-def _load(adapter: str, directory: Path) -> tuple[Formatters, str] | None:
-    """The formatters, and the name of their module; None if there are none. Each load runs the file anew."""
+def _run(adapter: Adapter) -> ModuleType | None:
+    """The module of the adapter's `model.py`, under a name that no other has; None if there is no such file."""
+    directory = str(adapter.path)
     try:
-        if not (directory / MODEL_FILE).is_file():
+        if not (adapter.path / MODEL_FILE).is_file():
             return None
     except OSError as error:  # such as a name that is too long
-        raise AdapterFailed(f"src: {str(directory)[:_SHOWN]!r} cannot be read: {error.strerror}") from None
+        raise AdapterFailed(f"src: {directory[:_SHOWN]!r} cannot be read: {error.strerror}") from None
     try:
-        module = load_model_service(str(directory), MODEL_FILE, namespace=adapter).module
+        return load_model_service(directory, MODEL_FILE, namespace=f"{adapter.name}_{adapter.id}").module
     except BaseException as error:
-        logger.exception("%s of the adapter %s cannot be run", MODEL_FILE, adapter)
+        logger.exception("%s of the adapter %s cannot be run", MODEL_FILE, adapter.name)
         raise AdapterFailed(f"{MODEL_FILE} of the adapter cannot be run: {described(error, directory)}") from error
-    found = formatters_of(module)
-    if found.input is None and found.output is None:
-        sys.modules.pop(module.__name__, None)
-        return None
-    return found, module.__name__

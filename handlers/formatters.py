@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import contextlib
 import logging
 import os
+import queue
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from djl_python.output_formatter import takes_request_output
-from djl_python.service_loader import find_decorated_function
+from djl_python.service_loader import find_decorated_function, load_model_service
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import GenerationFailed
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.workers.packages import needs_packages, prepare_interpreter
+from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)
 
@@ -104,32 +105,12 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
 
 def _import(path: Path, model: str) -> ModuleType:
     """The module, under a name of the model's own."""
-    name = f"slipway_model_{model}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise EngineStartError(f"{path.name} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    writes = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # nothing is written into the model's directory
+    directory = str(path.parent)
     try:
-        spec.loader.exec_module(module)
+        return load_model_service(directory, path.name, namespace=model).module
     except BaseException as error:
-        sys.modules.pop(name, None)
         logger.exception("%s cannot be imported", path.name)
-        raise EngineStartError(f"{path.name} cannot be imported: {described(error, path.parent)}") from error
-    finally:
-        sys.dont_write_bytecode = writes
-    return module
-
-
-def described(error: BaseException, directory: Path) -> str:
-    """The error, with the file and line below `directory` where it was raised."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, SyntaxError):
-        return text  # has file and line already
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(directory))]
-    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text
+        raise EngineStartError(f"{path.name} cannot be imported: {described(error, directory)}") from error
 
 
 _own_directories: list[str] = []
@@ -143,8 +124,8 @@ class ModelImports:
     """
 
     def __init__(self) -> None:
-        self._own: list[str] = []
-        self._packages: list[str] = []
+        self._places: list[str] = []
+        self._own: str | None = None
 
     def add_own(self, directory: Path) -> None:
         """Import from the model's directory before anything else.
@@ -152,39 +133,35 @@ class ModelImports:
         Modules beside `model.py` may have the same names in several models. Those of other models are removed from
         `sys.modules`, so that this model imports its own; whoever has imported them keeps them.
         """
-        place = str(directory)
+        self._own = str(directory)
         for name, module in list(sys.modules.items()):
-            came_from = _own_directory_of(module)
-            if came_from is not None and came_from != place and _is_there(name, directory):
+            if _own_directory_of(module) not in (None, self._own) and _is_there(name, directory):
                 sys.modules.pop(name, None)
-        sys.path.insert(0, place)
-        _own_directories.append(place)
-        self._own.append(place)
+        sys.path.insert(0, self._own)
+        _own_directories.append(self._own)
+        self._places.append(self._own)
 
     def add_packages(self, directory: Path) -> None:
         """Import from there what is nowhere else; packages of the server keep their versions."""
-        place = str(directory)
-        sys.path.append(place)
-        self._packages.append(place)
+        sys.path.append(str(directory))
+        self._places.append(str(directory))
 
     def remove(self) -> None:
         """Undo the additions, and remove the modules of the model's own directory from `sys.modules`.
 
         Packages stay imported, because many cannot be imported a second time.
         """
-        for place in self._packages:
-            if place in sys.path:
-                del sys.path[len(sys.path) - 1 - sys.path[::-1].index(place)]
-        for place in self._own:
-            if place in sys.path:
+        for place in self._places:
+            with contextlib.suppress(ValueError):  # the model's code has removed it
                 sys.path.remove(place)
-            if _own_directories.count(place) == 1:
-                sys.path_importer_cache.pop(place, None)
+        if self._own is not None:
+            if _own_directories.count(self._own) == 1:
+                sys.path_importer_cache.pop(self._own, None)
                 for name, module in list(sys.modules.items()):
-                    if _own_directory_of(module) == place:
+                    if _own_directory_of(module) == self._own:
                         sys.modules.pop(name, None)
-            _own_directories.remove(place)
-        self._packages, self._own = [], []
+            _own_directories.remove(self._own)
+        self._places, self._own = [], None
 
 
 def _own_directory_of(module: ModuleType | None) -> str | None:
@@ -202,7 +179,7 @@ def _is_there(name: str, directory: Path) -> bool:
 
 
 class FormatterThread:
-    """A thread that calls formatters one at a time, as LMI does.
+    """A thread that calls formatters one at a time, as LMI does. For the event loop alone.
 
     A call that takes longer than `time_limit` seconds fails. Its thread cannot be stopped; it is abandoned, and another
     one continues with the calls that wait.
@@ -211,38 +188,28 @@ class FormatterThread:
     def __init__(self, time_limit: float) -> None:
         self._time_limit = time_limit
         self._open: deque[_FormatterCall] = deque()
-        """Calls that are not done, in order; for the event loop alone."""
-        self._waiting: deque[_FormatterCall] = deque()
-        """Calls that have not begun; guarded by `_changed`, as are `_thread` and `_stopped`."""
-        self._changed = threading.Condition()
-        self._thread = 0
-        """The number of the current thread; those with lower numbers are abandoned."""
-        self._stopped = False
-        """A thread without work ends."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        """Calls that are not done, in order."""
+        self._inbox: _Inbox | None = None
+        """Of the thread; None: there is none."""
         self._checking = False
 
     def stop(self) -> None:
         """End the thread once it has done the calls that wait; a later call gets a thread of its own."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        if self._inbox is not None:
+            self._inbox.put(None)
+            self._inbox = None
 
     def submit(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
         """Run `work` after all that was submitted before; `done` gets its result or error on the event loop."""
-        needs_thread = self._loop is None or self._stopped
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        call = _FormatterCall(work, done)
+        loop = asyncio.get_running_loop()
+        if self._inbox is None:
+            self._inbox = self._start_thread(loop)
+        call = _FormatterCall(work, done, self._inbox)
         self._open.append(call)
-        with self._changed:
-            self._waiting.append(call)
-            self._changed.notify()
-        if needs_thread:
-            self._start_thread(self._loop)
+        self._inbox.put(call)
         if not self._checking:
             self._checking = True
-            self._loop.call_later(_CHECK_SECONDS, self._check, self._loop)
+            loop.call_later(_CHECK_SECONDS, self._check, loop)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work`, and wait for its result.
@@ -263,67 +230,65 @@ class FormatterThread:
         self.submit(work, done)
         return await future
 
-    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._changed:
-            self._thread += 1
-            self._changed.notify_all()
-        threading.Thread(target=self._work, args=(self._thread, loop), name="formatters", daemon=True).start()
-
-    def _work(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        while (call := self._next(number)) is not None:
-            try:
-                outcome = call.work()
-            except Exception as error:
-                # A future cannot hold a StopIteration.
-                outcome = error if not isinstance(error, StopIteration) else _failure(error)
-            except BaseException as error:
-                # A formatter must neither end the server nor cancel one of its tasks.
-                outcome = _failure(error)
-            try:
-                loop.call_soon_threadsafe(self._finish, call, outcome)
-            except RuntimeError:  # the loop is closed: the process is ending
-                return
-
-    def _next(self, number: int) -> _FormatterCall | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopped or number != self._thread)
-            if number != self._thread or not self._waiting:
-                return None
-            call = self._waiting.popleft()
-            call.started = time.monotonic()
-            return call
+    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
+        inbox: _Inbox = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(inbox, loop, self._finish), name="formatters", daemon=True).start()
+        return inbox
 
     def _finish(self, call: _FormatterCall, outcome: Any) -> None:
-        if call.abandoned:
-            return
-        self._open.remove(call)  # the first one, as the thread keeps the order
-        call.done(outcome)
+        if call in self._open:  # it is the first one; not there if it was abandoned
+            self._open.remove(call)
+            call.done(outcome)
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Replace the thread if its call has taken too long."""
+        """Abandon the thread if its call has taken too long."""
         started = self._open[0].started if self._open else None
         if started is not None and time.monotonic() - started > self._time_limit:
-            self._replace_thread(loop)
+            self._abandon(self._open.popleft(), loop)
         self._checking = bool(self._open)
         if self._checking:
             loop.call_later(_CHECK_SECONDS, self._check, loop)
 
-    def _replace_thread(self, loop: asyncio.AbstractEventLoop) -> None:
-        stuck = self._open.popleft()
-        stuck.abandoned = True
-        logger.error("a formatter did not return within predict_timeout (%g s); going on without it", self._time_limit)
-        self._start_thread(loop)
-        stuck.done(GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)"))
+    def _abandon(self, stuck: _FormatterCall, loop: asyncio.AbstractEventLoop) -> None:
+        message = f"did not return within predict_timeout ({self._time_limit:g} s)"
+        logger.error("a formatter %s; going on without it", message)
+        old, new = stuck.inbox, self._start_thread(loop)
+        if self._inbox is old:
+            self._inbox = new
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting = old.get_nowait()
+                if waiting is not None:
+                    waiting.inbox = new
+                new.put(waiting)
+        old.put(None)
+        stuck.done(GenerationFailed(f"the formatter {message}"))
 
 
+@dataclass(slots=True, eq=False)
 class _FormatterCall:
-    __slots__ = ("abandoned", "done", "started", "work")
+    work: Callable[[], Any]
+    done: Callable[[Any], None]
+    inbox: _Inbox
+    """Of the thread that runs it."""
+    started: float | None = None
 
-    def __init__(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        self.work, self.done = work, done
-        self.started: float | None = None
-        self.abandoned = False
+
+_Inbox = queue.SimpleQueue[_FormatterCall | None]
+"""The calls of one thread; None ends it."""
 
 
-def _failure(error: BaseException) -> GenerationFailed:
-    return GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")
+def _work(inbox: _Inbox, loop: asyncio.AbstractEventLoop, finish: Callable[[_FormatterCall, Any], None]) -> None:
+    while (call := inbox.get()) is not None:
+        call.started = time.monotonic()
+        try:
+            outcome = call.work()
+        except BaseException as error:
+            outcome = error
+            # A future cannot hold a StopIteration, and a formatter must neither end the server nor cancel its tasks.
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                outcome = GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")
+        try:
+            loop.call_soon_threadsafe(finish, call, outcome)
+        except RuntimeError:  # the loop is closed: the process is ending
+            return

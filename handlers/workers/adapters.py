@@ -10,7 +10,7 @@ from handlers.adapters import Adapter
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import AdapterError, AdapterFailed, NoRoomForAdapter
 from handlers.workers.runtime.channel import InputMessage, OutputMessage
-from handlers.workers.worker import Worker
+from handlers.workers.worker import Receiver, Worker
 
 logger = logging.getLogger("handlers.workers")
 
@@ -28,86 +28,75 @@ class WorkerAdapters:
         """`workers`: those that take requests. `patience`: seconds that each may take to answer, including the calls
         that it has to finish before."""
         self._workers, self._patience = workers, patience
-        self._known: dict[int, Adapter] = {}
-        """The adapters that a starting worker is told of, by id."""
+        self._known: dict[str, Adapter] = {}
+        """The adapters that a starting worker is told of, by name."""
+        self._telling = asyncio.Lock()
+        """One order at a time: no worker starts to take requests in the middle of one."""
 
     async def register(self, adapter: Adapter) -> str:
         if not await asyncio.to_thread(_exists, adapter):
             raise AdapterFailed(f"src: there is nothing at {adapter.path}")
-        former = [known for known in self._known.values() if known.name == adapter.name]
-        self._known[adapter.id] = adapter
-        try:
-            # Workers that are not ready yet hear of it from `introduce`.
-            message = _said(await self._tell_some(self._workers(), REGISTER, adapter))
-        except asyncio.CancelledError:  # the workers are about to end
-            del self._known[adapter.id]
-            raise
-        except BaseException:
-            del self._known[adapter.id]
-            await self._take_back(adapter, former)
-            raise
-        for known in former:
-            self._known.pop(known.id, None)
+        async with self._telling:
+            try:
+                message = await self._tell_all(REGISTER, adapter)
+            except AdapterError:
+                await self._take_back(adapter)
+                raise
+            self._known[adapter.name] = adapter
         return message
 
     async def update(self, adapter: Adapter) -> str:
-        message = _said(await self._tell_all(UPDATE, adapter))
-        self._known[adapter.id] = adapter
+        async with self._telling:
+            message = await self._tell_all(UPDATE, adapter)
+            self._known[adapter.name] = adapter
         return message
 
     async def unregister(self, adapter: Adapter) -> str:
-        answers = await self._tell_all(UNREGISTER, adapter)
-        # A worker that ends instead of answering has let go of the adapter, too.
-        message = _said([answer for answer in answers if not isinstance(answer, _WorkerLost)])
-        self._known.pop(adapter.id, None)
+        async with self._telling:
+            message = await self._tell_all(UNREGISTER, adapter)
+            self._known.pop(adapter.name, None)
         return message
 
     async def stop(self) -> None:
         """Do nothing: there is no background work."""
 
     async def introduce(self, worker: Worker) -> None:
-        """Tell a worker that has just started of all adapters, also of those that come meanwhile.
+        """Tell a worker that has just started of all adapters.
 
         Raises:
             EngineStartError: it has refused one.
         """
-        told: dict[int, Adapter] = {}
-        try:
-            while self._known.keys() != told.keys():
-                # Removals first: a newer adapter may have the same name.
-                for adapter in [adapter for id_, adapter in told.items() if id_ not in self._known]:
-                    await self._tell(worker, UNREGISTER, adapter)
-                    del told[adapter.id]
-                for adapter in [adapter for id_, adapter in self._known.items() if id_ not in told]:
+        async with self._telling:
+            try:
+                for adapter in self._known.values():
                     await self._tell(worker, REGISTER, adapter)
-                    told[adapter.id] = adapter
-        except AdapterError as error:
-            await worker.kill("was ended because it did not take an adapter")
-            raise EngineStartError(f"{worker.name} did not take the model's adapters: {error.message}") from None
+            except AdapterError as error:
+                raise EngineStartError(f"{worker.name} did not take the model's adapters: {error.message}") from None
 
-    async def _tell_all(self, function: str, adapter: Adapter) -> list[str | BaseException]:
-        """The answers of all workers, also of those that become ready meanwhile."""
-        told: set[Worker] = set()
-        answers: list[str | BaseException] = []
-        while late := [worker for worker in self._workers() if worker not in told]:
-            told.update(late)
-            answers += await self._tell_some(late, function, adapter)
-        return answers
+    async def _tell_all(self, function: str, adapter: Adapter) -> str:
+        """Tell all workers; returns the first message.
 
-    async def _tell_some(
-        self, workers: Collection[Worker], function: str, adapter: Adapter
-    ) -> list[str | BaseException]:
-        return await asyncio.gather(
-            *(self._tell(worker, function, adapter) for worker in workers), return_exceptions=True
-        )
+        Raises:
+            AdapterError: the first failure.
+        """
+        orders = (self._tell(worker, function, adapter) for worker in self._workers())
+        answers = await asyncio.gather(*orders, return_exceptions=True)
+        said = ""
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            said = said or answer
+        return said
 
-    async def _take_back(self, adapter: Adapter, former: Collection[Adapter]) -> None:
+    async def _take_back(self, adapter: Adapter) -> None:
         """Undo a registration that some workers may have carried out, and restore the former adapter of its name."""
-        orders = [(UNREGISTER, adapter), *((REGISTER, known) for known in former)]
+        former = self._known.get(adapter.name)
+        orders = [(UNREGISTER, adapter), *([(REGISTER, former)] if former is not None else [])]
         for function, subject in orders:
-            for answer in await self._tell_some(self._workers(), function, subject):
-                if isinstance(answer, BaseException):
-                    logger.info("adapter %s: %s", subject.name, answer)
+            try:
+                await self._tell_all(function, subject)
+            except AdapterError as error:
+                logger.info("adapter %s: %s", subject.name, error)
 
     async def _tell(self, worker: Worker, function: str, adapter: Adapter) -> str:
         receiver = _AnswerReceiver()
@@ -119,6 +108,10 @@ class WorkerAdapters:
             raise AdapterFailed(
                 f"{function} of {worker.name} did not answer within {self._patience:g} seconds (predict_timeout)"
             ) from None
+        except _WorkerLost:
+            if function == UNREGISTER:  # it has let go of the adapter, too
+                return ""
+            raise
         said = "" if output.message in _NOTHING_SAID else output.message
         if output.code == _OUT_OF_MEMORY:
             raise NoRoomForAdapter(output.error or said or "out of memory")
@@ -127,8 +120,8 @@ class WorkerAdapters:
         return said
 
 
-class _AnswerReceiver:
-    """Waits for one answer; implements `handlers.workers.worker.Receiver`."""
+class _AnswerReceiver(Receiver):
+    """Waits for one answer."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[OutputMessage] = asyncio.get_running_loop().create_future()
@@ -136,13 +129,6 @@ class _AnswerReceiver:
     def on_output(self, output: OutputMessage, size: int) -> None:
         if not self.answer.done():
             self.answer.set_result(output)
-
-    def on_chunk(self, chunk: bytes) -> None:
-        """Ignore the stream: the output before it is the answer."""
-
-    def on_stream_end(self, failure: OutputMessage | None) -> None:
-        if failure is not None:  # an exception in async mode
-            self.on_output(failure, 0)
 
     def on_done(self) -> None:
         self._fail(AdapterFailed("the handler's worker ended without an answer"))
@@ -157,18 +143,6 @@ class _AnswerReceiver:
 
 class _WorkerLost(AdapterFailed):
     """The worker has ended before it answered."""
-
-
-def _said(answers: Collection[str | BaseException]) -> str:
-    """The first message.
-
-    Raises:
-        BaseException: the first failure.
-    """
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return next((answer for answer in answers if isinstance(answer, str) and answer), "")
 
 
 def _message(function: str, adapter: Adapter) -> InputMessage:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, front_end_reply, payload_error
 from handlers.workers.reply import HandlerReply, decode_part, reply_of
 from handlers.workers.runtime.channel import WINDOW, InputMessage, OutputMessage
-from handlers.workers.worker import Worker
+from handlers.workers.worker import Receiver, Worker
 
 logger = logging.getLogger("handlers.workers")
 
@@ -21,11 +21,13 @@ MAX_BATCH = 999
 
 _KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
 _CREDIT_SIZE = WINDOW // 2
+_CANCEL_PATIENCE = 5.0
+"""Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request for a handler."""
+    """One request for a handler; implements `Running`."""
 
     message: InputMessage
     reply: HandlerReply
@@ -33,26 +35,32 @@ class Request:
     """Lower ones leave the queue earlier."""
     number: int = 0
     """Order of arrival."""
-    batcher: Batcher | None = None
-    """The batcher that has it, once it has left the queue."""
+    forget: Callable[[Request], None] | None = None
+    """Takes the request out of the queue, or the call that it is in."""
+
+    def cancel(self) -> None:
+        if self.reply.open and self.forget is not None:
+            self.reply.open = False
+            self.forget(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSettings:
-    """Durations are in seconds."""
+class CallSettings:
+    """How requests wait and become calls. Durations are in seconds."""
 
+    queue_size: int
+    """Requests that may wait while every worker is busy."""
+    overload_status: int
+    unavailable_status: int
     predict_timeout: float
     client_patience: float
     """Time for which a client may take nothing of its stream."""
-    unavailable_status: int
-    async_mode: bool = False
-    concurrency: int = 1
+    async_mode: bool
+    concurrency: int
     """Calls that one worker has at a time."""
-    batch_size: int = 1
-    max_batch_delay: float = 0.0
-    max_rolling_batch_size: int = 32
-    cancel_patience: float = 5.0
-    """Time in which an async handler has to end a cancelled call; after it the worker counts as hung."""
+    batch_size: int
+    max_batch_delay: float
+    max_rolling_batch_size: int
 
     @property
     def overdue(self) -> str:
@@ -60,103 +68,138 @@ class BatchSettings:
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
-class Batcher(Protocol):
+class Batcher(ABC):
     """Turns the requests of one worker into calls."""
 
-    worker: Worker
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
+        """`on_free` is called when there is a place for a request, and when there is no request any more."""
+        self.worker, self._settings, self._on_free = worker, settings, on_free
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def free(self) -> int:
-        """How many more requests it takes now."""
+    @abstractmethod
+    def free(self) -> bool:
+        """Whether it takes another request now."""
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether it has any request."""
 
     @property
+    @abstractmethod
     def rank(self) -> int:
         """The batcher with the lowest rank gets the next request."""
 
+    @abstractmethod
     def take(self, request: Request) -> None:
         """Begin with a request."""
 
+    @abstractmethod
     def cancel(self, request: Request) -> None:
-        """Cancel a request: its client has gone."""
+        """Do without a request: its client has gone."""
 
+    @abstractmethod
     def recall(self) -> list[Request]:
         """Give back the requests that the worker has not been sent."""
 
+    def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, expired)
 
-class Unbatched:
-    """Each request is a call of its own; a worker has one at a time, or `concurrency` of them in async mode."""
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
-        self.worker = worker
-        self._settings = settings
-        self._on_free = on_free
-        self._calls: dict[Request, _SingleCall] = {}
+
+class CallBatcher(Batcher):
+    """A call has one request, or those that come within `max_batch_delay`, up to `batch_size`.
+
+    A worker has one call at a time, or `concurrency` of them in async mode. A batch of one runs as without batching.
+    """
+
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
+        super().__init__(worker, settings, on_free)
+        self._gathered: list[Request] = []
+        self._calls: dict[Request, _Call] = {}
 
     @property
-    def free(self) -> int:
-        return self._settings.concurrency - len(self._calls)
+    def free(self) -> bool:
+        return len(self._calls) < self._settings.concurrency
 
     @property
     def busy(self) -> bool:
-        return bool(self._calls)
+        return bool(self._calls or self._gathered)
 
     @property
     def rank(self) -> int:
-        return len(self._calls)
+        return len(self._calls) - len(self._gathered)  # of batches, the fullest first
 
     def take(self, request: Request) -> None:
-        self._calls[request] = _SingleCall(self.worker, request, self._settings, lambda: self._finished(request))
+        self._gathered.append(request)
+        if len(self._gathered) == self._settings.batch_size:
+            self._begin()
+        elif self._timer is None:
+            self._start_timer(self._settings.max_batch_delay, self._begin)
 
     def cancel(self, request: Request) -> None:
-        # Its place is free when the handler has ended the call.
         if request in self._calls:
-            self._calls[request].cancel()
+            self._calls[request].cancel_if_unwanted()  # its place is free when the handler has ended the call
+        elif request in self._gathered:
+            self._gathered.remove(request)
+            if not self._gathered:
+                self._stop_timer()
+                self._on_free()
 
     def recall(self) -> list[Request]:
-        return []
+        self._stop_timer()
+        gathered, self._gathered = self._gathered, []
+        return gathered
 
-    def _finished(self, request: Request) -> None:
-        del self._calls[request]
+    def _begin(self) -> None:
+        requests = self.recall()
+        kind = _Call if len(requests) == 1 else _BatchCall
+        call = kind(self.worker, requests, self._settings, lambda: self._finished(requests))
+        self._calls.update(dict.fromkeys(requests, call))
+
+    def _finished(self, requests: list[Request]) -> None:
+        for request in requests:
+            del self._calls[request]
         self._on_free()
 
 
-class _SingleCall:
-    """A call for one request; implements `handlers.workers.worker.Receiver`."""
+class _Call(Receiver):
+    """A call for one request."""
 
     def __init__(
-        self, worker: Worker, request: Request, settings: BatchSettings, on_finished: Callable[[], None]
+        self, worker: Worker, requests: list[Request], settings: CallSettings, on_finished: Callable[[], None]
     ) -> None:
-        self._worker, self._settings = worker, settings
-        self._reply = request.reply
+        self._worker, self._requests, self._settings = worker, requests, settings
         self._on_finished = on_finished
+        self._reply = requests[0].reply
         self._cancelled = False
-        self._ended = False
-        """The worker gets no more credit: the call has ended or is cancelled."""
         self._uncredited = 0
         """Bytes that the worker has sent and has got no credit for."""
         self._draining: asyncio.Task[None] | None = None
-        self._call = worker.call(request.message, self)
-        self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, lambda: self._draining is not None)
+        self._call = worker.call(self._message(), self)
+        self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
 
-    def cancel(self) -> None:
-        """Have the handler end the call: the client has gone."""
-        self._reply.drop()
-        self._cancelled = True
-        self._stop_draining()
-        self._worker.cancel(self._call)
+    def cancel_if_unwanted(self) -> None:
+        """Have the handler end the call once no client waits for it any more."""
+        if not any(request.reply.open for request in self._requests):
+            self._cancelled = True
+            self._worker.cancel(self._call)
 
     def on_output(self, output: OutputMessage, size: int) -> None:
         self._timeout.restart()
         part = None
         if self._settings.async_mode:
             self._received(size)
-            part = decode_part(output.data) if output.code == 200 and not output.streams else None
-        if part is not None:
-            self._reply.accept(part, output.properties, self._reply.write)
+            part = decode_part(output.data) if output.code == 200 else None
+        if output.error is not None:
+            self._reply.reply(reply_of(output), self._midway(output.code, output.error))
+        elif part is not None:
+            self._reply.accept(part, output.properties)
         elif output.streams:
             self._reply.prepare(output)
         elif self._reply.started:
@@ -169,11 +212,8 @@ class _SingleCall:
         self._reply.write(chunk)
         self._received(len(chunk))
 
-    def on_stream_end(self, failure: OutputMessage | None) -> None:
-        if failure is None:
-            self._reply.end()
-        else:
-            self._reply.fail(reply_of(failure), self._midway(failure.code, failure.error))
+    def on_stream_end(self) -> None:
+        self._reply.end()
 
     def on_done(self) -> None:
         if self._reply.started:
@@ -185,10 +225,13 @@ class _SingleCall:
         self._fail(self._settings.unavailable_status, f"the handler's worker {reason} during the request")
         self._close()
 
+    def _message(self) -> InputMessage:
+        return self._requests[0].message
+
     def _received(self, size: int) -> None:
         """Count received bytes; from time to time the worker gets credit for them."""
         self._uncredited += size
-        if self._uncredited >= _CREDIT_SIZE and self._draining is None and not self._ended:
+        if self._uncredited >= _CREDIT_SIZE and self._draining is None and not self._cancelled:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -203,30 +246,30 @@ class _SingleCall:
             message = f"the client took nothing for {self._settings.client_patience:g} seconds"
             logger.warning("%s: %s", self._worker.name, message, extra={"worker": self._worker.name})
             self._fail(self._settings.unavailable_status, message)
-            self.cancel()
+            self.cancel_if_unwanted()
         finally:
             self._draining = None
 
-    def _stop_draining(self) -> None:
-        self._ended = True
-        if self._draining is not None and self._draining is not asyncio.current_task():
-            self._draining.cancel()
+    def _waits_for_client(self) -> bool:
+        return self._draining is not None and not self._cancelled
 
     def _on_timeout(self) -> None:
-        self._fail(self._settings.unavailable_status, f"the handler {self._settings.overdue}")
-        logger.warning("%s: a call %s", self._worker.name, self._settings.overdue, extra={"worker": self._worker.name})
+        overdue = self._settings.overdue
+        self._fail(self._settings.unavailable_status, f"the handler {overdue}")
+        logger.warning("%s: a call %s", self._worker.name, overdue, extra={"worker": self._worker.name})
         if self._settings.async_mode and not self._cancelled:
             # The worker's other calls go on, unless the handler's event loop itself hangs.
-            self.cancel()
-            self._timeout = IdleTimeout(self._settings.cancel_patience, self._end_worker)
+            self.cancel_if_unwanted()
+            self._timeout = IdleTimeout(_CANCEL_PATIENCE, self._end_worker)
         else:
             self._end_worker()
 
     def _end_worker(self) -> None:
         self._worker.end(f"was ended because it {self._settings.overdue}")
 
-    def _fail(self, status: int, message: str) -> None:
-        self._reply.fail(front_end_reply(status, "EngineException", message), self._midway(status, message))
+    def _fail(self, status: int, message: str, kind: str = "EngineException") -> None:
+        for request in self._requests:
+            request.reply.reply(front_end_reply(status, kind, message), self._midway(status, message))
 
     def _midway(self, status: int, message: str) -> bytes:
         """The last bytes of a body that has begun: text, or in async mode, whose streams are JSON lines, an object."""
@@ -234,136 +277,27 @@ class _SingleCall:
 
     def _close(self) -> None:
         self._timeout.stop()
-        self._stop_draining()
+        if self._draining is not None:
+            self._draining.cancel()
         self._on_finished()
 
 
-class DynamicBatcher:
-    """Requests are gathered, and run as one call. A batch of one runs as without batching."""
-
-    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
-        self.worker = worker
-        self._settings = settings
-        self._on_free = on_free
-        self._single = Unbatched(worker, settings, on_free)
-        self._gathered: list[Request] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._call: _BatchCall | None = None
-
-    @property
-    def free(self) -> int:
-        return 0 if self._running else self._settings.batch_size - len(self._gathered)
-
-    @property
-    def busy(self) -> bool:
-        return self._running or bool(self._gathered)
-
-    @property
-    def rank(self) -> int:
-        return -len(self._gathered)  # the fullest batch first
-
-    def take(self, request: Request) -> None:
-        self._gathered.append(request)
-        if len(self._gathered) == self._settings.batch_size:
-            self._begin()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._settings.max_batch_delay, self._begin)
-
-    def cancel(self, request: Request) -> None:
-        request.reply.drop()
-        self._single.cancel(request)
-        if self._call is not None:
-            self._call.cancel_if_unwanted()
-        if request in self._gathered:
-            self._gathered.remove(request)
-            if not self._gathered:
-                self._stop_timer()
-                self._on_free()
-
-    def recall(self) -> list[Request]:
-        self._stop_timer()
-        gathered, self._gathered = self._gathered, []
-        return gathered
-
-    @property
-    def _running(self) -> bool:
-        return self._call is not None or self._single.busy
-
-    def _begin(self) -> None:
-        requests = self.recall()
-        if len(requests) == 1:
-            self._single.take(requests[0])
-        else:
-            self._call = _BatchCall(self.worker, requests, self._settings, self._finished)
-
-    def _finished(self) -> None:
-        self._call = None
-        self._on_free()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class _BatchCall:
-    """A call for several requests; implements `handlers.workers.worker.Receiver`."""
-
-    def __init__(
-        self, worker: Worker, requests: list[Request], settings: BatchSettings, on_finished: Callable[[], None]
-    ) -> None:
-        self._worker, self._requests, self._settings = worker, requests, settings
-        self._on_finished = on_finished
-        entries = (prefixed(index, request.message) for index, request in enumerate(requests))
-        self._call = worker.call(joined(entries, len(requests)), self)
-        self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout)
-
-    def cancel_if_unwanted(self) -> None:
-        """Cancel the call once no client waits any more."""
-        if not any(request.reply.open for request in self._requests):
-            self._worker.cancel(self._call)
+class _BatchCall(_Call):
+    """A call for several requests, which is not answered with a stream."""
 
     def on_output(self, output: OutputMessage, size: int) -> None:
-        if output.streams:
-            self._worker.cancel(self._call)
-            self._fail(400, "TranslateException", "a batch of requests cannot be answered with a stream")
-            return
         try:
             answers = split_output(output, len(self._requests))
         except BatchMismatch as error:
-            self._fail(400, "TranslateException", str(error))
+            self._fail(400, str(error), "TranslateException")
+            self.cancel_if_unwanted()
             return
         for request, answer in zip(self._requests, answers, strict=True):
             request.reply.reply(reply_of(answer))
 
-    def on_chunk(self, chunk: bytes) -> None:
-        """Ignore the stream, which has been refused."""
-
-    def on_stream_end(self, failure: OutputMessage | None) -> None:
-        """Ignore the stream, which has been refused."""
-
-    def on_done(self) -> None:
-        self._fail(424, "EngineException", "the handler ended without an answer")  # unless it has answered
-        self._close()
-
-    def on_lost(self, reason: str) -> None:
-        message = f"the handler's worker {reason} during the request"
-        self._fail(self._settings.unavailable_status, "EngineException", message)
-        self._close()
-
-    def _on_timeout(self) -> None:
-        overdue = self._settings.overdue
-        self._fail(self._settings.unavailable_status, "EngineException", f"the handler {overdue}")
-        logger.warning("%s: a batch %s", self._worker.name, overdue, extra={"worker": self._worker.name})
-        self._worker.end(f"was ended because it {overdue}")
-
-    def _fail(self, status: int, kind: str, message: str) -> None:
-        for request in self._requests:
-            request.reply.reply(front_end_reply(status, kind, message))
-
-    def _close(self) -> None:
-        self._timeout.stop()
-        self._on_finished()
+    def _message(self) -> InputMessage:
+        entries = (prefixed(index, request.message) for index, request in enumerate(self._requests))
+        return joined(entries, len(self._requests))
 
 
 class IdleTimeout:
@@ -423,6 +357,8 @@ def split_output(output: OutputMessage, size: int) -> list[OutputMessage]:
     Raises:
         BatchMismatch: it does not answer each request once.
     """
+    if output.streams:
+        raise BatchMismatch("a batch of requests cannot be answered with a stream")
     if output.code >= 300 or output.code == 204:
         return [output] * size
     if len(output.contents) != size:

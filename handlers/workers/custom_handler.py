@@ -8,18 +8,18 @@ from collections.abc import Container
 
 from handlers.contracts.lmi.body import HandlerInput, input_of, is_form, priority_of
 from handlers.contracts.lmi.errors import unknown_adapter
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, ReplyWriter, Running
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.engines.protocol import EngineHealth
 from handlers.errors import UnknownAdapter
-from handlers.model_settings import HandlerSettings, ModelSettings
+from handlers.model_settings import ModelSettings
 from handlers.workers.adapters import WorkerAdapters
-from handlers.workers.batching import MAX_BATCH, BatchSettings, DynamicBatcher, Request, Unbatched
+from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request
 from handlers.workers.packages import prepare_interpreter, variables_of
-from handlers.workers.pool import MakeBatcher, Pool, PoolSettings, PoolStatus
+from handlers.workers.pool import Pool, PoolStatus
 from handlers.workers.reply import HandlerReply
 from handlers.workers.rolling_batch import RollingBatcher
 from handlers.workers.runtime.channel import InputMessage, LoadOrder
-from handlers.workers.worker import ProcessPlan, WorkerPlan
+from handlers.workers.worker import WorkerPlan
 
 
 class CustomHandler:
@@ -29,18 +29,38 @@ class CustomHandler:
     """
 
     def __init__(
-        self, settings: ModelSettings, *, queue_size: int, overload_status: int, unavailable_status: int = 503
+        self,
+        settings: ModelSettings,
+        *,
+        queue_size: int,
+        overload_status: int,
+        unavailable_status: int = 503,
+        grace: float = 5.0,
+        client_patience: float = 120.0,
     ) -> None:
-        """Raises ValueError if the settings name no handler."""
+        """`grace`: seconds that `stop` gives a worker to finish its calls. `client_patience`: seconds that a client may
+        take nothing of its stream before its call is cancelled.
+
+        Raises ValueError if the settings name no handler."""
         if settings.handler is None:
             raise ValueError("the settings name no handler")
         self._settings, self._handler = settings, settings.handler
-        self._queue_size = queue_size
-        self._overload_status, self._unavailable_status = overload_status, unavailable_status
-        self.grace = 5.0
-        """Seconds that `stop` gives a worker to finish its calls."""
-        self.client_patience = 120.0
-        """Seconds that a client may take nothing of its stream before its call is cancelled."""
+        # Async and rolling-batch handlers get each request as it comes.
+        gathers = not self._handler.async_mode and not self._handler.rolling_batch
+        self._calls = CallSettings(
+            queue_size=queue_size,
+            overload_status=overload_status,
+            unavailable_status=unavailable_status,
+            predict_timeout=settings.predict_timeout,
+            client_patience=client_patience,
+            async_mode=self._handler.async_mode,
+            # An async handler runs all calls at once, as many as the queue would hold.
+            concurrency=max(queue_size, 1) if self._handler.async_mode else 1,
+            batch_size=min(settings.batch_size, MAX_BATCH) if gathers else 1,
+            max_batch_delay=settings.max_batch_delay,
+            max_rolling_batch_size=settings.rolling_batch_size,
+        )
+        self._grace = grace
         self._pool: Pool | None = None
         self.adapter_host = WorkerAdapters(
             lambda: self._pool.workers if self._pool is not None else (), settings.predict_timeout
@@ -56,19 +76,20 @@ class CustomHandler:
                 customer's code where that is at fault.
         """
         python = await prepare_interpreter(self._settings.model_dir, self._handler)
-        pool = Pool(self._worker_plan(python), self._pool_settings(), self._make_batcher(), self.adapter_host.introduce)
+        rolling = self._handler.rolling_batch and not self._handler.async_mode
+        batcher = RollingBatcher if rolling else CallBatcher
+        pool = Pool(self._worker_plan(python), self._handler, self._calls, batcher, self.adapter_host.introduce)
         await pool.start()
         self._pool = pool
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+    async def handle(self, call: Call, writer: ReplyWriter) -> Request:
         # A long form takes seconds to read.
         slow = len(call.body) > LONG_BODY and is_form(call.content_type)
         given = await asyncio.to_thread(input_of, call) if slow else input_of(call)
         self._check_adapter(given)
         request = Request(InputMessage(given.properties, given.contents), HandlerReply(writer), priority_of(given))
-        pool = self._running_pool()
-        pool.submit(request)
-        return _RunningRequest(pool, request)
+        self._running_pool().submit(request)
+        return request
 
     def _check_adapter(self, given: HandlerInput) -> None:
         """Refuse a call for an adapter that is not registered."""
@@ -95,7 +116,7 @@ class CustomHandler:
     async def stop(self) -> None:
         """End all workers and all that they started; running calls have a few seconds to finish."""
         if self._pool is not None:
-            await self._pool.stop(self.grace)
+            await self._pool.stop(self._grace)
 
     def _running_pool(self) -> Pool:
         if self._pool is None:
@@ -103,72 +124,16 @@ class CustomHandler:
         return self._pool
 
     def _worker_plan(self, python: str) -> WorkerPlan:
-        settings, handler = self._settings, self._handler
-        model_dir = os.path.abspath(settings.model_dir)
+        handler = self._handler
         return WorkerPlan(
-            process=ProcessPlan(python=python, directory=settings.model_dir, environment=variables_of(handler)),
+            python=python,
+            environment=variables_of(handler),
             order=LoadOrder(
-                model_dir=model_dir,
+                model_dir=os.path.abspath(self._settings.model_dir),
                 entry_point=handler.entry_point,
                 function=handler.function,
                 async_mode=handler.async_mode,
-                properties=tuple(handler.properties.items()),
-                standing_properties=(("model_dir", model_dir),),
+                properties=dict(handler.properties),
             ),
-            load_timeout=settings.model_loading_timeout,
+            load_timeout=self._settings.model_loading_timeout,
         )
-
-    def _pool_settings(self) -> PoolSettings:
-        handler = self._handler
-        return PoolSettings(
-            min_workers=handler.min_workers,
-            max_workers=max(handler.min_workers, handler.max_workers),
-            queue_size=self._queue_size,
-            scale_up_above=2 * _batch_size(self._settings, handler),
-            retry_threshold=handler.retry_threshold,
-            max_idle_time=handler.max_idle_time,
-            overload_status=self._overload_status,
-            unavailable_status=self._unavailable_status,
-            devices=handler.devices,
-            parallel_loading=handler.properties.get("parallel_loading", "").lower() == "true",
-        )
-
-    def _make_batcher(self) -> MakeBatcher:
-        settings, handler = self._settings, self._handler
-        batching = BatchSettings(
-            predict_timeout=settings.predict_timeout,
-            client_patience=self.client_patience,
-            unavailable_status=self._unavailable_status,
-            async_mode=handler.async_mode,
-            # An async handler runs all calls at once, as many as the queue would hold.
-            concurrency=max(self._queue_size, 1) if handler.async_mode else 1,
-            batch_size=_batch_size(settings, handler),
-            max_batch_delay=settings.max_batch_delay,
-            max_rolling_batch_size=settings.rolling_batch_size,
-        )
-        kind: type[Unbatched | DynamicBatcher | RollingBatcher] = Unbatched
-        if handler.rolling_batch and not handler.async_mode:
-            kind = RollingBatcher
-        elif batching.batch_size > 1:
-            kind = DynamicBatcher
-        return lambda worker, on_free: kind(worker, batching, on_free)
-
-
-class _RunningRequest:
-    """Implements `Running`."""
-
-    __slots__ = ("_pool", "_request")
-
-    def __init__(self, pool: Pool, request: Request) -> None:
-        self._pool, self._request = pool, request
-
-    def cancel(self) -> None:
-        if self._request.reply.open:
-            self._pool.cancel(self._request)
-
-
-def _batch_size(settings: ModelSettings, handler: HandlerSettings) -> int:
-    """Requests that are gathered into one call; async and rolling-batch handlers get each as it comes."""
-    if handler.async_mode or handler.rolling_batch:
-        return 1
-    return min(settings.batch_size, MAX_BATCH)

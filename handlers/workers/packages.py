@@ -17,8 +17,8 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from filelock import AsyncFileLock
 
@@ -72,9 +72,9 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
         )
     variables = {**variables_of(settings), **_PIP_VARIABLES}
     answer = await _run([python, "-c", _DESCRIBE], model_dir, variables)
-    if answer.code:
-        raise EngineStartError(f"{python} cannot be used for the handler: {answer.output}")
-    executable, version, packages = json.loads(answer.output.splitlines()[-1])
+    if answer.returncode:
+        raise EngineStartError(f"{python} cannot be used for the handler: {answer.stdout}")
+    executable, version, packages = json.loads(answer.stdout.splitlines()[-1])
     arguments = _pip_arguments(model_dir, settings)
     key = await asyncio.to_thread(_requirements_key, model_dir, (executable, version, *packages, *arguments))
     environments = cache_dir() / "environments"
@@ -113,8 +113,8 @@ async def _build(
     """Make the environment; it is valid once the file `complete` exists. Returns its interpreter."""
     await asyncio.to_thread(shutil.rmtree, folder, True)
     made = await _run([python, "-m", "venv", "--without-pip", str(folder)], model_dir, variables)
-    if made.code:
-        raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.output}")
+    if made.returncode:
+        raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.stdout}")
     own_python = str(folder / "bin" / "python")
     site = next((folder / "lib").glob("python*/site-packages"))
     lines = [f"import site; site.addsitedir({path!r})" for path in packages]
@@ -130,26 +130,20 @@ async def _build(
 
 
 async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    if (await _run([python, "-m", "pip", "--version"], model_dir, variables)).code:
+    if (await _run([python, "-m", "pip", "--version"], model_dir, variables)).returncode:
         ensured = await _run([python, "-m", "ensurepip", "--default-pip"], model_dir, variables)
-        if ensured.code:
-            raise EngineStartError(f"{python} has no pip, so {REQUIREMENTS} cannot be installed: {ensured.output}")
+        if ensured.returncode:
+            raise EngineStartError(f"{python} has no pip, so {REQUIREMENTS} cannot be installed: {ensured.stdout}")
     logger.info("installing the packages of %s", model_dir)
     result = await _run([python, "-m", "pip", "install", *arguments], model_dir, variables)
-    if result.code:
-        logger.error("pip could not install the packages of %s:\n%s", model_dir, result.output)
-        last = "; ".join(line.strip() for line in result.output.splitlines()[-_LAST_LINES:] if line.strip())
+    if result.returncode:
+        logger.error("pip could not install the packages of %s:\n%s", model_dir, result.stdout)
+        last = "; ".join(line.strip() for line in result.stdout.splitlines()[-_LAST_LINES:] if line.strip())
         raise EngineStartError(f"pip could not install {REQUIREMENTS}: {last}")
-    logger.info("installed the packages of %s:\n%s", model_dir, result.output)
+    logger.info("installed the packages of %s:\n%s", model_dir, result.stdout)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    code: int
-    output: str
-
-
-async def _run(command: list[str], directory: Path, variables: Mapping[str, str]) -> _Result:
+async def _run(command: list[str], directory: Path, variables: Mapping[str, str]) -> CompletedProcess[str]:
     """Run a command to its end. When this is cancelled, the command is killed."""
     try:
         process = await asyncio.create_subprocess_exec(
@@ -162,7 +156,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
             start_new_session=True,
         )
     except OSError as error:
-        return _Result(127, str(error))
+        return CompletedProcess(command, 127, str(error))
     try:
         output, _ = await process.communicate()
     except BaseException:
@@ -170,7 +164,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
-    return _Result(process.returncode or 0, output.decode("utf-8", "replace").strip())
+    return CompletedProcess(command, process.returncode or 0, output.decode("utf-8", "replace").strip())
 
 
 def _requirements_key(model_dir: Path, interpreter: Iterable[str]) -> str:
@@ -190,12 +184,12 @@ def _files(model_dir: Path) -> set[Path]:
     seen: set[Path] = set()
     pending = [model_dir / REQUIREMENTS, model_dir / "requirements"]
     while pending:
-        for path in _all_in(pending.pop()):
-            if path in seen:
-                continue
-            seen.add(path)
-            if path.suffix == ".txt":
-                pending += _named_in(path, model_dir)
+        path = pending.pop()
+        files = {path} if path.is_file() else {file for file in path.rglob("*") if file.is_file()}
+        for file in files - seen:
+            if file.suffix == ".txt":
+                pending += _named_in(file, model_dir)
+        seen |= files
     return seen
 
 
@@ -203,19 +197,5 @@ def _named_in(requirements: Path, model_dir: Path) -> Iterator[Path]:
     root = model_dir.resolve()
     for word in _WORD.findall(requirements.read_text("utf-8", "replace")):
         path = (requirements.parent / word.partition("[")[0].removeprefix("file:")).resolve()
-        if path != root and path.is_relative_to(root) and _exists(path):
+        if path != root and path.is_relative_to(root) and os.path.exists(path):
             yield model_dir / path.relative_to(root)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a word, such as a URL, that is too long for a file's name
-        return False
-
-
-def _all_in(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        yield from (file for file in path.rglob("*") if file.is_file())

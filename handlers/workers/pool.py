@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
-from handlers.contracts.lmi.errors import front_end_reply
+from handlers.contracts.lmi.errors import refused
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
-from handlers.workers.batching import Batcher, Request
+from handlers.model_settings import HandlerSettings
+from handlers.workers.batching import Batcher, CallSettings, Request
 from handlers.workers.worker import Worker, WorkerPlan, WorkerState
 
 logger = logging.getLogger("handlers.workers")
@@ -28,64 +29,24 @@ _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
 
-MakeBatcher = Callable[[Worker, Callable[[], None]], Batcher]
 Introduce = Callable[[Worker], Awaitable[None]]
 """Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """Numbers of workers and of requests."""
-
-    min_workers: int
-    max_workers: int
-    queue_size: int
-    """Requests that may wait while every worker is busy."""
-    scale_up_above: int
-    """More requests in the queue than this start another worker."""
-    retry_threshold: int
-    """Crashes, hangs and failed restarts after which the model still counts as healthy."""
-    max_idle_time: float
-    """Seconds."""
-    overload_status: int
-    unavailable_status: int
-    devices: tuple[str, ...] = ()
-    """For one worker each; empty: the CPU."""
-    parallel_loading: bool = False
-    """Workers load at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One worker."""
-
-    id: int
-    state: WorkerState
-    pid: int | None
-    started: float
-    """Seconds since the epoch."""
-    busy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
     """All workers of a model."""
 
-    workers: tuple[WorkerStatus, ...]
+    workers: tuple[Worker, ...]
+    """In the order of their start; some may be starting."""
+    busy: int
+    """Workers that have a request."""
     min_workers: int
     max_workers: int
     queue_length: int
     """Requests that wait."""
-    queue_size: int
     failures: int
     """Crashes, hangs and failed restarts since the start."""
-    failed: str
-    """Why the model counts as failed; empty while it does not."""
-
-    @property
-    def busy(self) -> int:
-        """Workers that have a request."""
-        return sum(worker.busy for worker in self.workers)
 
     @property
     def ready(self) -> int:
@@ -97,24 +58,30 @@ class Pool:
     """Starts workers, gives them requests, and replaces those that die."""
 
     def __init__(
-        self, plan: WorkerPlan, settings: PoolSettings, make_batcher: MakeBatcher, introduce: Introduce | None = None
+        self,
+        plan: WorkerPlan,
+        settings: HandlerSettings,
+        calls: CallSettings,
+        batcher: type[Batcher],
+        introduce: Introduce,
     ) -> None:
-        self._plan, self._settings, self._make_batcher = plan, settings, make_batcher
-        self._introduce = introduce
-        self._queue = _Queue()
-        self._devices = Devices(settings.devices)
-        self._device_of: dict[Worker, str] = {}
+        self._plan, self._settings, self._calls = plan, settings, calls
+        self._batcher, self._introduce = batcher, introduce
+        self._min_workers, self._max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
+        self._queue: list[Request] = []
+        """Requests that wait, ordered by priority, then by arrival."""
         self._batchers: dict[Worker, Batcher] = {}
         """Of the workers that take requests."""
         self._starting: set[Worker] = set()
         self._to_come = 0
         """Workers that start or wait for their start."""
-        self._last_worker = 0
-        self._last_request = 0
+        self._worker_ids = itertools.count(1)
+        self._arrivals = itertools.count(1)
         self._failures = 0
         self._streak = 0
         """Failures since a worker last lived for a while."""
-        self._failed = ""
+        self.failed = ""
+        """Why the model counts as failed, which is final; workers that live serve nevertheless."""
         self._down = ""
         """Why there is no worker, after one could not be started again."""
         self._stopping = False
@@ -128,10 +95,10 @@ class Pool:
         Raises:
             EngineStartError: one of them cannot be started; none is left.
         """
-        at_once = self._settings.min_workers if self._settings.parallel_loading else 1
+        parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
-            while len(self._batchers) < self._settings.min_workers:
-                starts = (self._start_worker() for _ in range(at_once))
+            while len(self._batchers) < self._min_workers:
+                starts = (self._start_worker() for _ in range(self._min_workers if parallel else 1))
                 for failure in await asyncio.gather(*starts, return_exceptions=True):
                     if failure is not None:
                         raise failure
@@ -155,7 +122,7 @@ class Pool:
 
     def scale(self, min_workers: int, max_workers: int) -> None:
         """Change the numbers of workers. Surplus ones end as they become idle."""
-        self._settings = replace(self._settings, min_workers=min_workers, max_workers=max_workers)
+        self._min_workers, self._max_workers = min_workers, max_workers
         for _ in range(min_workers - len(self._batchers) - self._to_come):
             self._add_worker()
         surplus = len(self._batchers) - max_workers
@@ -174,88 +141,64 @@ class Pool:
         if self._down:
             raise self._unavailable(self._down)
         if not self._batchers and not self._to_come:
-            if self._settings.max_workers < 1:
+            if self._max_workers < 1:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
             self._add_worker()
-        if len(self._queue) >= self._settings.queue_size and not self._best_batcher():
+        if len(self._queue) >= self._calls.queue_size and not self._best_batcher():
             message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
-            status = self._settings.overload_status
-            raise ContractError(front_end_reply(status, "WlmCapacityException", message), message)
-        self._last_request += 1
-        request.number = self._last_request
-        self._queue.add(request)
+            raise refused(self._calls.overload_status, "WlmCapacityException", message)
+        request.number = next(self._arrivals)
+        self._enqueue(request)
         self._dispatch()
-
-    def cancel(self, request: Request) -> None:
-        """Cancel a request: its client has gone."""
-        if self._queue.remove(request):
-            request.reply.drop()
-        elif request.batcher is not None:
-            request.batcher.cancel(request)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The workers that take requests."""
         return tuple(self._batchers)
 
-    @property
-    def failed(self) -> str:
-        """Why the model counts as failed, which is final; workers that live serve nevertheless."""
-        return self._failed
-
     def status(self) -> PoolStatus:
         """The state of the workers and of the queue."""
-        busy = {worker: batcher.busy for worker, batcher in self._batchers.items()} | dict.fromkeys(
-            self._starting, False
-        )
         return PoolStatus(
-            workers=tuple(
-                WorkerStatus(worker.number, worker.state, worker.pid, worker.started, busy[worker])
-                for worker in sorted(busy, key=lambda worker: worker.number)
-            ),
-            min_workers=self._settings.min_workers,
-            max_workers=self._settings.max_workers,
+            workers=tuple(sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)),
+            busy=sum(batcher.busy for batcher in self._batchers.values()),
+            min_workers=self._min_workers,
+            max_workers=self._max_workers,
             queue_length=len(self._queue),
-            queue_size=self._settings.queue_size,
             failures=self._failures,
-            failed=self._failed,
         )
 
     def _dispatch(self) -> None:
         while self._queue and (batcher := self._best_batcher()) is not None:
-            request = self._queue.pop()
-            request.batcher = batcher
+            request = self._queue.pop(0)
+            request.forget = batcher.cancel
             self._stop_idle_timer(batcher.worker)
             batcher.take(request)
-        enough = len(self._batchers) + self._to_come >= self._settings.max_workers
-        if len(self._queue) > self._settings.scale_up_above and not self._to_come and not enough:
+        enough = len(self._batchers) + self._to_come >= self._max_workers
+        if len(self._queue) > 2 * self._calls.batch_size and not self._to_come and not enough:
             self._add_worker()
 
     def _best_batcher(self) -> Batcher | None:
-        ready = (batcher for batcher in self._batchers.values() if batcher.free > 0)
+        ready = (batcher for batcher in self._batchers.values() if batcher.free)
         return min(ready, key=lambda batcher: batcher.rank, default=None)
 
     async def _start_worker(self) -> None:
         self._to_come += 1
-        self._last_worker += 1
-        device = self._devices.take()
-        worker = Worker(self._last_worker, on_device(self._plan, device), lambda reason: self._on_end(worker, reason))
-        self._device_of[worker] = device
+        device = least_used(self._settings.devices, [worker.device for worker in (*self._batchers, *self._starting)])
+        plan = on_device(self._plan, device)
+        worker = Worker(next(self._worker_ids), device, plan, lambda reason: self._on_end(worker, reason))
         self._starting.add(worker)
         try:
             await worker.start()
-            if self._introduce is not None:
-                await self._introduce(worker)
+            await self._introduce(worker)
         except BaseException:
             await worker.kill("was not needed any more")
-            self._free_device(worker)
             raise
         finally:
             self._to_come -= 1
             self._starting.discard(worker)
         self._down = ""
         logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
-        self._batchers[worker] = self._make_batcher(worker, lambda: self._on_free(worker))
+        self._batchers[worker] = self._batcher(worker, self._calls, lambda: self._on_free(worker))
         self._on_free(worker)
 
     def _on_free(self, worker: Worker) -> None:
@@ -264,28 +207,20 @@ class Pool:
             return
         self._dispatch()
         batcher = self._batchers.get(worker)
-        if batcher is not None and not batcher.busy and len(self._batchers) > self._settings.min_workers:
+        if batcher is not None and not batcher.busy and len(self._batchers) > self._min_workers:
             self._stop_idle_timer(worker)
             later = asyncio.get_running_loop().call_later
             self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker)
 
     def _end_surplus(self, worker: Worker) -> None:
-        if len(self._batchers) > self._settings.min_workers:
+        if len(self._batchers) > self._min_workers:
             logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
             self._end_idle(worker)
 
     def _end_idle(self, worker: Worker) -> None:
         self._stop_idle_timer(worker)
         del self._batchers[worker]
-        _spawn(self._ends, self._stop_idle(worker))
-
-    async def _stop_idle(self, worker: Worker) -> None:
-        await worker.stop(_IDLE_GRACE)
-        self._free_device(worker)
-
-    def _free_device(self, worker: Worker) -> None:
-        if (device := self._device_of.pop(worker, None)) is not None:
-            self._devices.give_back(device)
+        _spawn(self._ends, worker.stop(_IDLE_GRACE))
 
     def _stop_idle_timer(self, worker: Worker) -> None:
         if (timer := self._idle_timers.pop(worker, None)) is not None:
@@ -293,7 +228,6 @@ class Pool:
 
     def _on_end(self, worker: Worker, reason: str) -> None:
         """A worker has died."""
-        self._free_device(worker)
         batcher = self._batchers.pop(worker, None)
         self._stop_idle_timer(worker)
         if batcher is None:
@@ -310,8 +244,11 @@ class Pool:
     def _recall(self, batcher: Batcher) -> None:
         """Have the requests that the worker has not been sent wait again."""
         for request in batcher.recall():
-            request.batcher = None
-            self._queue.add(request)
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        request.forget = self._queue.remove
+        bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
 
     def _count_failure(self, reason: str) -> None:
         """Count a failure. After too many the health check fails, as in LMI; SageMaker then replaces the container."""
@@ -319,11 +256,11 @@ class Pool:
         self._streak += 1
         if self._failures > self._settings.retry_threshold:
             limit = self._settings.retry_threshold
-            self._failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
-            logger.error("%s", self._failed)
+            self.failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
+            logger.error("%s", self.failed)
 
     def _replace(self) -> None:
-        missing = self._settings.min_workers - len(self._batchers) - self._to_come
+        missing = self._min_workers - len(self._batchers) - self._to_come
         wanted = missing > 0 or (self._queue and not self._batchers and not self._to_come)
         if wanted and not self._stopping:
             self._add_worker(min(_FIRST_BACKOFF * 2.0 ** min(self._streak - 1, 20), _LONGEST_BACKOFF))
@@ -348,12 +285,11 @@ class Pool:
             self._replace()
 
     def _refuse_all(self, reason: str) -> None:
-        for request in self._queue.clear():
-            request.reply.reply(self._unavailable(reason).reply)
+        while self._queue:
+            self._queue.pop().reply.reply(self._unavailable(reason).reply)
 
     def _unavailable(self, reason: str) -> ContractError:
-        status = self._settings.unavailable_status
-        return ContractError(front_end_reply(status, "ServiceUnavailableException", reason), reason)
+        return refused(self._calls.unavailable_status, "ServiceUnavailableException", reason)
 
 
 def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
@@ -362,69 +298,17 @@ def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
     task.add_done_callback(tasks.discard)
 
 
-class _Queue:
-    """Requests that wait, ordered by priority, then by arrival."""
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def add(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=_order)
-
-    def pop(self) -> Request:
-        return self._requests.pop(0)
-
-    def remove(self, request: Request) -> bool:
-        """Take a request out; whether it was there."""
-        at = bisect.bisect_left(self._requests, _order(request), key=_order)
-        if at == len(self._requests) or self._requests[at] is not request:
-            return False
-        del self._requests[at]
-        return True
-
-    def clear(self) -> list[Request]:
-        requests, self._requests = self._requests, []
-        return requests
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.priority, request.number
-
-
-class Devices:
-    """Distributes workers evenly over devices."""
-
-    def __init__(self, groups: Sequence[str]) -> None:
-        """`groups`: devices of one worker each, such as "0", or "0,1" for one that takes several; "-1" is the CPU."""
-        self._groups = tuple(groups) or (_CPU,)
-        self._workers: Counter[str] = Counter()
-
-    def take(self) -> str:
-        """The group with the fewest workers, the first of several."""
-        group = min(self._groups, key=lambda one: self._workers[one])
-        self._workers[group] += 1
-        return group
-
-    def give_back(self, group: str) -> None:
-        """A worker has ended."""
-        self._workers[group] -= 1
+def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
+    """The group of devices with the fewest workers, the first of several; `used` has one for each worker."""
+    return min(groups or (_CPU,), key=used.count)
 
 
 def on_device(plan: WorkerPlan, group: str) -> WorkerPlan:
     """The plan for a worker on these devices: it gets its `device_id`; with several, it sees only those."""
-    several = "," in group
-    environment = plan.process.environment
-    if several:
-        environment = {**environment, _VISIBLE: _of_visible(group, environment.get(_VISIBLE))}
-    standing = (*plan.order.standing_properties, ("device_id", "0" if several else group))
-    return replace(
-        plan,
-        process=replace(plan.process, environment=environment),
-        order=replace(plan.order, standing_properties=standing),
-    )
+    if "," not in group:
+        return replace(plan, order=replace(plan.order, device_id=group))
+    environment = {**plan.environment, _VISIBLE: _of_visible(group, plan.environment.get(_VISIBLE))}
+    return replace(plan, environment=environment, order=replace(plan.order, device_id="0"))
 
 
 def _of_visible(group: str, visible: str | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
@@ -46,13 +45,13 @@ class HandlerReply:
         if head.code not in _STATUSES:
             self.reply(reply_of(head))
 
-    def reply(self, reply: Reply) -> None:
-        """Send the whole reply; one that has started ends with its body."""
+    def reply(self, reply: Reply, midway: bytes | None = None) -> None:
+        """Send the whole reply; a body that has started ends with `midway` instead, by default the reply's body."""
         if not self.open:
             return
         self.open = False
         if self.started:
-            self.writer.end(reply.body)
+            self.writer.end(reply.body if midway is None else midway)
         else:
             self.writer.reply(reply)
 
@@ -66,36 +65,26 @@ class HandlerReply:
             self.writer.start(reply.status, reply.content_type, reply.headers)
         self.writer.write(data)
 
-    def accept(self, part: Part, properties: Properties, write: Callable[[bytes], None]) -> None:
-        """Send a part of an answer; one without data only adds headers. `write` sends all but the last."""
+    def accept(self, part: Part, properties: Properties) -> None:
+        """Send a part of an answer; one without data only adds headers."""
         if not self.started:
             merged = dict(self._head.properties) | dict(properties)
             self.prepare(OutputMessage(properties=tuple(merged.items())))
         if not part.data and not part.last:
             return
         if part.code is not None:
+            status = part.code if part.code in _STATUSES else FAILED_DEPENDENCY
+            body = f'{{"code":{status}}}'.encode() if part.error is None else payload_error(part.error, status)
             content_type, headers = response_headers(self._head.properties)
-            self.fail(Reply(part.status, content_type or JSON, part.failure, headers), part.failure)
+            self.reply(Reply(status, content_type or JSON, body, headers), body)
         elif part.last:
             self.end(part.data.encode())
         else:
-            write(part.data.encode())
+            self.write(part.data.encode())
 
     def end(self, data: bytes = b"") -> None:
         """Send the last part of the body."""
         self.reply(reply_of(self._head, data))
-
-    def fail(self, reply: Reply, midway: bytes) -> None:
-        """Send `reply`, or end a body that has started with `midway`."""
-        if self.open and self.started:
-            self.open = False
-            self.writer.end(midway)
-        else:
-            self.reply(reply)
-
-    def drop(self) -> None:
-        """Send nothing more: the client has gone."""
-        self.open = False
 
 
 def reply_of(output: OutputMessage, body: bytes | None = None) -> Reply:
@@ -137,16 +126,6 @@ class Part:
     code: int | None = None
     error: str | None = None
     content_type: str = ""
-
-    @property
-    def status(self) -> int:
-        """The status of a failure."""
-        return self.code if self.code is not None and self.code in _STATUSES else FAILED_DEPENDENCY
-
-    @property
-    def failure(self) -> bytes:
-        """The body of a failure."""
-        return f'{{"code":{self.status}}}'.encode() if self.error is None else payload_error(self.error, self.status)
 
 
 def decode_part(content: bytes) -> Part | None:

@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
-from handlers.workers.batching import MAX_BATCH, BatchSettings, IdleTimeout, Request, joined, prefixed
-from handlers.workers.reply import Part, decode_part
+from handlers.workers.batching import MAX_BATCH, Batcher, CallSettings, Request, joined, prefixed
+from handlers.workers.reply import decode_part
 from handlers.workers.runtime.channel import InputMessage, OutputMessage, Properties, data_of
-from handlers.workers.worker import Worker
+from handlers.workers.worker import Receiver, Worker
 
 logger = logging.getLogger("handlers.workers")
 
-_MAX_UNREAD = 4 * 1024 * 1024
-"""Bytes that a client may leave unread. The batch waits for no client, so a slower one is cut off."""
-_DRAIN_SIZE = 128 * 1024
-"""Bytes after which the writer is asked whether the client has taken them."""
 _HEADER = re.compile(r"batch_([0-9]{1,9})_(.+)", re.DOTALL)
 _RESET = ("reset_rollingbatch", "true")
+_BATCH_FAILED = (
+    '{"code":CODE,"message":"Batch inference failed","properties":{},"content":{"keys":[],"values":[]},'
+    '"cancelled":false}'
+)
+"""LMI's body for a rolling batch that has failed as a whole."""
 
 
-class RollingBatcher:
-    """Implements `Batcher`, and `handlers.workers.worker.Receiver`: each step is a call.
+@dataclass(slots=True)
+class _Active:
+    """A request from its first step to its last."""
+
+    request: Request
+    seen: bool = False
+    """A step has answered it."""
+    last: bool = False
+    """The answer is complete."""
+    seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
+
+    def entry(self, index: int) -> InputMessage:
+        """Its entries in a step's input: all of them the first time, empty data later."""
+        if self.seen:
+            return prefixed(index, InputMessage((), (("data", b""),)))
+        message = self.request.message
+        contents = (("data", data_of(message.contents)), ("seed", self.seed.encode()))
+        return prefixed(index, InputMessage(message.properties, contents))
+
+
+class RollingBatcher(Batcher, Receiver):
+    """Each step is a call.
 
     A request stays in the handler's batch until the handler marks its last part; it cannot be taken out earlier. So the
-    requests of clients that have gone run on, until all clients of the batch have gone.
+    requests of clients that have gone run on, until all clients of the batch have gone. The batch waits for no client.
     """
 
-    def __init__(self, worker: Worker, settings: BatchSettings, on_free: Callable[[], None]) -> None:
-        self.worker = worker
-        self._settings = settings
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
+        super().__init__(worker, settings, on_free)
         self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
-        self._on_free = on_free
-        self._active: list[_ActiveRequest] = []
+        self._active: list[_Active] = []
         self._call: int | None = None
         """The running step."""
         self._in_step = 0
@@ -46,11 +65,10 @@ class RollingBatcher:
         self._answered = False
         self._reset = False
         """The next step tells the handler to forget all requests."""
-        self._timeout: IdleTimeout | None = None
 
     @property
-    def free(self) -> int:
-        return self._limit - len(self._active)
+    def free(self) -> bool:
+        return len(self._active) < self._limit
 
     @property
     def busy(self) -> bool:
@@ -61,44 +79,37 @@ class RollingBatcher:
         return len(self._active)
 
     def take(self, request: Request) -> None:
-        self._active.append(_ActiveRequest(request))
+        self._active.append(_Active(request))
         self._step()
 
     def cancel(self, request: Request) -> None:
-        request.reply.drop()
         if self._call is None:
             self._forget_if_unwanted()
 
     def recall(self) -> list[Request]:
-        self._stop_timeout()
+        self._stop_timer()
         waiting, self._active = self._active[self._in_step :], self._active[: self._in_step]
         return [active.request for active in waiting]
 
     def on_output(self, output: OutputMessage, size: int) -> None:
         self._answered = True
-        if output.streams and self._call is not None:
-            self.worker.cancel(self._call)
         parts = [part for _, content in output.contents if (part := decode_part(content)) is not None]
         if output.code != 200 or output.streams or not len(parts) == len(output.contents) == self._in_step:
             self._fail_step(output)
             return
         headers = _headers_by_request(output.properties)
-        for index, part in enumerate(parts):
-            self._active[index].accept(part, headers.get(index, ()))
-        rest = self._active[self._in_step :]
+        for index, (active, part) in enumerate(zip(self._active[: self._in_step], parts, strict=True)):
+            active.seen, active.last = True, part.last
+            named = (("Content-Type", part.content_type),) if part.content_type else ()
+            active.request.reply.accept(part, (*named, *headers.get(index, ())))
         unfinished = [active for active in self._active[: self._in_step] if not active.last]
-        self._active, self._in_step = unfinished + rest, len(unfinished)
-
-    def on_chunk(self, chunk: bytes) -> None:
-        """Ignore the stream, which has been refused."""
-
-    def on_stream_end(self, failure: OutputMessage | None) -> None:
-        """Ignore the stream, which has been refused."""
+        self._active[: self._in_step] = unfinished
+        self._in_step = len(unfinished)
 
     def on_done(self) -> None:
         if not self._answered:
             self._fail_step(OutputMessage(code=FAILED_DEPENDENCY, message="no answer"))
-        self._stop_timeout()
+        self._stop_timer()
         self._in_step = 0
         self._forget_if_unwanted()
         self._on_free()  # requests that come in here join the next step
@@ -119,7 +130,7 @@ class RollingBatcher:
         entries = (active.entry(index) for index, active in enumerate(self._active))
         self._in_step, self._answered, self._reset = len(self._active), False, False
         self._call = self.worker.call(joined(entries, self._in_step, *more), self)
-        self._timeout = IdleTimeout(self._settings.predict_timeout, self._on_timeout)
+        self._start_timer(self._settings.predict_timeout, self._on_timeout)
 
     def _on_timeout(self) -> None:
         failure = payload_error(f"the handler {self._settings.overdue}")
@@ -133,13 +144,15 @@ class RollingBatcher:
             *(self.worker.name, output.code, len(output.contents), self._in_step, output.message),
             extra={"worker": self.worker.name},
         )
+        if output.streams and self._call is not None:
+            self.worker.cancel(self._call)  # nobody reads the stream
         code = output.code if output.code >= 300 else FAILED_DEPENDENCY
         body = _BATCH_FAILED.replace("CODE", str(code)).encode()
         self._end_step(Reply(code, "", body), body)
 
     def _end_step(self, reply: Reply, midway: bytes) -> None:
         for active in self._active[: self._in_step]:
-            active.request.reply.fail(reply, midway)
+            active.request.reply.reply(reply, midway)
         self._active = self._active[self._in_step :]
         self._in_step = 0
         self._reset = True
@@ -151,18 +164,6 @@ class RollingBatcher:
             self._active.clear()
             self._on_free()
 
-    def _stop_timeout(self) -> None:
-        if self._timeout is not None:
-            self._timeout.stop()
-            self._timeout = None
-
-
-_BATCH_FAILED = (
-    '{"code":CODE,"message":"Batch inference failed","properties":{},"content":{"keys":[],"values":[]},'
-    '"cancelled":false}'
-)
-"""LMI's body for a rolling batch that has failed as a whole."""
-
 
 def _headers_by_request(properties: Properties) -> dict[int, Properties]:
     """The properties `batch_<i>_<Header-Name>`, by request."""
@@ -171,49 +172,3 @@ def _headers_by_request(properties: Properties) -> dict[int, Properties]:
         if match := _HEADER.fullmatch(name):
             headers[int(match[1])].append((match[2], value))
     return {index: tuple(pairs) for index, pairs in headers.items()}
-
-
-class _ActiveRequest:
-    """A request from its first step to its last."""
-
-    __slots__ = ("_draining", "_seed", "_unread", "last", "request", "seen")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.seen = False
-        """A step has answered it."""
-        self.last = False
-        """The answer is complete."""
-        self._seed = str(random.getrandbits(31))
-        self._unread = 0
-        self._draining: asyncio.Task[None] | None = None
-
-    def entry(self, index: int) -> InputMessage:
-        """Its entries in a step's input: all of them the first time, empty data later."""
-        if self.seen:
-            return prefixed(index, InputMessage((), (("data", b""),)))
-        message = self.request.message
-        contents = (("data", data_of(message.contents)), ("seed", self._seed.encode()))
-        return prefixed(index, InputMessage(message.properties, contents))
-
-    def accept(self, part: Part, headers: Properties) -> None:
-        """Send what a step has answered."""
-        self.seen, self.last = True, part.last
-        named = (("Content-Type", part.content_type),) if part.content_type else ()
-        self.request.reply.accept(part, (*named, *headers), self._write)
-
-    def _write(self, data: bytes) -> None:
-        reply = self.request.reply
-        if self._unread > _MAX_UNREAD:
-            logger.warning("a client left %s bytes unread and is cut off", self._unread)
-            failure = payload_error("the client has left too much of the answer unread")
-            reply.fail(Reply(FAILED_DEPENDENCY, JSON, failure), failure)
-        reply.write(data)
-        self._unread += len(data)
-        if self._unread > _DRAIN_SIZE and self._draining is None and reply.open:
-            self._draining = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        await self.request.reply.writer.drain()
-        self._unread = 0
-        self._draining = None

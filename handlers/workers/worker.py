@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import signal
@@ -14,24 +16,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, cast
 
 import djl_python
 from handlers.engines.protocol import EngineStartError
 from handlers.workers import runtime
 from handlers.workers.runtime.channel import (
+    HEADER_SIZE,
+    WINDOW,
     Frame,
-    FrameError,
-    FrameReader,
     InputMessage,
     Kind,
     LoadOrder,
     OutputMessage,
-    decode_output,
-    encode_credit,
-    encode_frame,
+    decode_header,
+    decode_message,
     encode_message,
-    encode_order,
 )
 
 logger = logging.getLogger("handlers.workers")
@@ -60,26 +59,18 @@ class WorkerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessPlan:
-    """How to start a worker's process."""
+class WorkerPlan:
+    """How to start a worker's process, and what it is to serve."""
 
     python: str
-    directory: Path
     environment: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlan:
-    """What all workers of a model have in common."""
-
-    process: ProcessPlan
     order: LoadOrder
     load_timeout: float
     """Seconds."""
 
 
-class Receiver(Protocol):
-    """Takes what a worker sends for one call."""
+class Receiver:
+    """Takes what a worker sends for one call; ignores what is not overridden."""
 
     def on_output(self, output: OutputMessage, size: int) -> None:
         """An output has come, which counts as `size` bytes of the call's window."""
@@ -87,8 +78,8 @@ class Receiver(Protocol):
     def on_chunk(self, chunk: bytes) -> None:
         """A part of the last output's stream has come."""
 
-    def on_stream_end(self, failure: OutputMessage | None) -> None:
-        """The stream has ended; `failure` describes the exception that ended it."""
+    def on_stream_end(self) -> None:
+        """The stream has ended; an output with an error has come before, if it has failed."""
 
     def on_done(self) -> None:
         """The worker has finished the call."""
@@ -100,10 +91,11 @@ class Receiver(Protocol):
 class Worker:
     """A worker, from before its start to after its end."""
 
-    def __init__(self, number: int, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
+    def __init__(self, id_: int, device: str, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
         """`on_end` gets the reason when a worker that was ready ends by itself or is killed."""
-        self.number = number
-        self.name = f"worker {number}"
+        self.id = id_
+        self.name = f"worker {id_}"
+        self.device = device
         self.state = WorkerState.STARTING
         self.started = time.time()
         """Seconds since the epoch."""
@@ -112,39 +104,32 @@ class Worker:
         self._on_end = on_end
         self._receivers: dict[int, Receiver] = {}
         self._last_call = 0
-        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._closed = asyncio.Event()
+        self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the handler could not be loaded; empty if it was."""
         self._patience = _EXIT_PATIENCE
         self._reason = ""
-        self._connection: _Connection | None = None
         self._process: _Process | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process and have it load the handler.
+        """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
 
         Raises:
-            EngineStartError: that failed, or took too long; no process is left.
+            EngineStartError: that failed, or took too long.
         """
         try:
-            self._process = await _Process.spawn(self._plan.process, self.name)
+            self._process = await _Process.spawn(self._plan, self.name)
         except OSError as error:
-            self.state = WorkerState.ENDED
-            raise EngineStartError(f"cannot run {self._plan.process.python}: {error}") from error
+            raise EngineStartError(f"cannot run {self._plan.python}: {error}") from error
         self.pid = self._process.pid
         self._watching = asyncio.create_task(self._watch(self._process))
-        try:
-            self._connection = await _Connection.open(self._process.socket, self._on_frame, self._on_closed)
-            self._connection.send(Kind.LOAD, 0, encode_order(self._plan.order))
-            await asyncio.wait_for(asyncio.shield(self._loaded), self._plan.load_timeout)
-        except TimeoutError:
-            await self.kill("took too long to load")
-            raise EngineStartError(
-                f"the handler did not load within {self._plan.load_timeout:g} seconds (model_loading_timeout)"
-            ) from None
-        except BaseException:
-            await self.kill("was not needed any more")
-            raise
+        self._send(Kind.LOAD, body=json.dumps(dataclasses.asdict(self._plan.order)).encode())
+        await asyncio.wait({self._loaded}, timeout=self._plan.load_timeout)
+        if not self._loaded.done():
+            seconds = f"{self._plan.load_timeout:g} seconds (model_loading_timeout)"
+            raise EngineStartError(f"the handler did not load within {seconds}")
+        if failure := self._loaded.result():
+            raise EngineStartError(failure)
         self.state = WorkerState.READY
 
     def call(self, message: InputMessage, receiver: Receiver) -> int:
@@ -155,8 +140,8 @@ class Worker:
         return self._last_call
 
     def credit(self, call: int, size: int) -> None:
-        """Allow the worker to send `size` more bytes of a call's stream."""
-        self._send(Kind.CREDIT, call, encode_credit(size))
+        """Allow the worker to send `size` more bytes of a call's answer."""
+        self._send(Kind.CREDIT, call, b"%d" % size)
 
     def cancel(self, call: int) -> None:
         """Cancel a call; `on_done` follows as soon as the handler ends it."""
@@ -188,9 +173,20 @@ class Worker:
             await asyncio.wait({self._watching}, timeout=_TERMINATION_PATIENCE)
         await self.kill("was stopped")
 
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        """Take what the worker sends, until it sends nothing more."""
+        try:
+            while True:
+                length, kind, call = decode_header(await stream.readexactly(HEADER_SIZE))
+                self._on_frame(Frame(kind, call, await stream.readexactly(length)))
+        except (asyncio.IncompleteReadError, OSError):
+            return  # the connection is closed
+        except ValueError as error:
+            self._reason = self._reason or f"sent something that is no frame: {error}"
+
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind is Kind.LOADED:
-            self._settle_load(None)
+            self._settle_load("")
         elif frame.kind is Kind.LOAD_FAILED:
             self._settle_load(frame.body.decode())
         elif frame.call in self._receivers:
@@ -201,60 +197,45 @@ class Worker:
                 logger.exception("%s: an answer could not be passed on", self.name, extra={"worker": self.name})
                 self.cancel(frame.call)
 
-    def _on_closed(self, problem: str) -> None:
-        self._reason = self._reason or problem
-        self._closed.set()
-
     def _pass_on(self, frame: Frame, receiver: Receiver) -> None:
         if frame.kind is Kind.OUTPUT:
-            receiver.on_output(decode_output(frame.body), len(frame.body))
+            receiver.on_output(decode_message(OutputMessage, frame.body), len(frame.body))
         elif frame.kind is Kind.CHUNK:
             receiver.on_chunk(frame.body)
         elif frame.kind is Kind.STREAM_END:
-            receiver.on_stream_end(decode_output(frame.body) if frame.body else None)
+            receiver.on_stream_end()
         elif frame.kind is Kind.DONE:
             del self._receivers[frame.call]
             receiver.on_done()
 
     def _send(self, kind: Kind, call: int = 0, body: bytes = b"") -> None:
-        if self._connection is not None:
-            self._connection.send(kind, call, body)
+        if self._process is not None:
+            self._process.send(Frame(kind, call, body))
 
-    def _settle_load(self, failure: str | None) -> None:
-        if self._loaded.done():
-            return
-        if failure is None:
-            self._loaded.set_result(None)
-        else:
-            self._loaded.set_exception(EngineStartError(failure))
+    def _settle_load(self, failure: str) -> None:
+        if not self._loaded.done():
+            self._loaded.set_result(failure)
 
     async def _watch(self, process: _Process) -> None:
         """Wait until the process has ended or closed its connection, clean up, and report."""
         exit_ = asyncio.create_task(process.wait())
-        silence = asyncio.create_task(self._closed.wait())
-        await asyncio.wait({exit_, silence}, return_when=asyncio.FIRST_COMPLETED)
+        reading = asyncio.create_task(self._read(process.reader))
+        await asyncio.wait({exit_, reading}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({exit_}, timeout=self._patience)
         process.signal_group(signal.SIGKILL)  # what it started must not outlive it
         ending = await exit_
-        await asyncio.wait({silence}, timeout=_EXIT_PATIENCE)  # its last answers may still be unread
-        silence.cancel()
-        await process.finish_output()
-        await process.reap_orphans()
-        if self._connection is not None:
-            self._connection.close()
-        else:
-            process.socket.close()
+        await asyncio.wait({reading}, timeout=_EXIT_PATIENCE)  # its last answers may still be unread
+        reading.cancel()
+        await process.close()
         self._finish(process, ending)
 
     def _finish(self, process: _Process, ending: str) -> None:
         was_ready, self.state = self.state is WorkerState.READY, WorkerState.ENDED
         reason = self._reason or ending
-        output = "".join(f"\n  {line}" for line in process.tail)
+        output = "".join(f"\n  {line}" for line in process.output.tail)
         self._settle_load(
             f"the worker {reason} before the handler was loaded{'; its last output:' if output else ''}{output}"
         )
-        with contextlib.suppress(EngineStartError):
-            self._loaded.result()  # mark it as retrieved: `start` may have been cancelled
         if was_ready:
             logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
             self._on_end(reason)  # first, so that this worker gets no more requests
@@ -264,52 +245,53 @@ class Worker:
 
 
 class _Process:
-    """A worker's process, and the pipes of its output; made by `spawn`."""
+    """A worker's process, the connection to it, and the pipe of its output; made by `spawn`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, sock: socket.socket, relays: list[_LogRelay], tail: deque[str]
+        self,
+        process: asyncio.subprocess.Process,
+        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        output: _OutputLog,
     ) -> None:
-        self._process = process
-        self._relays = relays
-        self.socket = sock
         self.pid = process.pid
-        self.tail = tail
-        """The last lines that it printed."""
+        self.reader, self._writer = connection
+        self.output = output
+        self._process = process
 
     @classmethod
-    async def spawn(cls, plan: ProcessPlan, name: str) -> _Process:
-        """Start a process, from the event loop's own thread: the kernel ends a worker together with that thread.
+    async def spawn(cls, plan: WorkerPlan, name: str) -> _Process:
+        """Start a process.
 
         Raises:
             OSError: the interpreter cannot be run.
         """
         ours, theirs = socket.socketpair()
-        tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        relays: list[_LogRelay] = []
-        writers: list[int] = []
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=WINDOW)
+        output = _OutputLog(name)
+        pipe = await output.open()
         try:
-            for _ in ("stdout", "stderr"):
-                relay, writer = await _LogRelay.open(name, tail)
-                relays.append(relay)
-                writers.append(writer)
             process = await asyncio.create_subprocess_exec(
                 *(plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(theirs.fileno()), str(os.getpid()), _SDK),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=writers[0],
-                stderr=writers[1],
-                cwd=plan.directory,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=plan.order.model_dir,
                 env=dict(plan.environment),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         except BaseException:
-            ours.close()
-            _close(theirs, writers)
-            for relay in relays:
-                await relay.finish()
+            writer.transport.abort()
             raise
-        _close(theirs, writers)
-        return cls(process, ours, relays, tail)
+        finally:
+            theirs.close()
+            os.close(pipe)
+        return cls(process, (reader, writer), output)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame, unless the process has gone."""
+        if not self._writer.is_closing():
+            self._writer.write(frame.encode())
 
     async def wait(self) -> str:
         """Wait for the end; returns how it came about, as the end of a sentence."""
@@ -323,7 +305,13 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    async def reap_orphans(self) -> None:
+    async def close(self) -> None:
+        """Log the last lines, and free everything, after the end of the process."""
+        await self.output.finish()
+        await self._reap_orphans()
+        self._writer.transport.abort()
+
+    async def _reap_orphans(self) -> None:
         """Reap the killed children of the ended process, which would stay as zombies.
 
         They are ours only where this is the first process of a container.
@@ -333,114 +321,44 @@ class _Process:
                 if os.waitpid(-self.pid, os.WNOHANG)[0] == 0:  # noqa: ASYNC222 - it does not wait
                     await asyncio.sleep(_REAPING_SECONDS)
 
-    async def finish_output(self) -> None:
-        """Log the last lines, and close the pipes."""
-        for relay in self._relays:
-            await relay.finish()
 
+class _OutputLog:
+    """Logs what a worker prints, by line. The pipe is always read, so that printing never blocks it for good."""
 
-def _close(sock: socket.socket, descriptors: list[int]) -> None:
-    sock.close()
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-class _Connection(asyncio.Protocol):
-    """The server's end of the connection. Callbacks get the frames, then once what was wrong, or ""."""
-
-    def __init__(self, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]) -> None:
-        self._on_frame, self._on_closed = on_frame, on_closed
-        self._reader = FrameReader()
-        self._transport: asyncio.Transport | None = None
-        self._closed = False
-
-    @classmethod
-    async def open(
-        cls, sock: socket.socket, on_frame: Callable[[Frame], None], on_closed: Callable[[str], None]
-    ) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: cls(on_frame, on_closed), sock=sock)
-        return connection
-
-    def send(self, kind: Kind, call: int = 0, body: bytes = b"") -> None:
-        """Send a frame, unless the worker has gone."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(kind, call, body))
-
-    def close(self) -> None:
-        """Close it at once. A worker takes that for the server's end, and ends."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._closed:
-            return
-        try:
-            for frame in self._reader.feed(data):
-                self._on_frame(frame)
-        except FrameError as error:
-            self._end(f"sent something that is no frame: {error}")
-
-    def eof_received(self) -> bool:
-        self._end("")
-        return True  # the other direction stays open while the worker shuts down
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end("")
-
-    def _end(self, problem: str) -> None:
-        if not self._closed:
-            self._closed = True
-            self._on_closed(problem)
-
-
-class _LogRelay(asyncio.Protocol):
-    """Logs the lines of one pipe. It is always read, so that a worker that prints is never blocked for good."""
-
-    def __init__(self, worker: str, tail: deque[str]) -> None:
+    def __init__(self, worker: str) -> None:
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """The last lines."""
         self._worker = worker
-        self._tail = tail
-        self._rest = b""
-        self._transport: asyncio.BaseTransport | None = None
-        self._closed = asyncio.Event()
+        self._stream = asyncio.StreamReader()
 
-    @classmethod
-    async def open(cls, worker: str, tail: deque[str]) -> tuple[_LogRelay, int]:
-        """A relay, and the descriptor to write to."""
-        relay = cls(worker, tail)
+    async def open(self) -> int:
+        """Begin to read; returns the descriptor to write to."""
         reader, writer = os.pipe()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: relay, os.fdopen(reader, "rb", 0))
-        return relay, writer
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._log(line)
-        while len(self._rest) > _MAX_LINE:
-            self._log(self._rest[:_MAX_LINE])
-            self._rest = self._rest[_MAX_LINE:]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._rest:
-            self._log(self._rest)
-            self._rest = b""
-        self._closed.set()
+        protocol = asyncio.StreamReaderProtocol(self._stream)
+        loop = asyncio.get_running_loop()
+        self._pipe, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(reader, "rb", 0))
+        self._reading = asyncio.create_task(self._read())
+        return writer
 
     async def finish(self) -> None:
-        """Close the pipe once all is read, or after a moment."""
-        try:
-            await asyncio.wait_for(self._closed.wait(), _PIPE_PATIENCE)
-        except TimeoutError:  # a process that has left the group still holds it
-            cast(asyncio.BaseTransport, self._transport).close()
-            await self._closed.wait()
+        """Close the pipe once all is read, or after a moment: a process that has left the group may still hold it."""
+        await asyncio.wait({self._reading}, timeout=_PIPE_PATIENCE)
+        self._pipe.close()
+        await self._reading
+
+    async def _read(self) -> None:
+        rest = b""
+        while data := await self._stream.read(_MAX_LINE):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _MAX_LINE:
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                self._log(line)
+        if rest:
+            self._log(rest)
 
     def _log(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r")
-        self._tail.append(text)
+        self.tail.append(text)
         logger.info("%s: %s", self._worker, text, extra={"worker": self._worker})

@@ -8,9 +8,9 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from djl_python.inputs import Input
 from djl_python.outputs import Output
@@ -20,13 +20,13 @@ from djl_python.wire import sendable
 from .channel import (
     WINDOW,
     Channel,
+    Contents,
     Frame,
     InputMessage,
     Kind,
     LoadOrder,
     OutputMessage,
-    decode_credit,
-    decode_input,
+    decode_message,
     encode_message,
 )
 from .guardian import end_process_group
@@ -36,11 +36,10 @@ logger = logging.getLogger("djl_python")
 _FORMATTERS = {"input_formatter": "is_input_formatter", "output_formatter": "is_output_formatter"}
 _OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
 _OUT_OF_MEMORY_TEXTS = ("No available memory for the cache blocks", "CUDA error: out of memory")
-_EXHAUSTED = object()
 
 
 class Caller:
-    """Makes an `Input` of a message and calls the function that it names."""
+    """Makes an `Input` of a message and calls the function that it names. The result may be an awaitable."""
 
     def __init__(self, module: ModuleType, order: LoadOrder) -> None:
         self._module = module
@@ -50,25 +49,25 @@ class Caller:
 
     def initialize(self) -> Any:
         """The result of the first call, which loads the model."""
-        return self._call(InputMessage(self._order.properties, ()))
+        return self._call(self._order.properties, ())
 
     def call(self, body: bytes) -> Any:
-        """The function's result for a CALL frame; may be an awaitable."""
-        return self._call(decode_input(body))
+        """The function's result for a CALL frame."""
+        message = decode_message(InputMessage, body)
+        return self._call(dict(message.properties), message.contents)
 
-    def _call(self, message: InputMessage) -> Any:
+    def _call(self, properties: Mapping[str, str], contents: Contents) -> Any:
         inputs = Input()
-        inputs.properties.update(message.properties)
-        inputs.properties.setdefault("handler", self._order.function)
-        inputs.properties.update(self._order.standing_properties)
-        inputs.properties.update(self._formatters)
-        for name, value in message.contents:
+        function = properties.get("handler", self._order.function)
+        standing = {"handler": function, "model_dir": self._order.model_dir, "device_id": self._order.device_id}
+        inputs.properties.update({**properties, **standing, **self._formatters})
+        for name, value in contents:
             inputs.content.add(name, value)
-        inputs.function_name = inputs.properties["handler"]
-        return getattr(self._module, inputs.properties["handler"])(inputs)
+        inputs.function_name = function
+        return getattr(self._module, function)(inputs)
 
 
-def _output_of(result: Any) -> Output:
+def output_of(result: Any) -> Output:
     """The output that a function's result stands for."""
     if result is None:
         return Output(204, "No content")
@@ -77,7 +76,7 @@ def _output_of(result: Any) -> Output:
     return Output().error(f"Invalid output type: {type(result)}")
 
 
-def _message_of(output: Output, error: str = "") -> OutputMessage:
+def _message_of(output: Output, error: str | None = None) -> OutputMessage:
     """An output as the server gets it.
 
     Raises:
@@ -95,13 +94,13 @@ def _message_of(output: Output, error: str = "") -> OutputMessage:
     )
 
 
-def _failure(error: BaseException) -> OutputMessage:
-    """The output for an exception; only the log gets its traceback."""
+def _failure(error: BaseException) -> bytes:
+    """The message for an exception; only the log gets its traceback."""
     logger.error("The handler failed", exc_info=error)
     text = _text_of(error)
     if is_out_of_memory(error):
-        return OutputMessage(code=507, message=text or "out of memory", error=text or "out of memory")
-    return _message_of(Output().error(text), text)
+        return encode_message(OutputMessage(code=507, message=text or "out of memory", error=text or "out of memory"))
+    return encode_message(_message_of(Output().error(text), text))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -118,10 +117,6 @@ def _text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _stream_end(failure: OutputMessage | None) -> bytes:
-    return b"" if failure is None else encode_message(failure)
-
-
 class SyncMode:
     """Serves calls one after another in the main thread; a second thread reads, so that a call can be cancelled."""
 
@@ -129,11 +124,6 @@ class SyncMode:
         self._channel, self._caller = channel, caller
         self._calls: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._windows: dict[int, _SyncWindow] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def initialize(self) -> Output:
-        """Make the initializing call."""
-        return _output_of(self._wait_for(self._caller.initialize()))
 
     def serve(self, frames: Iterator[Frame]) -> None:
         """Answer calls until told to stop."""
@@ -141,8 +131,6 @@ class SyncMode:
         while (frame := self._calls.get()) is not None:
             self._answer(frame, self._windows[frame.call])
             del self._windows[frame.call]
-        if self._loop is not None:
-            self._loop.close()
 
     def _read(self, frames: Iterator[Frame]) -> None:
         for frame in frames:
@@ -153,30 +141,27 @@ class SyncMode:
             elif frame.kind is Kind.STOP:
                 self._calls.put(None)
             elif frame.kind is Kind.CREDIT and window is not None:
-                window.give(decode_credit(frame.body))
+                window.give(int(frame.body))
             elif frame.kind is Kind.CANCEL and window is not None:
                 window.cancel()
         end_process_group()
 
     def _answer(self, frame: Frame, window: _SyncWindow) -> None:
-        done = (Kind.DONE, frame.call, b"")
+        done = Frame(Kind.DONE, frame.call)
         if window.cancelled:
             self._channel.send(done)
             return
-        output: Output | None = None
         try:
-            output = _output_of(self._wait_for(self._caller.call(frame.body)))
-            message = _message_of(output)
-            body = encode_message(message)
+            output = output_of(self._caller.call(frame.body))
+            body = encode_message(_message_of(output))
         except (Exception, asyncio.CancelledError) as error:
-            message = _failure(error)
-            body = encode_message(message)
-        head = (Kind.OUTPUT, frame.call, body)
-        if output is None or not (message.streams or output.finalize_function):
-            self._channel.send(head, done)
+            output, body = Output(), _failure(error)
+        head = Frame(Kind.OUTPUT, frame.call, body)
+        if output.stream_content is None and output.finalize_function is None:
+            self._channel.send(head, done)  # together, so that the worker is free once its client has the answer
             return
         self._channel.send(head)
-        if message.streams:
+        if output.stream_content is not None:
             self._stream(frame.call, output, window)
         try:
             output.execute_finalize()
@@ -185,18 +170,19 @@ class SyncMode:
         self._channel.send(done)
 
     def _stream(self, call: int, output: Output, window: _SyncWindow) -> None:
-        stream = output.stream_content
-        failure: OutputMessage | None = None
         try:
-            if hasattr(stream, "__aiter__"):
-                output.stream_content = self._items(cast(AsyncIterator[Any], stream))
             for chunk in output.stream_chunks():
-                if not self._send_chunk(call, bytes(chunk), window):
+                if not self._send_chunk(call, chunk, window):
                     break
         except (Exception, asyncio.CancelledError) as error:
-            failure = _failure(error)
-        self._close(stream)
-        self._channel.send((Kind.STREAM_END, call, _stream_end(failure)))
+            self._channel.send(Frame(Kind.OUTPUT, call, _failure(error)))
+        try:
+            # The `finally` blocks of a generator that was not read to its end.
+            if (close := getattr(output.stream_content, "close", None)) is not None:
+                close()
+        except (Exception, asyncio.CancelledError):
+            logger.exception("The stream failed while it was closed")
+        self._channel.send(Frame(Kind.STREAM_END, call))
 
     def _send_chunk(self, call: int, chunk: bytes, window: _SyncWindow) -> bool:
         """Send a chunk; False if the client has gone."""
@@ -204,34 +190,8 @@ class SyncMode:
             piece = chunk[start : start + WINDOW]
             if not window.take(len(piece)):
                 return False
-            self._channel.send((Kind.CHUNK, call, piece))
+            self._channel.send(Frame(Kind.CHUNK, call, piece))
         return not window.cancelled
-
-    def _close(self, stream: Any) -> None:
-        """Run the `finally` blocks of a generator that is not read to its end."""
-        try:
-            if hasattr(stream, "aclose"):
-                self._wait_for(stream.aclose())
-            elif hasattr(stream, "close"):
-                stream.close()
-        except (Exception, asyncio.CancelledError):
-            logger.exception("The stream failed while it was closed")
-
-    def _wait_for(self, result: Any) -> Any:
-        """The value of an awaitable; anything else as it is."""
-        if not inspect.isawaitable(result):
-            return result
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_settled(result))
-
-    def _items(self, stream: AsyncIterator[Any]) -> Iterator[Any]:
-        iterator = aiter(stream)
-        while True:
-            try:
-                yield self._wait_for(anext(iterator))
-            except StopAsyncIteration:
-                return
 
 
 class _SyncWindow:
@@ -268,10 +228,6 @@ class AsyncMode:
         self._tasks: dict[int, tuple[asyncio.Task[None], _AsyncWindow]] = {}
         self._stopped = asyncio.Event()
 
-    async def initialize(self) -> Output:
-        """Make the initializing call."""
-        return _output_of(await _settled(self._caller.initialize()))
-
     async def serve(self, frames: Iterator[Frame]) -> None:
         """Answer calls until told to stop, then finish those that run."""
         loop = asyncio.get_running_loop()
@@ -296,7 +252,7 @@ class AsyncMode:
         elif frame.call in self._tasks:
             task, window = self._tasks[frame.call]
             if frame.kind is Kind.CREDIT:
-                window.give(decode_credit(frame.body))
+                window.give(int(frame.body))
             elif frame.kind is Kind.CANCEL:
                 window.cancelled = True
                 task.cancel()
@@ -310,7 +266,7 @@ class AsyncMode:
 
     def _finish(self, call: int) -> None:
         del self._tasks[call]
-        self._channel.send((Kind.DONE, call, b""))
+        self._channel.send(Frame(Kind.DONE, call))
 
     async def _answer(self, frame: Frame, window: _AsyncWindow) -> None:
         try:
@@ -319,49 +275,30 @@ class AsyncMode:
             end_at_once(error)
         except (Exception, asyncio.CancelledError) as error:
             if not window.cancelled:
-                self._channel.send((Kind.STREAM_END, frame.call, _stream_end(_failure(error))))
+                self._channel.send(Frame(Kind.OUTPUT, frame.call, _failure(error)))
 
     async def _run(self, frame: Frame, window: _AsyncWindow) -> None:
-        result = await _settled(self._caller.call(frame.body))
+        result = await settled(self._caller.call(frame.body))
         if not hasattr(result, "__aiter__"):
-            await self._send_output(frame.call, _output_of(result), window)
+            await self._send(frame.call, output_of(result), window)
             return
         try:
             async for output in result:
-                await self._send_output(frame.call, _output_of(output), window)
+                await self._send(frame.call, output_of(output), window)
         finally:
             await _close(result)
 
-    async def _send_output(self, call: int, output: Output, window: _AsyncWindow) -> None:
-        message = _message_of(output)
-        await self._send(Kind.OUTPUT, call, encode_message(message), window)
-        if message.streams:
-            await self._stream(call, output, window)
-        output.execute_finalize()
-
-    async def _stream(self, call: int, output: Output, window: _AsyncWindow) -> None:
-        stream, output.stream_content = output.stream_content, None
-        formatter = Output().add_stream_content((), output.stream_output_formatter)
-        failure: OutputMessage | None = None
-        try:
-            async for item in _items(stream):
-                formatter.stream_content = [item]
-                for chunk in formatter.stream_chunks():
-                    for start in range(0, len(chunk), WINDOW):
-                        await self._send(Kind.CHUNK, call, bytes(chunk[start : start + WINDOW]), window)
-        except Exception as error:
-            failure = _failure(error)
-        finally:
-            await _close(stream)
-        self._channel.send((Kind.STREAM_END, call, _stream_end(failure)))
-
-    async def _send(self, kind: Kind, call: int, body: bytes, window: _AsyncWindow) -> None:
+    async def _send(self, call: int, output: Output, window: _AsyncWindow) -> None:
+        if output.stream_content is not None:
+            raise TypeError("async mode does not read stream content: return an async generator of Outputs instead")
+        body = encode_message(_message_of(output))
         await window.take(len(body))
-        self._channel.send((kind, call, body))
+        self._channel.send(Frame(Kind.OUTPUT, call, body))
+        output.execute_finalize()
 
 
 class _AsyncWindow:
-    """How much of a call's stream may still be sent, and whether its client has gone."""
+    """How much of a call's answer may still be sent, and whether its client has gone."""
 
     def __init__(self) -> None:
         self._left = WINDOW
@@ -390,27 +327,15 @@ def end_at_once(error: BaseException) -> NoReturn:
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-async def _close(stream: Any) -> None:
+async def _close(outputs: Any) -> None:
     """Run the `finally` blocks of a generator that is not read to its end."""
     try:
-        if hasattr(stream, "aclose"):
-            await stream.aclose()
-        elif hasattr(stream, "close"):
-            stream.close()
+        if hasattr(outputs, "aclose"):
+            await outputs.aclose()
     except Exception:
-        logger.exception("The stream failed while it was closed")
+        logger.exception("The generator failed while it was closed")
 
 
-async def _settled(result: Any) -> Any:
+async def settled(result: Any) -> Any:
+    """The value of an awaitable; anything else as it is."""
     return await result if inspect.isawaitable(result) else result
-
-
-async def _items(stream: Any) -> AsyncIterator[Any]:
-    """The items of either kind of iterator; one that blocks runs in a thread."""
-    if hasattr(stream, "__aiter__"):
-        async for item in stream:
-            yield item
-        return
-    iterator = iter(stream)
-    while (item := await asyncio.to_thread(next, iterator, _EXHAUSTED)) is not _EXHAUSTED:
-        yield item

@@ -1,6 +1,7 @@
 """The connection between server and worker: frames, and the messages in them. Both sides use this module.
 
-A frame is a length, a kind, the number of a call, and a body. A message is a header in JSON with content behind it.
+A frame is a header with a length, a kind and the number of a call, and a body. A message is a header in JSON with
+content behind it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,24 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TypeVar
 
 from .guardian import end_process_group
 
 WINDOW = 256 * 1024
-"""Bytes of one call's stream that may be on their way before the client takes them."""
+"""Bytes of one call's answer that may be on their way before the client takes them."""
 
 _HEADER = struct.Struct(">QBI")
-_LENGTH_OF_REST = _HEADER.size - 8
+HEADER_SIZE = _HEADER.size
 _MAX_LENGTH = 1 << 36
-_CREDIT = struct.Struct(">Q")
 _SIZE = struct.Struct(">I")
-_READ_SIZE = 256 * 1024
 
 Properties = tuple[tuple[str, str], ...]
 Contents = tuple[tuple[str | None, bytes], ...]
+M = TypeVar("M", "InputMessage", "OutputMessage")
 
 
 class Kind(IntEnum):
@@ -49,57 +49,29 @@ class Kind(IntEnum):
     DONE = 21
 
 
-class FrameError(Exception):
-    """The bytes are no frame; the connection cannot be used any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame."""
+    """One frame. The body is a message, or for CREDIT the bytes that the client has taken, as a decimal number."""
 
     kind: Kind
-    call: int
-    body: bytes
+    call: int = 0
+    body: bytes = b""
+
+    def encode(self) -> bytes:
+        """Its bytes."""
+        return _HEADER.pack(len(self.body), self.kind, self.call) + self.body
 
 
-def encode_frame(kind: Kind, call: int = 0, body: bytes = b"") -> bytes:
-    """The bytes of a frame."""
-    return _HEADER.pack(_LENGTH_OF_REST + len(body), kind, call) + body
+def decode_header(header: bytes) -> tuple[int, Kind, int]:
+    """The length of the body that follows, the kind, and the call.
 
-
-class FrameReader:
-    """Cuts a stream of bytes into frames."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes.
-
-        Raises:
-            FrameError: the bytes are no frames.
-        """
-        self._pending += data
-        frames: list[Frame] = []
-        start = 0
-        while len(self._pending) - start >= _HEADER.size:
-            length, kind, call = _HEADER.unpack_from(self._pending, start)
-            if not _LENGTH_OF_REST <= length <= _MAX_LENGTH:
-                raise FrameError(f"a frame of {length} bytes")
-            end = start + 8 + length
-            if len(self._pending) < end:
-                break
-            frames.append(Frame(_kind(kind), call, bytes(memoryview(self._pending)[start + _HEADER.size : end])))
-            start = end
-        del self._pending[:start]
-        return frames
-
-
-def _kind(number: int) -> Kind:
-    try:
-        return Kind(number)
-    except ValueError:
-        raise FrameError(f"a frame of the unknown kind {number}") from None
+    Raises:
+        ValueError: these bytes are no header.
+    """
+    length, kind, call = _HEADER.unpack(header)
+    if length > _MAX_LENGTH:
+        raise ValueError(f"a frame of {length} bytes")
+    return length, Kind(kind), call
 
 
 class Channel:
@@ -109,9 +81,9 @@ class Channel:
         self._socket = sock
         self._lock = threading.Lock()
 
-    def send(self, *frames: tuple[Kind, int, bytes]) -> None:
+    def send(self, *frames: Frame) -> None:
         """Send frames together. Ends the process group if the server has gone."""
-        data = b"".join(encode_frame(kind, call, body) for kind, call, body in frames)
+        data = b"".join([frame.encode() for frame in frames])
         try:
             with self._lock:
                 self._socket.sendall(data)
@@ -120,20 +92,18 @@ class Channel:
 
     def read(self) -> Iterator[Frame]:
         """Frames as they come, until the server has gone."""
-        reader = FrameReader()
-        while data := self._receive():
-            yield from reader.feed(data)
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
+            while len(header := stream.read(HEADER_SIZE)) == HEADER_SIZE:
+                length, kind, call = decode_header(header)
+                body = stream.read(length)
+                if len(body) < length:
+                    return
+                yield Frame(kind, call, body)
 
     def close(self) -> None:
         """Tell the server that nothing more comes, even if threads of the handler keep the process alive."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-
-    def _receive(self) -> bytes:
-        try:
-            return self._socket.recv(_READ_SIZE)
-        except OSError:
-            return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +116,7 @@ class InputMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputMessage:
-    """The body of an OUTPUT, and of a STREAM_END that reports an error: an `Output`."""
+    """The body of an OUTPUT: an `Output`, or an exception, which may also end a stream."""
 
     code: int = 200
     message: str = ""
@@ -154,8 +124,8 @@ class OutputMessage:
     contents: Contents = ()
     streams: bool = False
     """Chunks follow."""
-    error: str = ""
-    """The text of the exception, where there was one."""
+    error: str | None = None
+    """The text of the exception; None if there was none."""
 
     @property
     def data(self) -> bytes:
@@ -165,16 +135,15 @@ class OutputMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """The body of a LOAD: what a worker is to serve."""
+    """The body of a LOAD, in JSON: what a worker is to serve."""
 
     model_dir: str
     entry_point: str
     function: str
     async_mode: bool
-    properties: Properties
+    properties: Mapping[str, str]
     """For the initializing call."""
-    standing_properties: Properties
-    """For every call."""
+    device_id: str = "-1"
 
 
 def data_of(contents: Contents) -> bytes:
@@ -190,49 +159,14 @@ def encode_message(message: InputMessage | OutputMessage) -> bytes:
     return b"".join([_SIZE.pack(len(text)), text, *(value for _, value in message.contents)])
 
 
-def decode_input(body: bytes) -> InputMessage:
+def decode_message(kind: type[M], body: bytes) -> M:
     """The message that `encode_message` has encoded."""
-    return InputMessage(**_fields(body))
-
-
-def decode_output(body: bytes) -> OutputMessage:
-    """The message that `encode_message` has encoded."""
-    return OutputMessage(**_fields(body))
-
-
-def _fields(body: bytes) -> dict[str, Any]:
     (size,) = _SIZE.unpack_from(body)
     at = _SIZE.size + size
     fields = json.loads(body[_SIZE.size : at])
+    fields["properties"] = tuple([(name, value) for name, value in fields["properties"]])
     contents: list[tuple[str | None, bytes]] = []
     for key, length in fields["contents"]:
         contents.append((key, body[at : at + length]))
         at += length
-    return {**fields, "properties": _pairs(fields["properties"]), "contents": tuple(contents)}
-
-
-def encode_order(order: LoadOrder) -> bytes:
-    """The body of a LOAD frame."""
-    return json.dumps({name: getattr(order, name) for name in LoadOrder.__slots__}).encode()
-
-
-def decode_order(body: bytes) -> LoadOrder:
-    """The order that `encode_order` has encoded."""
-    fields = json.loads(body)
-    for name in ("properties", "standing_properties"):
-        fields[name] = _pairs(fields[name])
-    return LoadOrder(**fields)
-
-
-def encode_credit(size: int) -> bytes:
-    """The body of a CREDIT frame: the client has taken `size` bytes."""
-    return _CREDIT.pack(size)
-
-
-def decode_credit(body: bytes) -> int:
-    """The bytes that a CREDIT frame allows in addition."""
-    return int(_CREDIT.unpack(body)[0])
-
-
-def _pairs(pairs: Sequence[Sequence[str]]) -> Properties:
-    return tuple((name, value) for name, value in pairs)
+    return kind(**{**fields, "contents": tuple(contents)})

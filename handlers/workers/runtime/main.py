@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import os
 import socket
@@ -18,9 +19,9 @@ from types import ModuleType
 
 from djl_python.outputs import Output
 
-from .calls import AsyncMode, Caller, SyncMode, end_at_once, is_out_of_memory
-from .channel import Channel, Frame, Kind, LoadOrder, decode_order
-from .guardian import die_with_parent, guard_group
+from .calls import AsyncMode, Caller, SyncMode, end_at_once, is_out_of_memory, output_of, settled
+from .channel import Channel, Frame, Kind, LoadOrder
+from .guardian import end_process_group, guard_group
 
 _FAILED = 300
 
@@ -32,20 +33,21 @@ class LoadError(Exception):
 def serve(descriptor: int, parent: int) -> None:
     """Serve over the inherited socket `descriptor` until the server, whose process is `parent`, sends STOP."""
     os.set_inheritable(descriptor, False)
-    die_with_parent(parent)
-    guard_group()
+    if os.getppid() != parent:
+        end_process_group()
+    guard_group(parent)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=descriptor))
     frames = channel.read()
-    order = decode_order(next(frames).body)
+    order = LoadOrder(**json.loads(next(frames).body))
     try:
-        module = load_module(order)
+        caller = Caller(load_module(order), order)
         if order.async_mode:
-            _run(_serve_async(channel, frames, module, order))
+            _run(_serve_async(channel, frames, caller, order))
         else:
-            _serve_sync(channel, frames, module, order)
+            _serve_sync(channel, frames, caller, order)
     except LoadError as error:
-        channel.send((Kind.LOAD_FAILED, 0, str(error).encode(errors="replace")))
+        channel.send(Frame(Kind.LOAD_FAILED, body=str(error).encode(errors="replace")))
     finally:
         channel.close()
 
@@ -58,40 +60,38 @@ def _run(serving: Coroutine[None, None, None]) -> None:
             end_at_once(error)  # before the runner cancels the other calls, whose clients would be told that they ended
 
 
-def _serve_sync(channel: Channel, frames: Iterator[Frame], module: ModuleType, order: LoadOrder) -> None:
-    mode = SyncMode(channel, Caller(module, order))
+def _serve_sync(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
     with _initializing(order):
-        _check(mode.initialize())
-    channel.send((Kind.LOADED, 0, b""))
-    mode.serve(frames)
+        output = output_of(caller.initialize())
+    _check(output)
+    channel.send(Frame(Kind.LOADED))
+    SyncMode(channel, caller).serve(frames)
 
 
-async def _serve_async(channel: Channel, frames: Iterator[Frame], module: ModuleType, order: LoadOrder) -> None:
-    mode = AsyncMode(channel, Caller(module, order))
+async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
     with _initializing(order):
-        _check(await mode.initialize())
-    channel.send((Kind.LOADED, 0, b""))
-    await mode.serve(frames)
+        output = output_of(await settled(caller.initialize()))
+    _check(output)
+    channel.send(Frame(Kind.LOADED))
+    await AsyncMode(channel, caller).serve(frames)
 
 
 @contextlib.contextmanager
 def _initializing(order: LoadOrder) -> Iterator[None]:
-    """Make a LoadError of any other error."""
+    """Make a LoadError of any error."""
     try:
         yield
-    except LoadError:
-        raise
     except Exception as error:
         traceback.print_exc()
         kind = "ran out of memory" if is_out_of_memory(error) else "failed"
-        raise LoadError(f"the handler's initialization {kind}: {_described(error, order)}") from error
+        raise LoadError(f"the handler's initialization {kind}: {described(error, order.model_dir)}") from error
 
 
 def _check(output: Output) -> None:
     """Raise LoadError if the initializing call answered with an error status."""
     if output.code < _FAILED:
         return
-    body = b"".join(map(bytes, output.content.get_values())).decode("utf-8", "replace")
+    body = b"".join(map(output.encode_value, output.content.get_values())).decode("utf-8", "replace")
     raise LoadError(f"the handler's initialization answered {output.code} {output.message}: {body}".rstrip(": "))
 
 
@@ -108,7 +108,7 @@ def load_module(order: LoadOrder) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        raise LoadError(f"cannot import the handler {_described(error, order)}") from error
+        raise LoadError(f"cannot import the handler: {described(error, order.model_dir)}") from error
     if not callable(getattr(module, order.function, None)):
         where = getattr(module, "__file__", None) or order.entry_point
         raise LoadError(f"{where} does not define the handler function `{order.function}`{_defined(module)}")
@@ -119,12 +119,10 @@ def _import(order: LoadOrder) -> ModuleType:
     if not order.entry_point.endswith(".py"):
         return importlib.import_module(order.entry_point)
     path = os.path.join(order.model_dir, order.entry_point)
-    if not os.path.isfile(path):
-        raise LoadError(f"the handler file {path} does not exist")
     name = _module_name(path, order.model_dir)
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise LoadError(f"the handler file {path} cannot be imported")
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise LoadError(f"the handler file {path} does not exist")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -148,14 +146,12 @@ def _defined(module: ModuleType) -> str:
     return f"; it defines {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
-def _described(error: BaseException, order: LoadOrder) -> str:
-    """The error, with the customer's file and line."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+def described(error: BaseException, directory: str) -> str:
+    """The error, with the file and line below `directory` where it was raised."""
     text = f"{type(error).__name__}: {error}"
-    folder = os.path.realpath(order.model_dir) + os.sep
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if os.path.realpath(frame.filename).startswith(folder)]
-    if not own:
-        return f"{order.entry_point}: {text}"
-    return f"{own[-1].filename}, line {own[-1].lineno}: {text}"
+    if isinstance(error, SyntaxError):
+        return text  # has file and line already
+    folder = os.path.realpath(directory)
+    places = [(os.path.realpath(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(os.path.relpath(file, folder), line) for file, line in places if file.startswith(folder + os.sep)]
+    return f"{text} ({own[-1][0]}, line {own[-1][1]})" if own else text

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,9 @@ from container.devices import (
     gpu_memory,
     visible_memory,
 )
-from handlers.workers.pool import Devices, on_device
+from handlers.workers.pool import least_used, on_device
 from handlers.workers.runtime.channel import LoadOrder
-from handlers.workers.worker import ProcessPlan, WorkerPlan
+from handlers.workers.worker import WorkerPlan
 
 
 @pytest.mark.parametrize(
@@ -209,29 +208,26 @@ def test_the_drivers_tool_is_asked_and_its_failures_are_said(tmp_path: Path, nvi
 def test_workers_are_spread_over_the_devices_also_after_some_have_ended(
     groups: list[str], workers: int, data: st.DataObject
 ) -> None:
-    devices = Devices(groups)
-    running = [devices.take() for _ in range(workers)]
+    running: list[str] = []
+    for _ in range(workers):
+        running.append(least_used(groups, running))
     ended = data.draw(st.lists(st.sampled_from(range(workers)), unique=True))
-    for index in ended:
-        devices.give_back(running[index])
-    for index in ended:
-        running[index] = devices.take()
-    counts = [Counter(running)[group] for group in groups]
+    running = [device for index, device in enumerate(running) if index not in ended]
+    for _ in ended:
+        running.append(least_used(groups, running))
+    counts = [running.count(group) for group in groups]
     assert max(counts) - min(counts) <= 1 + len(ended)
     assert len(running) == workers
 
 
 def test_a_worker_is_told_its_device_and_sees_only_its_own_of_several() -> None:
-    order = LoadOrder(
-        model_dir="/m", entry_point="x", function="handle", async_mode=False, properties=(), standing_properties=()
-    )
-    plan = WorkerPlan(
-        process=ProcessPlan(python="python", directory=Path("/m"), environment={"A": "1"}), order=order, load_timeout=1
-    )
-    assert on_device(plan, "2").order.standing_properties == (("device_id", "2"),)
-    assert on_device(plan, "2").process.environment == {"A": "1"}
+    assert least_used((), []) == "-1"
+    order = LoadOrder(model_dir="/m", entry_point="x", function="handle", async_mode=False, properties={})
+    plan = WorkerPlan(python="python", environment={"A": "1"}, order=order, load_timeout=1)
+    assert on_device(plan, "2").order.device_id == "2"
+    assert on_device(plan, "2").environment == {"A": "1"}
     several = on_device(plan, "2,3")
-    assert several.process.environment == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
-    assert several.order.standing_properties == (("device_id", "0"),)
-    hidden = replace(plan, process=replace(plan.process, environment={"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"}))
-    assert on_device(hidden, "2,3").process.environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    assert several.environment == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert several.order.device_id == "0"
+    hidden = replace(plan, environment={"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
+    assert on_device(hidden, "2,3").environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from handlers.adapters import Adapter
 from handlers.engine_adapters import AdapterFormatters
 from handlers.errors import AdapterFailed
 
@@ -19,8 +20,9 @@ def _never(_: Any) -> Any:
 
 async def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterFailed, match=r"src: '.*xxx' cannot be read: File name too long"):
-        await AdapterFormatters(_never, None, 5.0).load("a", tmp_path / ("x" * 5000))
+        await AdapterFormatters(_never, None, 5.0).load(Adapter(name="a", src="", path=tmp_path / ("x" * 5000), id=1))
 
 
 async def test_an_adapter_without_a_model_py_has_no_formatters(tmp_path: Path) -> None:
-    assert await AdapterFormatters(_never, None, 5.0).load("a", tmp_path) is None
+    adapter = Adapter(name="a", src="", path=tmp_path, id=1)
+    assert await AdapterFormatters(_never, None, 5.0).load(adapter) is None

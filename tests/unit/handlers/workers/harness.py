@@ -126,8 +126,13 @@ async def serving(
     model: str | Path, *, queue_size: int = 100, grace: float = 2.0, client_patience: float = 120.0, **more: Any
 ) -> AsyncIterator[Client]:
     """A started handler; afterwards none of its processes may be left."""
-    handler = CustomHandler(settings_for(model, **more), queue_size=queue_size, overload_status=529)
-    handler.grace, handler.client_patience = grace, client_patience
+    handler = CustomHandler(
+        settings_for(model, **more),
+        queue_size=queue_size,
+        overload_status=529,
+        grace=grace,
+        client_patience=client_patience,
+    )
     await handler.start()
     client = Client(handler)
     seen = set(client.pids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,15 +11,13 @@ from hypothesis import strategies as st
 from djl_python.outputs import Output
 from handlers.workers.reply import decode_part
 from handlers.workers.runtime.channel import (
+    Channel,
     Frame,
-    FrameError,
-    FrameReader,
     InputMessage,
     Kind,
     OutputMessage,
-    decode_input,
-    decode_output,
-    encode_frame,
+    decode_header,
+    decode_message,
     encode_message,
 )
 
@@ -26,21 +26,27 @@ contents = st.lists(st.tuples(st.none() | st.text(), st.binary(max_size=100)), m
 frames = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=200))
 
 
-@given(st.lists(frames, max_size=10), st.lists(st.integers(1, 50), min_size=1))
-def test_frames_survive_any_cutting_of_the_stream(sent: list[Frame], sizes: list[int]) -> None:
-    stream = b"".join(encode_frame(frame.kind, frame.call, frame.body) for frame in sent)
-    reader, received, at, turn = FrameReader(), [], 0, 0
-    while at < len(stream):
-        size = sizes[turn % len(sizes)]
-        received += reader.feed(stream[at : at + size])
-        at, turn = at + size, turn + 1
-    assert received == sent
+@given(st.lists(frames, max_size=10))
+def test_a_worker_reads_the_frames_that_it_was_sent(sent: list[Frame]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"".join(frame.encode() for frame in sent))
+        ours.close()
+        assert list(Channel(theirs).read()) == sent
 
 
-@pytest.mark.parametrize("data", [b"\x00" * 13, b"\xff" * 13, b"\x00" * 7 + b"\x05\xc8\x00\x00\x00\x00"])
-def test_what_is_no_frame_is_recognized(data: bytes) -> None:
-    with pytest.raises(FrameError):
-        FrameReader().feed(data)
+def test_a_frame_that_is_cut_short_by_the_servers_end_is_none() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(Frame(Kind.STOP).encode() + Frame(Kind.CALL, 1, b"whole").encode()[:-1])
+        ours.close()
+        assert list(Channel(theirs).read()) == [Frame(Kind.STOP)]
+
+
+@pytest.mark.parametrize("header", [b"\x00" * 13, b"\xff" * 13, b"\x00" * 7 + b"\x05\xc8\x00\x00\x00\x00"])
+def test_what_is_no_frame_is_recognized(header: bytes) -> None:
+    with pytest.raises(ValueError, match=r"frame|Kind"):
+        decode_header(header)
 
 
 @given(pairs, contents)
@@ -48,22 +54,22 @@ def test_inputs_come_back_as_they_were(
     properties: tuple[tuple[str, str], ...], entries: tuple[tuple[str | None, bytes], ...]
 ) -> None:
     message = InputMessage(properties, entries)
-    assert decode_input(encode_message(message)) == message
+    assert decode_message(InputMessage, encode_message(message)) == message
 
 
-@given(st.integers(200, 599), st.text(), pairs, contents, st.booleans(), st.text())
+@given(st.integers(200, 599), st.text(), pairs, contents, st.booleans(), st.none() | st.text())
 def test_outputs_come_back_as_they_were(
     code: int,
     text: str,
     properties: tuple[tuple[str, str], ...],
     entries: tuple[tuple[str | None, bytes], ...],
     streams: bool,
-    error: str,
+    error: str | None,
 ) -> None:
     message = OutputMessage(
         code=code, message=text, properties=properties, contents=entries, streams=streams, error=error
     )
-    assert decode_output(encode_message(message)) == message
+    assert decode_message(OutputMessage, encode_message(message)) == message
 
 
 @given(st.text(), st.booleans(), st.none() | st.integers(100, 599))

@@ -68,12 +68,10 @@ async def test_streams_come_in_order_with_the_outputs_headers() -> None:
     async with serving("echo") as client:
         answer = await client.ask(query={"stream": "1"})
         lines = await client.ask(query={"jsonlines": "1"})
-        own = await client.ask(query={"async_stream": "1"})
     assert answer.streamed
     assert (answer.status, answer.headers) == (200, {"X-Stream": "yes"})
     assert answer.body == b"t-0\nt-1\nt-2\nt-3\nt-4\n"
     assert lines.body == b'{"outputs": "\\u00e4"}\n{"outputs": 1}\n'
-    assert own.body == b"a-0\na-1\na-2\n"
 
 
 async def test_a_stream_that_breaks_midway_ends_with_the_errors_text() -> None:
@@ -147,12 +145,6 @@ async def test_a_request_names_a_function_only_where_that_is_allowed(monkeypatch
         assert (await client.ask(headers={"handler": "other"})).body == b"other"
         missing = await client.ask(headers={"handler": "none_such"})
     assert (missing.status, b"none_such" in missing.body) == (424, True)
-
-
-async def test_a_coroutine_function_works_without_async_mode() -> None:
-    async with serving("echo", function="coroutine") as client:
-        assert (await client.ask(b"x")).body == b"awaited x"
-        assert (await client.ask(b"y")).body == b"awaited y"
 
 
 async def test_the_finalize_function_runs_after_the_answer(tmp_path: Path) -> None:
