@@ -12,8 +12,7 @@ from container.models.lifecycle import State
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Order, Registrar
 from container.models.registry import AlreadyRegistered, Model
-from container.settings.settings import SettingsError
-from container.sources.location import UrlNotFound
+from container.settings.settings import SettingsError, UrlNotFound
 from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract

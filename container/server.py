@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,10 @@ from container.http.protocol import Cork, HttpProtocol, check_uvicorn
 from container.models.lifecycle import State
 from container.models.registration import Registrar, as_model
 from container.models.registry import Model, Models
-from container.settings.properties import Value
-from container.settings.server_options import Address
-from container.settings.settings import Startup
+from container.settings.load import further_settings
+from container.settings.server import address
+from container.settings.settings import Settings, Startup
+from container.settings.values import Value
 from handlers.cache_dir import cache_dir, is_writable
 from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError
@@ -168,17 +169,20 @@ class Process:
         self._settings = startup.server
         self._mounts = mounts
         self._models = Models(as_model(model, at_startup=True) for model in startup.models)
-        line = {key: str(value) for key, value in (("host", startup.server.host), ("port", startup.server.port))}
-        self._registrar = Registrar(self._models, startup.server, os.environ, line, said=startup.warnings)
+        self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
         applications = create_app(self._models, startup.server, self._registrar, mounts)
         self._listeners = [_Listener(applications.main, startup.server.host, startup.server.port)]
         if applications.management is not None and startup.server.management_address is not None:
-            address = Address.parse(Value(startup.server.management_address, ""))
-            self._listeners.append(_Listener(applications.management, address.host, int(address.port)))
+            host, port = address(startup.server.management_address)
+            self._listeners.append(_Listener(applications.management, host, int(port)))
         self._exit_code = EXIT_OK
         self._unfinished = False
         """An engine was still being started when it was given up."""
         self._stopping: asyncio.Task[None] | None = None
+
+    def _read_settings(self, url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
+        line = {"host": self._settings.host, "port": str(self._settings.port)}
+        return further_settings(url, name, os.environ, line, arguments)
 
     async def run(self) -> int:
         """Serve until told to stop; returns the process's exit code."""

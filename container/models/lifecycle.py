@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
-from container.settings.secure_mode import check_adapter, check_model
 from container.settings.settings import Settings
-from container.sources.download import FetchTimeout, RemoteModel
-from container.sources.location import SourceError
+from container.sources.location import FetchTimeout, SourceError
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
@@ -24,8 +23,10 @@ from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from container.sources.download import RemoteModel
 
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 
@@ -46,7 +47,7 @@ class Lifecycle:
     def __init__(self, settings: Settings) -> None:
         self.model = settings.model
         self.remote_models = settings.remote_models
-        self._secure_mode, self._given = settings.secure_mode, settings.given
+        self._secure_mode = settings.secure_mode
         self._server = settings.server
         self.service: Service | None = None
         """None until the model is loaded."""
@@ -114,7 +115,7 @@ class Lifecycle:
                 overload_status=self._server.throttle_error_http_code,
                 unavailable_status=self._server.wlm_error_http_code,
                 model_aliases=self._server.model_aliases,
-                adapter_faults=partial(check_adapter, self._secure_mode) if self._secure_mode is not None else None,
+                adapter_faults=self._secure_mode.adapter_faults if self._secure_mode is not None else None,
             )
             await self.fetch()
             if place is not None:
@@ -151,8 +152,8 @@ class Lifecycle:
         with self.startup_times.phase("download"):
             await fetch_weights(self.remote_models, self.model.model_loading_timeout)
         # Once more after the settings: what the secure mode forbids may have come with the weights.
-        mode, given = self._secure_mode, self._given
-        if mode is not None and given is not None and (faults := await asyncio.to_thread(check_model, mode, given)):
+        mode = self._secure_mode
+        if mode is not None and (faults := await asyncio.to_thread(mode.model_faults)):
             raise EngineStartError("; ".join(faults))
         self._fetched = True
 

@@ -15,11 +15,10 @@ from container.devices import SliceNotChosen
 from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Model, Models
-from container.settings.load import further_settings
-from container.settings.properties import Value
 from container.settings.settings import ServerSettings, Settings, StartupModel
+from container.settings.values import Value
 from container.sources.download import SETTINGS_SECONDS
-from container.sources.location import model_place, name_of_url
+from container.sources.location import name_of_url
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
@@ -30,6 +29,8 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
+"""Reads the settings of a model, by its URL, its name, and the settings that its registration gives."""
 
 _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
@@ -65,8 +66,7 @@ class Registrar:
         self,
         models: Models,
         server: ServerSettings,
-        environ: Mapping[str, str],
-        command_line: Mapping[str, str] | None = None,
+        read_settings: ReadSettings,
         free: Callable[[], Sequence[Free]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
@@ -75,13 +75,12 @@ class Registrar:
         Args:
             models: the server's models.
             server: the server's settings.
-            environ: the environment, which has settings of models too.
-            command_line: the options of the command line, by their names.
+            read_settings: reads the settings of a model of the management API; may raise UrlNotFound and SettingsError.
             free: returns the free memory of each device.
             said: warnings about settings that are in the log already.
         """
         self._models, self._server = models, server
-        self._environ, self._command_line, self._free = environ, command_line or {}, free
+        self._read_settings, self._free = read_settings, free
         self._said = set(said)
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[Model, asyncio.Task[None]] = {}
@@ -194,9 +193,8 @@ class Registrar:
             self._reads.discard(read)
 
     def _settings(self, name: str, order: Order) -> Settings:
-        place = Value(str(model_place(order.url)), "POST /models: url")
         arguments = {key: Value(text, "POST /models") for key, text in order.arguments.items()}
-        return further_settings(place, name, self._environ, self._command_line, arguments)
+        return self._read_settings(Value(order.url, "POST /models: url"), name, arguments)
 
     def _warn(self, name: str, settings: Settings) -> None:
         """Log each warning once: those about the environment are the same for every model."""

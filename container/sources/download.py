@@ -27,7 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from container.sources.location import S3Url, SourceError
+from container.sources.location import FetchTimeout, S3Url, SourceError
 from container.sources.s3 import RemoteFile, S3Folder, selected
 from handlers.cache_dir import cache_dir, is_writable
 
@@ -41,10 +41,6 @@ _MARGIN = 64 << 20
 """Bytes of the disk that a download leaves free."""
 _CHECK_SECONDS = 0.2
 _LOG_SECONDS = 5.0
-
-
-class FetchTimeout(SourceError):
-    """The download did not end in time; the files that are whole are kept."""
 
 
 class FetchStopped(SourceError):

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, field
 
-from container.settings.aliases import ALIASES, VLLM_PREFIX
-from container.settings.parsers import TRUE
-from container.settings.properties import quoted
+from container.settings.environment import ALIASES, VLLM_PREFIX
+from container.settings.values import TRUE, quoted
 from deploy.sagemaker import instances
 from deploy.sagemaker.instances import Version
 from deploy.sagemaker.uploads import ecr_image, pushed_image

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from container.settings.properties import masked
+from container.settings.values import masked
 from deploy.sagemaker import instances
 from deploy.sagemaker.configuration import Adapter, Autoscaling, Component, Configuration, Rollout
 from deploy.sagemaker.roles import execution_policy, trust_policy

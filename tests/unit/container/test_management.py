@@ -7,10 +7,11 @@ import json
 import os
 import signal
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -23,7 +24,8 @@ from container.models.memory import Free
 from container.models.registration import Registrar, as_model
 from container.models.registry import Models
 from container.settings.load import further_settings
-from container.settings.settings import ServerSettings, StartupModel
+from container.settings.settings import ServerSettings, Settings, StartupModel
+from container.settings.values import Value
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 
@@ -41,9 +43,13 @@ class Api:
         self, environ: dict[str, str], memory: tuple[Free, ...], startup: tuple[str, ...], **server: Any
     ) -> None:
         settings = ServerSettings(**server)
-        models = [StartupModel(further_settings(Path(ECHO), name, environ, {}), ECHO) for name in startup]
+
+        def read(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
+            return further_settings(url, name, environ, {}, arguments)
+
+        models = [StartupModel(read(Value(ECHO, "startup"), name, {}), ECHO) for name in startup]
         self.models = Models(as_model(model, at_startup=True) for model in models)
-        self.registrar = Registrar(self.models, settings, environ, free=lambda: memory)
+        self.registrar = Registrar(self.models, settings, read, free=lambda: memory)
         self.applications: Applications = create_app(self.models, settings, self.registrar)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60
@@ -189,11 +195,11 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
 
     monkeypatch.setattr(lifecycle, "load_service", load)
     room = (Free(1 << 30, 80 << 30, gpu=True), Free(2 << 30, 80 << 30, gpu=True), PLENTY)
-    settings = further_settings(tmp_path, "a", {}, {})
+    settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
         model = as_model(StartupModel(settings, str(tmp_path)), at_startup=True)
         with pytest.raises(EngineStartError, match=message):
-            await Registrar(Models([model]), settings.server, {}, free=free).start()
+            await Registrar(Models([model]), settings.server, Mock(), free=free).start()
         assert model.lifecycle.reason == message
     assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
 

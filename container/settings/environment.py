@@ -1,28 +1,59 @@
-"""The environment variables that count, and what those of other containers stand for.
+"""The environment: which variables count, what those of other containers stand for, and which keys they set.
 
-A variable of TGI, of AWS's vLLM image, or an older one of LMI stands for one of LMI's, unless that one is set.
+The rules are LMI's. A variable of TGI, of AWS's vLLM image, or an older one of LMI stands for one of LMI's, unless that
+one is set. Nothing is converted here; `options` and `server` say what a value may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from container.settings.parsers import TRUE
-from container.settings.properties import NOT_TEXT, SAGEMAKER_MODEL_KEYS, Value
+from container.settings.values import NOT_TEXT, TRUE, Value
 
+SAGEMAKER_MODEL_KEYS = (
+    ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
+    ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
+    ("SAGEMAKER_NUM_MODEL_WORKERS", "minWorkers"),
+    ("SAGEMAKER_NUM_MODEL_WORKERS", "maxWorkers"),
+    ("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "option.default_accept"),
+    ("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "option.enable_stateful_sessions"),
+    ("SAGEMAKER_SESSIONS_EXPIRATION", "option.sessions_expiration"),
+    ("SAGEMAKER_SESSIONS_PATH", "option.sessions_path"),
+)
+"""SageMaker's variables that overwrite a key of the model."""
+_SAGEMAKER_SERVER_KEYS = (
+    ("SAGEMAKER_BIND_TO_PORT", "port"),
+    ("SAGEMAKER_MULTI_MODEL", "multi_model"),
+    ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
+    ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
+)
+SERVER_DEFAULTS_OF_MODEL_KEYS = {
+    "batch_size": "batch_size",
+    "max_batch_delay": "max_batch_delay",
+    "max_idle_time": "max_idle_time",
+    "min_workers": "minWorkers",
+    "max_workers": "maxWorkers",
+    "load_on_devices": "load_on_devices",
+    "reserved_memory_mb": "reserved_memory_mb",
+    "retry_threshold": "retry_threshold",
+}
+"""Server keys that are the default of a model's key."""
+_OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
+_UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
+_MEBIBYTE = 1 << 20
 VLLM_PREFIX = "SM_VLLM_"
-PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
-"""Of variables that may have any name behind."""
-VARIABLES = frozenset(
+_PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
+_VARIABLES = frozenset(
     {
-        *(name for name, _ in SAGEMAKER_MODEL_KEYS),
+        *(name for name, _ in (*SAGEMAKER_MODEL_KEYS, *_SAGEMAKER_SERVER_KEYS)),
+        *("SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_SECURE_MODE"),
+        *("SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),
         *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT", "DJL_OFFLINE"),
-        *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS", "HF_HUB_OFFLINE"),
+        *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS"),
         *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
-        *("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_BIND_TO_PORT"),
-        *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
-        *("SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),
     }
 )
 """LMI's variables without a prefix."""
@@ -38,6 +69,11 @@ class Alias:
     of: str
     """The container whose variable it is."""
     convert: Callable[[str], str] = str
+
+    @property
+    def source(self) -> str:
+        """The source of the values that it sets."""
+        return f"environment: {self.variable}"
 
     @property
     def key(self) -> str:
@@ -98,7 +134,7 @@ ALIASES = (
 # AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
 
-WITHOUT_EFFECT = frozenset(
+_WITHOUT_EFFECT = frozenset(
     {
         *("WAITING_SERVED_RATIO", "MAX_WAITING_TOKENS", "MAX_BATCH_TOTAL_TOKENS", "MAX_CLIENT_BATCH_SIZE"),
         *("ROPE_SCALING", "ROPE_FACTOR", "SHARDED", "SPECULATE", "VALIDATION_WORKERS", "CUDA_GRAPHS"),
@@ -108,7 +144,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """TGI's variables that have nothing to set here."""
 
-ADVICE: Mapping[str, str] = {
+_ADVICE: Mapping[str, str] = {
     "API_KEY": "requests are served without a key; let a proxy ask for it",
     "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
     "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
@@ -117,20 +153,12 @@ ADVICE: Mapping[str, str] = {
 }
 """TGI's variables for which there is something else: what to do."""
 
-KNOWN_VARIABLES = VARIABLES | WITHOUT_EFFECT | ADVICE.keys() | {alias.variable for alias in ALIASES}
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedAlias:
-    """An alias that is in effect, and its value, whose source is the alias's variable."""
-
-    alias: Alias
-    value: Value
+_KNOWN = _VARIABLES | _WITHOUT_EFFECT | _ADVICE.keys() | {alias.variable for alias in ALIASES}
 
 
 def read_variables(
     environ: Mapping[str, str], problems: list[str], warnings: list[str]
-) -> tuple[dict[str, Value], tuple[AppliedAlias, ...]]:
+) -> tuple[dict[str, Value], tuple[Alias, ...]]:
     """The variables that count, with those that aliases stand for, and the aliases that are in effect.
 
     An empty variable counts as unset, but an empty SM_VLLM_* is true. There is a warning for each alias that says
@@ -139,7 +167,7 @@ def read_variables(
     variables: dict[str, Value] = {}
     for name, text in environ.items():
         flag = name.startswith(VLLM_PREFIX)
-        if not (text or flag) or not (name in KNOWN_VARIABLES or name.startswith(PREFIXES)):
+        if not (text or flag) or not (name in _KNOWN or name.startswith(_PREFIXES)):
             continue
         if NOT_TEXT.search(text) or not name.isprintable():
             problems.append(f"environment: {ascii(name)[1:-1]} is not UTF-8 text")
@@ -153,19 +181,19 @@ def read_variables(
         value = Value(alias.convert(given.text), given.source)
         counts = variables.setdefault(alias.target, value)
         if counts is value:
-            applied.append(AppliedAlias(alias, value))
+            applied.append(alias)
         elif counts.word != value.word:
             warnings.append(
                 f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
-    if ignored := sorted(WITHOUT_EFFECT & variables.keys()):
+    if ignored := sorted(_WITHOUT_EFFECT & variables.keys()):
         warnings.append(
             f"{', '.join(ignored)} (environment, of TGI) have no effect: the engine schedules and places by itself; "
             "OPTION_<NAME> sets any argument of vLLM"
         )
     warnings += [
-        f"{name} (environment, of TGI) has no effect: {advice}" for name, advice in ADVICE.items() if name in variables
+        f"{name} (environment, of TGI) has no effect: {advice}" for name, advice in _ADVICE.items() if name in variables
     ]
     return variables, tuple(applied)
 
@@ -175,17 +203,65 @@ def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
     return [Alias(VLLM_PREFIX + name, _VLLM_TARGETS.get(name, f"OPTION_{name}"), _AWS) for name in names if name]
 
 
-def overruled(applied: AppliedAlias, sources: Mapping[str, str]) -> str | None:
-    """A warning where a setting came from elsewhere than the alias; `sources` has the source of each setting."""
-    key, value = applied.alias.key, applied.value
-    source = sources.get(key)
-    if source is None or source == value.source:
-        return None
-    return f"{applied.alias.variable} ({value.source}) is ignored: {key} is set by {source}"
+FOR_HUB_MODEL = frozenset(
+    {
+        *("HF_MODEL_ID", "HF_REVISION", f"{VLLM_PREFIX}MODEL"),
+        *(alias.variable for alias in ALIASES if alias.target in ("HF_MODEL_ID", "HF_REVISION")),
+    }
+)
+"""Variables that name the hub's model, with those of other containers."""
 
 
-def with_aliases(names: Iterable[str]) -> frozenset[str]:
-    """These variables, and those that stand for one of them."""
-    targets = frozenset(names)
-    others = {alias.variable for alias in ALIASES if alias.target in targets}
-    return targets | others | {VLLM_PREFIX + name for name, target in _VLLM_TARGETS.items() if target in targets}
+def for_every_model(environ: Mapping[str, str]) -> dict[str, str]:
+    """All variables but those that say which models there are; they count for each model of a server with several."""
+    for_one = FOR_HUB_MODEL | {"SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
+    return {name: text for name, text in environ.items() if name not in for_one}
+
+
+def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
+    """Model keys from OPTION_* and ARGS_*."""
+    layer: dict[str, Value] = {}
+    for name, value in variables.items():
+        if name.startswith("OPTION_") and (rest := name.removeprefix("OPTION_")):
+            _put(layer, _OPTION_KEYS.get(rest) or f"option.{_key(rest)}", value, problems)
+        elif name.startswith("ARGS_") and (rest := name.removeprefix("ARGS_")):
+            _put(layer, _key(rest), value, problems)
+    return layer
+
+
+def serving_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
+    """Server keys from SERVING_*."""
+    layer: dict[str, Value] = {}
+    for name, value in variables.items():
+        if name.startswith("SERVING_") and (rest := name.removeprefix("SERVING_")):
+            _put(layer, rest.lower(), value, problems)
+    return layer
+
+
+def _key(name: str) -> str:
+    return name.lower() if _UPPER_CASE_NAME.fullmatch(name) else name
+
+
+def _put(layer: dict[str, Value], key: str, value: Value, problems: list[str]) -> None:
+    earlier = layer.setdefault(key, value)
+    if earlier.text != value.text:
+        problems.append(f"{key} is set twice, to different values ({earlier.source}; {value.source}); give it once")
+
+
+def sagemaker_model_layer(variables: Mapping[str, Value]) -> dict[str, Value]:
+    """Model keys that SageMaker's variables overwrite."""
+    return {key: variables[name] for name, key in SAGEMAKER_MODEL_KEYS if name in variables}
+
+
+def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
+    """Server keys that SageMaker's variables overwrite."""
+    layer = {key: variables[name] for name, key in _SAGEMAKER_SERVER_KEYS if name in variables}
+    megabytes = variables.get("SAGEMAKER_MAX_PAYLOAD_IN_MB")
+    if megabytes is None or "max_request_size" in layer:
+        return layer
+    if re.fullmatch("0*[0-9]{1,7}", megabytes.text.strip(), re.ASCII):
+        size = int(megabytes.text) * _MEBIBYTE or sys.maxsize  # batch transform says 0 for no limit
+        layer["max_request_size"] = Value(str(size), megabytes.source)
+    else:
+        problems.append(f"{megabytes.describe('max_request_size')}; allowed: an integer, in MiB; 0 for no limit")
+    return layer
