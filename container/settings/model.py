@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -59,7 +60,7 @@ _HANDLERS_ROLLING_BATCH = 32
 """LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
 _LOCAL_PATHS = ("tokenizer", "hf_config_path")
 """Engine arguments that may be directories."""
-_STAR_IMPORT = re.compile(rb"^\s*from\s+\S+\s+import\s+\*", re.MULTILINE)
+_STAR_IMPORT = re.compile(r"^\s*from\s+\S+\s+import\s+\*", re.MULTILINE)
 
 
 def model_fields(sources: Sources) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _entry_point(sources: Sources, code: Path | None, function: str) -> str | No
 def _defines(path: Path, function: str) -> bool:
     """Whether a file may define the function; true of a broken file, so that running it says what is wrong."""
     try:
-        source = path.read_bytes()
+        source = importlib.util.decode_source(path.read_bytes())
         module = symtable.symtable(source, str(path), "exec")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return True
