@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -39,16 +39,10 @@ class Metrics(Collector):
 
     def __init__(self, models: Models, counts: HttpCounts) -> None:
         self._models, self._counts = models, counts
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing beforehand: the registry asks once, and names do not collide."""
-        return []
+        return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
         yield from self._http()
