@@ -22,7 +22,6 @@ _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
 _MEBIBYTE = 1 << 20
 _LISTED = re.compile(r"GPU \d+:")
-_LISTED_SLICE = re.compile(r"\s+MIG .*Device\s+(\d+): \(UUID: ([^)]+)\)")
 
 
 class GpusUnknown(Exception):
@@ -55,22 +54,14 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int]
     context on each GPU.
 
     Raises:
-        GpusUnknown: nvidia-smi is missing, fails, or does not tell the memory of a GPU.
+        GpusUnknown: nvidia-smi is missing, fails, or does not tell the memory of a GPU or of the slice that is named.
         SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
-    visible = environ.get(_VISIBLE)
-    slices = _nvidia_smi("-L") if "MIG-" in (visible or "") else ""
-    return visible_memory(_nvidia_smi("-q", "-x"), slices, visible)
+    return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
 
-def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple[int, int], ...]:
-    """Read the result of `gpu_memory` from the output of nvidia-smi.
-
-    Args:
-        report: the output of `nvidia-smi -q -x`
-        slices: the output of `nvidia-smi -L`, where `visible` names a MIG slice
-        visible: CUDA_VISIBLE_DEVICES, if set
-    """
+def visible_memory(report: str, visible: str | None) -> tuple[tuple[int, int], ...]:
+    """Read the result of `gpu_memory` from the output of `nvidia-smi -q -x`; `visible`: CUDA_VISIBLE_DEVICES."""
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
     except ElementTree.ParseError as error:
@@ -79,7 +70,7 @@ def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple
     chosen: list[ElementTree.Element] = []
     for name in map(str.strip, names):
         if name.startswith("MIG-"):
-            return (_memory(_slice(gpus, slices, name), name),)
+            raise GpusUnknown(f"nvidia-smi does not tell the memory of the slice {name}")
         if (gpu := _gpu(gpus, name)) is None:
             break  # as in CUDA, those after an unknown name are not visible
         chosen.append(gpu)
@@ -164,19 +155,6 @@ def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | No
     if not name.startswith("GPU-"):
         return None
     return next((gpu for gpu in gpus if gpu.findtext("uuid", "").strip().startswith(name)), None)
-
-
-def _slice(gpus: list[ElementTree.Element], listing: str, name: str) -> ElementTree.Element:
-    """The MIG slice with this UUID; the report has only its number, which the listing gives."""
-    gpu = -1
-    for line in listing.splitlines():
-        if _LISTED.match(line):
-            gpu += 1
-        elif (found := _LISTED_SLICE.match(line)) and found[2].startswith(name) and 0 <= gpu < len(gpus):
-            for device in gpus[gpu].iterfind("mig_devices/mig_device"):
-                if device.findtext("index", "").strip() == found[1]:
-                    return device
-    raise GpusUnknown(f"CUDA_VISIBLE_DEVICES is {name}, and nvidia-smi -L lists no such MIG slice")
 
 
 def _memory(device: ElementTree.Element, name: str) -> tuple[int, int]:

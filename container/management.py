@@ -10,7 +10,7 @@ from container.http.endpoint import AppState, Endpoint
 from container.http.reply import NO_CACHE, Headers, HttpReply
 from container.models.lifecycle import State
 from container.models.memory import OutOfMemory
-from container.models.registration import LoadFailed, Order, Registrar
+from container.models.registration import LoadFailed, Registrar
 from container.models.registry import AlreadyRegistered, Model
 from container.settings.settings import SettingsError, UrlNotFound
 from handlers.adapters import AdapterRegistry
@@ -184,11 +184,10 @@ class _Api:
         return contract.workflow_list([_listed(model) for model in self._models], start, limit)
 
     async def register(self, call: Call) -> Reply:
-        asked = read_registration(call)
-        order = Order(asked.url, asked.name, asked.version, asked.settings)
+        order = read_registration(call)
         try:
             model, loading = await self._registrar.register(order)
-            if not asked.synchronous:
+            if not order.synchronous:
                 return contract.registration_scheduled(model.name)
             # The load is the registrar's: a client that goes away leaves no half of a model behind.
             await asyncio.shield(loading)
@@ -265,8 +264,8 @@ def described(model: Model) -> Described:
         url=model.url,
         batch_size=settings.batch_size,
         max_batch_delay=settings.max_batch_delay,
-        max_idle_time=model.max_idle_time,
-        queue_size=model.job_queue_size,
+        max_idle_time=settings.handler.max_idle_time if settings.handler is not None else 60.0,
+        queue_size=lifecycle.settings.server.job_queue_size,
         waiting=waiting,
         status=status,
         at_startup=model.at_startup,

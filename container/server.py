@@ -24,8 +24,8 @@ import uvicorn
 
 from container.app import Application, Mount, create_app
 from container.http.protocol import Cork, HttpProtocol, check_uvicorn
-from container.models.lifecycle import State
-from container.models.registration import Registrar, as_model
+from container.models.lifecycle import Lifecycle, State
+from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.load import further_settings
 from container.settings.server import address
@@ -168,7 +168,7 @@ class Process:
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self._settings = startup.server
         self._mounts = mounts
-        self._models = Models(as_model(model, at_startup=True) for model in startup.models)
+        self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
         self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
         applications = create_app(self._models, startup.server, self._registrar, mounts)
         self._listeners = [_Listener(applications.main, startup.server.host, startup.server.port)]

@@ -45,10 +45,9 @@ class Lifecycle:
     """Loads, drains and stops one model's service, and knows its state meanwhile."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.model = settings.model
-        self.remote_models = settings.remote_models
-        self._secure_mode = settings.secure_mode
-        self._server = settings.server
+        """The settings of the model, with the GPUs that were chosen for it."""
         self.service: Service | None = None
         """None until the model is loaded."""
         self._stall: StallWatch | None = None
@@ -110,12 +109,13 @@ class Lifecycle:
         """
         started = time.monotonic()
         try:
+            server, secure_mode = self.settings.server, self.settings.secure_mode
             limits = Limits(
-                queue_size=self._server.job_queue_size,
-                overload_status=self._server.throttle_error_http_code,
-                unavailable_status=self._server.wlm_error_http_code,
-                model_aliases=self._server.model_aliases,
-                adapter_faults=self._secure_mode.adapter_faults if self._secure_mode is not None else None,
+                queue_size=server.job_queue_size,
+                overload_status=server.throttle_error_http_code,
+                unavailable_status=server.wlm_error_http_code,
+                model_aliases=server.model_aliases,
+                adapter_faults=secure_mode.adapter_faults if secure_mode is not None else None,
             )
             await self.fetch()
             if place is not None:
@@ -124,7 +124,7 @@ class Lifecycle:
             if self.service.engine is not None:
                 with self.startup_times.phase("first token"):
                     await _warm_up(self.service.engine)
-            self._stall = StallWatch(partial(self._health, self.service), self._server.stall_timeout)
+            self._stall = StallWatch(partial(self._health, self.service), server.stall_timeout)
             await asyncio.to_thread(exempt_loaded_model)
         except BaseException as error:
             try:
@@ -147,12 +147,12 @@ class Lifecycle:
         Raises:
             EngineStartError: the download fails, or the secure mode refuses a file.
         """
-        if self._fetched or not self.remote_models:
+        if self._fetched or not self.settings.remote_models:
             return
         with self.startup_times.phase("download"):
-            await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+            await fetch_weights(self.settings.remote_models, self.model.model_loading_timeout)
         # Once more after the settings: what the secure mode forbids may have come with the weights.
-        mode = self._secure_mode
+        mode = self.settings.secure_mode
         if mode is not None and (faults := await asyncio.to_thread(mode.model_faults)):
             raise EngineStartError("; ".join(faults))
         self._fetched = True
@@ -171,8 +171,8 @@ class Lifecycle:
             loaded=service.engine if service is not None else None,
             engine=engine,
             engine_version=version,
-            max_requests=queue.limit if queue is not None else self._server.job_queue_size,
-            model_aliases=self._server.model_aliases,
+            max_requests=queue.limit if queue is not None else self.settings.server.job_queue_size,
+            model_aliases=self.settings.server.model_aliases,
             abort=service.abort if service is not None else _nothing_to_abort,
             adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )

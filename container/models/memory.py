@@ -11,13 +11,12 @@ from pathlib import Path
 
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings
-from handlers.adapters import DIRECTORY as ADAPTERS
 from handlers.engines.choice import is_vllm
 from handlers.engines.cpu_memory import machine_limits
 from handlers.engines.parallelism import MEMORY_SHARE, ModelMemory, read_config, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.weight_files import weight_bytes
-from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
+from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -198,20 +197,9 @@ def _share(model: ModelSettings) -> float:
 def _loaded_bytes(model: ModelSettings) -> int:
     """Return the bytes of the weight files; of all files where a custom handler's model has none of a known format."""
     if model.handler is None:
-        return weight_bytes(model.model_id) + _adapter_bytes(model)
+        return weight_bytes(model.model_id)
     paths = {str(model.model_dir), model.model_id}
     return sum(weight_bytes(path) or size_of(path) for path in paths)
-
-
-def _adapter_bytes(model: ModelSettings) -> int:
-    """Return the bytes of the model's own adapters; of the largest, where not all are in memory at a time."""
-    if not model.enable_lora:
-        return 0
-    folders = {path / ADAPTERS for path in (model.model_dir, Path(model.model_id)) if path.is_absolute()}
-    sizes = [weight_bytes(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    arguments = model.engine_arguments
-    slots = max(_integer(arguments.get(name, "")) for name in ("max_loras", "max_cpu_loras")) or DEFAULT_MAX_LORAS
-    return sum(sorted(sizes, reverse=True)[:slots])
 
 
 def size_of(path: str) -> int:

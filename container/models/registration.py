@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,10 +14,11 @@ from container.devices import SliceNotChosen
 from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Model, Models
-from container.settings.settings import ServerSettings, Settings, StartupModel
+from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from container.sources.download import SETTINGS_SECONDS
 from container.sources.location import name_of_url
+from handlers.contracts.lmi.management import Registration
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
@@ -46,17 +46,6 @@ _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 class LoadFailed(Exception):
     """A model cannot be loaded; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A model that the management API is asked to load."""
-
-    url: str
-    name: str | None = None
-    version: str | None = None
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the model, such as `batch_size`."""
 
 
 class Registrar:
@@ -104,7 +93,7 @@ class Registrar:
                 if model.at_startup:
                     await model.lifecycle.start(self._place)
 
-    async def register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
+    async def register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
         """Register a model and begin to load it; return it, and the task that ends when it is loaded.
 
         The task raises OutOfMemory or LoadFailed once the model is gone again.
@@ -126,14 +115,14 @@ class Registrar:
         if self._models.draining:
             raise NotReady("the server is stopping")
 
-    async def _register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
+    async def _register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
         name = order.name or name_of_url(order.url)
         if any((known.name, known.version) == (name, order.version) for known in self._models):
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
         self._warn(name, settings)
-        model = as_model(StartupModel(settings, order.url, order.version), at_startup=False)
+        model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)
         self._models.add(model)
         task = asyncio.create_task(self._load(model, settings))
         self._loads[model] = task
@@ -179,7 +168,7 @@ class Registrar:
             await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # callbacks take them off the lists
 
-    async def _read(self, name: str, order: Order) -> Settings:
+    async def _read(self, name: str, order: Registration) -> Settings:
         """Read the settings in a thread that can be given up: S3 may take minutes to answer."""
         read = asyncio.ensure_future(in_daemon_thread(lambda: self._settings(name, order)))
         self._reads.add(read)
@@ -192,8 +181,8 @@ class Registrar:
         finally:
             self._reads.discard(read)
 
-    def _settings(self, name: str, order: Order) -> Settings:
-        arguments = {key: Value(text, "POST /models") for key, text in order.arguments.items()}
+    def _settings(self, name: str, order: Registration) -> Settings:
+        arguments = {key: Value(text, "POST /models") for key, text in order.settings.items()}
         return self._read_settings(Value(order.url, "POST /models: url"), name, arguments)
 
     def _warn(self, name: str, settings: Settings) -> None:
@@ -288,17 +277,3 @@ def _is_memory(error: Exception, settings: Settings) -> bool:
     if settings.model.handler is None:
         return False
     return _NO_MEMORY.search(str(error)) is not None or failure_of(error).out_of_memory
-
-
-def as_model(given: StartupModel, *, at_startup: bool) -> Model:
-    """Return a model that is yet to be loaded."""
-    settings = given.settings
-    handler = settings.model.handler
-    return Model(
-        Lifecycle(settings),
-        given.url,
-        given.version,
-        at_startup,
-        settings.server.job_queue_size,
-        handler.max_idle_time if handler is not None else 60.0,
-    )

@@ -20,11 +20,12 @@ import pytest
 from container.app import Applications, create_app
 from container.devices import SliceNotChosen
 from container.models import lifecycle, registration
+from container.models.lifecycle import Lifecycle
 from container.models.memory import Free
-from container.models.registration import Registrar, as_model
-from container.models.registry import Models
+from container.models.registration import Registrar
+from container.models.registry import Model, Models
 from container.settings.load import further_settings
-from container.settings.settings import ServerSettings, Settings, StartupModel
+from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
@@ -47,8 +48,8 @@ class Api:
         def read(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
             return further_settings(url, name, environ, {}, arguments)
 
-        models = [StartupModel(read(Value(ECHO, "startup"), name, {}), ECHO) for name in startup]
-        self.models = Models(as_model(model, at_startup=True) for model in models)
+        models = [Model(Lifecycle(read(Value(ECHO, "startup"), name, {})), ECHO) for name in startup]
+        self.models = Models(models)
         self.registrar = Registrar(self.models, settings, read, free=lambda: memory)
         self.applications: Applications = create_app(self.models, settings, self.registrar)
         self.client = httpx.AsyncClient(
@@ -197,7 +198,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     room = (Free(1 << 30, 80 << 30, gpu=True), Free(2 << 30, 80 << 30, gpu=True), PLENTY)
     settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
-        model = as_model(StartupModel(settings, str(tmp_path)), at_startup=True)
+        model = Model(Lifecycle(settings), str(tmp_path))
         with pytest.raises(EngineStartError, match=message):
             await Registrar(Models([model]), settings.server, Mock(), free=free).start()
         assert model.lifecycle.reason == message

@@ -94,16 +94,6 @@ def test_weights_in_a_second_format_and_other_files_are_not_counted(model_dir: P
     assert each(load(model_dir)) == alone
 
 
-def test_adapters_are_counted_as_far_as_they_are_in_memory_together(model_dir: Path) -> None:
-    for name, size in (("a", 10), ("b", 20), ("c", 30)):
-        (model_dir / "adapters").mkdir(exist_ok=True)
-        sparse(model_dir / "adapters" / name / "adapter_model.safetensors", size * MEBIBYTE)
-    without = each(load(model_dir))
-    assert each(load(model_dir, "option.enable_lora=true")) - without == pytest.approx(72 * MEBIBYTE, abs=2)
-    two = load(model_dir, "option.enable_lora=true\noption.max_loras=2")
-    assert each(two) - without == pytest.approx(60 * MEBIBYTE, abs=2)
-
-
 def test_a_custom_handlers_model_counts_all_its_files_where_none_is_known_to_hold_weights(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def handle(inputs): ...")
     sparse(tmp_path / "model.onnx", 10 * MEBIBYTE)
