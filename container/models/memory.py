@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings

@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
-"""Reads the settings of a model, by its URL, its name, and the settings that its registration gives."""
+"""Reads the settings of a model, by its URL, its name, and the settings that its registration gives.
+
+May raise UrlNotFound and SettingsError.
+"""
 
 _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
@@ -59,15 +62,7 @@ class Registrar:
         free: Callable[[], Sequence[Free]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
-        """Make the registrar of a server.
-
-        Args:
-            models: the server's models.
-            server: the server's settings.
-            read_settings: reads the settings of a model of the management API; may raise UrlNotFound and SettingsError.
-            free: returns the free memory of each device.
-            said: warnings about settings that are in the log already.
-        """
+        """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
         self._models, self._server = models, server
         self._read_settings, self._free = read_settings, free
         self._said = set(said)
@@ -121,10 +116,13 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        self._warn(name, settings)
+        for warning in settings.warnings:  # those about the environment are the same for every model
+            if warning not in self._said:
+                self._said.add(warning)
+                logger.warning("model %s: %s", name, warning)
         model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)
         self._models.add(model)
-        task = asyncio.create_task(self._load(model, settings))
+        task = asyncio.create_task(self._load(model))
         self._loads[model] = task
         task.add_done_callback(lambda done: self._on_loaded(model, done))
         return model, task
@@ -170,7 +168,9 @@ class Registrar:
 
     async def _read(self, name: str, order: Registration) -> Settings:
         """Read the settings in a thread that can be given up: S3 may take minutes to answer."""
-        read = asyncio.ensure_future(in_daemon_thread(lambda: self._settings(name, order)))
+        url = Value(order.url, "POST /models: url")
+        arguments = {key: Value(text, "POST /models") for key, text in order.settings.items()}
+        read = asyncio.ensure_future(in_daemon_thread(lambda: self._read_settings(url, name, arguments)))
         self._reads.add(read)
         try:
             return await asyncio.wait_for(read, _READ_SECONDS)
@@ -181,26 +181,11 @@ class Registrar:
         finally:
             self._reads.discard(read)
 
-    def _settings(self, name: str, order: Registration) -> Settings:
-        arguments = {key: Value(text, "POST /models") for key, text in order.settings.items()}
-        return self._read_settings(Value(order.url, "POST /models: url"), name, arguments)
-
-    def _warn(self, name: str, settings: Settings) -> None:
-        """Log each warning once: those about the environment are the same for every model."""
-        for warning in settings.warnings:
-            if warning not in self._said:
-                self._said.add(warning)
-                logger.warning("model %s: %s", name, warning)
-
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
         """Return a model's settings with the GPUs that have the most room now.
 
-        Args:
-            model: the settings.
-            check: all settings of the model, if it is to be refused where it does not fit.
-
         Raises:
-            OutOfMemory: it does not fit.
+            OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
             EngineStartError: the settings ask for GPUs that it cannot have.
         """
         try:
@@ -211,8 +196,8 @@ class Registrar:
             check_room(check, memory)
         return placed(model, memory)
 
-    async def _load(self, model: Model, settings: Settings) -> None:
-        failure = await self._failure_of_load(model, settings)
+    async def _load(self, model: Model) -> None:
+        failure = await self._failure_of_load(model)
         if failure is None:
             return
         self._models.remove(model)
@@ -222,8 +207,9 @@ class Registrar:
             await asyncio.to_thread(release_memory)
         raise failure
 
-    async def _failure_of_load(self, model: Model, settings: Settings) -> Exception | None:
+    async def _failure_of_load(self, model: Model) -> Exception | None:
         """Load the model; return the error for its client where that fails."""
+        settings = model.lifecycle.settings
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
             async with self._one_at_a_time:

@@ -289,12 +289,7 @@ def further_settings(
 ) -> Settings:
     """The settings of one model of several: its own file under the same environment and server settings.
 
-    Args:
-        url: an absolute path, `file://` and one, or `s3://`.
-        name: the model's name.
-        environ: the environment.
-        command_line: server keys.
-        arguments: keys of the model that take precedence.
+    `url` is an absolute path, `file://` and one, or `s3://`; the other arguments are those of `load_settings`.
 
     Raises:
         UrlNotFound: the URL is of another kind, or nothing is there.
