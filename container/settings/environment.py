@@ -30,16 +30,10 @@ _SAGEMAKER_SERVER_KEYS = (
     ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
     ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
 )
-SERVER_DEFAULTS_OF_MODEL_KEYS = {
-    "batch_size": "batch_size",
-    "max_batch_delay": "max_batch_delay",
-    "max_idle_time": "max_idle_time",
-    "min_workers": "minWorkers",
-    "max_workers": "maxWorkers",
-    "load_on_devices": "load_on_devices",
-    "reserved_memory_mb": "reserved_memory_mb",
-    "retry_threshold": "retry_threshold",
-}
+SERVER_DEFAULTS_OF_MODEL_KEYS = (
+    *("batch_size", "max_batch_delay", "max_idle_time", "min_workers", "max_workers"),
+    *("load_on_devices", "reserved_memory_mb", "retry_threshold"),
+)
 """Server keys that are the default of a model's key."""
 _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
@@ -134,26 +128,26 @@ ALIASES = (
 # AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("WAITING_SERVED_RATIO", "MAX_WAITING_TOKENS", "MAX_BATCH_TOTAL_TOKENS", "MAX_CLIENT_BATCH_SIZE"),
-        *("ROPE_SCALING", "ROPE_FACTOR", "SHARDED", "SPECULATE", "VALIDATION_WORKERS", "CUDA_GRAPHS"),
-        *("WATERMARK_GAMMA", "WATERMARK_DELTA", "DISABLE_CUSTOM_KERNELS", "WEIGHTS_CACHE_OVERRIDE"),
-        *("MAX_TOP_N_TOKENS", "ENABLE_PREFILL_LOGPROBS", "DISABLE_GRAMMAR_SUPPORT", "PREFILL_CHUNKING"),
-    }
-)
-"""TGI's variables that have nothing to set here."""
-
-_ADVICE: Mapping[str, str] = {
+_SCHEDULED = "the engine schedules and places by itself; OPTION_<NAME> sets any argument of vLLM"
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("WAITING_SERVED_RATIO", "MAX_WAITING_TOKENS", "MAX_BATCH_TOTAL_TOKENS", "MAX_CLIENT_BATCH_SIZE"),
+            *("ROPE_SCALING", "ROPE_FACTOR", "SHARDED", "SPECULATE", "VALIDATION_WORKERS", "CUDA_GRAPHS"),
+            *("WATERMARK_GAMMA", "WATERMARK_DELTA", "DISABLE_CUSTOM_KERNELS", "WEIGHTS_CACHE_OVERRIDE"),
+            *("MAX_TOP_N_TOKENS", "ENABLE_PREFILL_LOGPROBS", "DISABLE_GRAMMAR_SUPPORT", "PREFILL_CHUNKING"),
+        ),
+        _SCHEDULED,
+    ),
     "API_KEY": "requests are served without a key; let a proxy ask for it",
     "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
     "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
     "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
     "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
 }
-"""TGI's variables for which there is something else: what to do."""
+"""TGI's variables that have nothing to set here, and what there is instead."""
 
-_KNOWN = _VARIABLES | _WITHOUT_EFFECT | _ADVICE.keys() | {alias.variable for alias in ALIASES}
+_KNOWN = _VARIABLES | _WITHOUT_EFFECT.keys() | {alias.variable for alias in ALIASES}
 
 
 def read_variables(
@@ -187,13 +181,10 @@ def read_variables(
                 f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
-    if ignored := sorted(_WITHOUT_EFFECT & variables.keys()):
-        warnings.append(
-            f"{', '.join(ignored)} (environment, of TGI) have no effect: the engine schedules and places by itself; "
-            "OPTION_<NAME> sets any argument of vLLM"
-        )
     warnings += [
-        f"{name} (environment, of TGI) has no effect: {advice}" for name, advice in _ADVICE.items() if name in variables
+        f"{name} (environment, of TGI) has no effect: {instead}"
+        for name, instead in _WITHOUT_EFFECT.items()
+        if name in variables
     ]
     return variables, tuple(applied)
 

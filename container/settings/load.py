@@ -196,10 +196,10 @@ def _sources(
     model = {**given, **sagemaker_model_layer(variables), **arguments}
     for key in ("download_dir", "model_store"):
         layer.pop(key, None)
-    for key, model_key in SERVER_DEFAULTS_OF_MODEL_KEYS.items():
-        default = layer.pop(key, None)
-        if default is not None and not any(name in model for name in BY_KEY[model_key].keys):
-            model[model_key] = default
+    for key in SERVER_DEFAULTS_OF_MODEL_KEYS:
+        default, option = layer.pop(key, None), BY_KEY[key]
+        if default is not None and not any(name in model for name in option.keys):
+            model[option.key] = default
     for key in arguments:
         for alias in BY_KEY[key].aliases if key in BY_KEY else ():
             model.pop(alias, None)  # another source's, for the same

@@ -58,8 +58,6 @@ _SHARED_OPTIONS = frozenset(
 """The options of an engine's model that a handler's model has, too."""
 _HANDLERS_ROLLING_BATCH = 32
 """LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
-_LOCAL_PATHS = ("tokenizer", "hf_config_path")
-"""Engine arguments that may be directories."""
 _STAR_IMPORT = re.compile(r"^\s*from\s+\S+\s+import\s+\*", re.MULTILINE)
 
 
@@ -166,7 +164,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     for option in options.NOT_SERVED:
         sources.value(option)
     arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
-    _open_remote_paths(arguments, sources)
+    _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
@@ -250,28 +248,22 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
     return arguments
 
 
-def _open_remote_paths(arguments: dict[str, Value], sources: Sources) -> None:
-    """Put directories of this machine in the place of `s3://`."""
-    for name, value in arguments.items():
-        try:
-            if name in _LOCAL_PATHS and is_s3(value.text):
-                arguments[name] = Value(str(sources.remote_models.open(value.text)), value.source)
-            elif name == "speculative_config":
-                arguments[name] = _with_local_model(value, sources)
-        except SourceError as error:
-            sources.lookup.problems.append(f"{value.describe(PREFIX + name)}: {error}")
-
-
-def _with_local_model(given: Value, sources: Sources) -> Value:
-    """The configuration with the directory of its model; the engine says what is wrong with other text."""
+def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
+    """Put a directory of this machine in the place of a draft model's `s3://`."""
+    given = arguments.get("speculative_config")
     try:
-        config = json.loads(given.text)
+        config = json.loads(given.text) if given is not None else None
     except ValueError:
-        return given
-    model = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(model, str) or not is_s3(model):
-        return given
-    return Value(json.dumps(config | {"model": str(sources.remote_models.open(model))}), given.source)
+        return  # the engine says what is wrong with it
+    url = config.get("model") if isinstance(config, dict) else None
+    if given is None or not isinstance(url, str) or not is_s3(url):
+        return
+    try:
+        directory = str(sources.remote_models.open(url))
+    except SourceError as error:
+        sources.lookup.problems.append(f"{given.describe('option.speculative_config')}: {error}")
+        return
+    arguments["speculative_config"] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
 def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:

@@ -107,7 +107,7 @@ def warning(settings: Settings) -> str:
         ({"OPTION_TENSOR_PARALLEL_DEGREE": "2", "NUM_SHARD": "4"}, "is set by environment: OPTION_TENSOR"),
         ({"OPTION_DTYPE": "fp16", "SM_VLLM_DTYPE": "fp32"}, "SM_VLLM_DTYPE"),
         ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
-        ({"ROPE_FACTOR": "2", "MAX_WAITING_TOKENS": "20"}, "MAX_WAITING_TOKENS, ROPE_FACTOR (environment, of TGI)"),
+        ({"ROPE_FACTOR": "2"}, "ROPE_FACTOR (environment, of TGI) has no effect: the engine schedules"),
         ({"API_KEY": "hidden"}, "API_KEY (environment, of TGI) has no effect: requests are served without a key"),
         (
             {"LORA_ADAPTERS": "org/a,org/b"},
