@@ -47,8 +47,8 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     return min(present, len(names))
 
 
-def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int], ...]:
-    """Free and total bytes of each GPU that this process sees, in the order in which CUDA counts them.
+def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """Free bytes of each GPU that this process sees, in the order in which CUDA counts them.
 
     A MIG slice counts as a GPU. They come from nvidia-smi, since asking the driver in this process would leave a
     context on each GPU.
@@ -60,7 +60,7 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int]
     return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
 
-def visible_memory(report: str, visible: str | None) -> tuple[tuple[int, int], ...]:
+def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
     """Read the result of `gpu_memory` from the output of `nvidia-smi -q -x`; `visible`: CUDA_VISIBLE_DEVICES."""
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
@@ -157,10 +157,9 @@ def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | No
     return next((gpu for gpu in gpus if gpu.findtext("uuid", "").strip().startswith(name)), None)
 
 
-def _memory(device: ElementTree.Element, name: str) -> tuple[int, int]:
-    texts = [device.findtext(f"fb_memory_usage/{kind}", "").strip() for kind in ("free", "total")]
+def _memory(device: ElementTree.Element, name: str) -> int:
+    text = device.findtext("fb_memory_usage/free", "").strip()
     try:
-        free, total = (int(text.removesuffix(" MiB")) * _MEBIBYTE for text in texts)
+        return int(text.removesuffix(" MiB")) * _MEBIBYTE
     except ValueError:
-        raise GpusUnknown(f"nvidia-smi does not tell the memory of {name}: {texts[0] or 'nothing'}") from None
-    return free, total
+        raise GpusUnknown(f"nvidia-smi does not tell the memory of {name}: {text or 'nothing'}") from None

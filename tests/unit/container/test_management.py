@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio
 
 HANDLERS = Path(__file__).parents[2] / "fixtures" / "handlers"
 ECHO = str(HANDLERS / "echo")
-PLENTY = Free(1 << 40, 1 << 40, gpu=False)
+PLENTY = Free(1 << 40, gpu=False)
 
 
 class Api:
@@ -146,7 +146,7 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text("required_memory_mb=1000\nreserved_memory_mb=24\n")
     (tmp_path / "model.py").write_text((HANDLERS / "echo" / "model.py").read_text())
     for mebibytes, status in ((1023, 507), (1024, 200)):
-        async with serving(free=Free(mebibytes << 20, 1 << 40, gpu=False)) as api:
+        async with serving(free=Free(mebibytes << 20, gpu=False)) as api:
             answer = await api.register("a", str(tmp_path))
             assert answer.status_code == status
             if status == 507:
@@ -160,7 +160,7 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
-    (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\n")
+    (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\nrequired_memory_mb=20000\n")
     loaded: list[ModelSettings] = []
 
     async def load(settings: ModelSettings, *_: object) -> None:
@@ -168,14 +168,14 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
         raise EngineStartError("enough is known")
 
     monkeypatch.setattr(lifecycle, "load_service", load)
-    empty, full = Free(79 << 30, 80 << 30, gpu=True), Free(8 << 30, 80 << 30, gpu=True)
+    empty, full = Free(79 << 30, gpu=True), Free(8 << 30, gpu=True)
     async with serving(gpus=(full, empty, full, empty)) as api:
         assert error(await api.register("a", str(tmp_path)))[:2] == (500, "EngineException")
         assert loaded[0].devices == (1, 3, 0, 2)
     async with serving(gpus=(full, empty)) as api:
         code, kind, message = error(await api.register("a", str(tmp_path)))
         assert (code, kind) == (507, "WlmOutOfMemoryException")
-        assert "needs 75366 MiB of memory on each of 2 GPUs and 500 MiB have to stay free" in message
+        assert "needs 20000 MiB of memory on each of 2 GPUs and 500 MiB have to stay free" in message
         assert message.endswith("free are 8192 MiB of GPU 0, 80896 MiB of GPU 1")
         assert len(loaded) == 1
         assert await api.names() == []
@@ -195,7 +195,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
         raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setattr(lifecycle, "load_service", load)
-    room = (Free(1 << 30, 80 << 30, gpu=True), Free(2 << 30, 80 << 30, gpu=True), PLENTY)
+    room = (Free(1 << 30, gpu=True), Free(2 << 30, gpu=True), PLENTY)
     settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
         model = Model(Lifecycle(settings), str(tmp_path))
