@@ -136,10 +136,13 @@ def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: Remo
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, lookup)
     try:
-        directory = _one_directory(_directories(place))
+        directory, *others = _directories(place)
     except ModelNotFound as error:
         lookup.problems.append(str(error))
-        return location.DEFAULT_MODEL_DIR if place is None else Path(place.text)
+        return location.DEFAULT_MODEL_DIR
+    if others:
+        listed = ", ".join(model.name for model in (directory, *others))
+        lookup.problems.append(f"model directory: {directory.parent} holds several models ({listed}): name one")
     hub_model = variables.get("HF_MODEL_ID")
     if (
         hub_model is not None
@@ -164,13 +167,6 @@ def _directories(place: Value | None) -> tuple[Path, ...]:
         return location.models_in(location.existing_directory(place.text))
     except ModelNotFound as error:
         raise ModelNotFound(f"model directory ({place.source}): {error}") from None
-
-
-def _one_directory(directories: tuple[Path, ...]) -> Path:
-    if len(directories) > 1:
-        listed = ", ".join(directory.name for directory in directories)
-        raise ModelNotFound(f"model directory: {directories[0].parent} holds several models ({listed}): name one")
-    return directories[0]
 
 
 def _remote_dir(name: str, place: Value, remote: RemoteModels, lookup: Lookup) -> Path:

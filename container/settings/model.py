@@ -251,12 +251,14 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
 def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     """Put a directory of this machine in the place of a draft model's `s3://`."""
     given = arguments.get("speculative_config")
+    if given is None:
+        return
     try:
-        config = json.loads(given.text) if given is not None else None
+        config = json.loads(given.text)
     except ValueError:
         return  # the engine says what is wrong with it
     url = config.get("model") if isinstance(config, dict) else None
-    if given is None or not isinstance(url, str) or not is_s3(url):
+    if not isinstance(url, str) or not is_s3(url):
         return
     try:
         directory = str(sources.remote_models.open(url))

@@ -19,10 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)
 _NON_WORD = re.compile(r"\W", re.ASCII)
 _NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 
-_S3_URL = re.compile(r"s3://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:[a-z0-9-]+:s3[a-z0-9:./-]+", re.ASCII)
-"""A bucket's name (old ones may have capitals), or the ARN of an access point."""
-_MAX_KEY_BYTES = 1024
+_S3_URL = re.compile(r"s3://([^/]+)/*(.*)", re.IGNORECASE)
 
 
 class ModelNotFound(Exception):
@@ -192,15 +189,9 @@ class S3Url:
         """Return the folder that `text` names, with or without a slash at its end.
 
         Raises:
-            SourceError: `text` is no such URL, or no bucket can have that name.
+            SourceError: `text` is no such URL.
         """
         found = _S3_URL.fullmatch(text.strip())
-        if found is None:
+        if found is None or not found[0].isprintable():
             raise SourceError("allowed: s3://bucket/prefix/")
-        bucket, prefix = found[1], found[2].strip("/")
-        if not _BUCKET.fullmatch(bucket):
-            shown = bucket if bucket.isprintable() else ascii(bucket)[1:-1]
-            raise SourceError(f'"{shown}" cannot be the name of a bucket; allowed: s3://bucket/prefix/')
-        if not prefix.isprintable() or len(prefix.encode("utf-8", "replace")) > _MAX_KEY_BYTES:
-            raise SourceError(f"the prefix must be printable text of at most {_MAX_KEY_BYTES} bytes")
-        return cls(bucket, prefix)
+        return cls(found[1], found[2].strip("/"))

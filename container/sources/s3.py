@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -65,13 +66,11 @@ def check_path(path: str) -> str:
     """Return `path` if it names a file below the directory that it is joined to.
 
     Raises:
-        SourceError: it leads out of the directory, or is no valid file name.
+        SourceError: it leads out of the directory.
     """
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in path or "\\" in path:
         raise SourceError(f"{path!a} cannot be the path of a file below the model's directory")
-    if any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in parts):
-        raise SourceError(f"{path[:80]!a}... is too long for the name of a file")
     return path
 
 
@@ -234,16 +233,19 @@ def _client(url: S3Url) -> S3Client:
     except (BotoCoreError, ValueError) as error:
         raise SourceError(f"{url}: {error}") from error
     # Some S3 servers ignore `If-Match`, so each answer is compared with it.
-    client.meta.events.register("provide-client-params.s3.GetObject", _expect_etag)
-    client.meta.events.register("after-call.s3.GetObject", _compare_etag)
+    client.meta.events.register("provide-client-params.s3.GetObject", _asked)
+    client.meta.events.register("after-call.s3.GetObject", _answered)
     return client
 
 
-def _expect_etag(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+def _asked(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
     context["expected_etag"] = params.get("IfMatch")
 
 
-def _compare_etag(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+def _answered(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    if (body := parsed.get("Body")) is not None:
+        # boto3 leaves the connection of a read that is cancelled open.
+        weakref.finalize(body, body._raw_stream.close)
     expected = context["expected_etag"]
     if expected is not None and parsed.get("ETag", expected) != expected:
         raise _Replaced
