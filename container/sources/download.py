@@ -269,15 +269,14 @@ class _Download:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         lock = FileLock(self._copy.lock)
-        said = False
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=_CHECK_SECONDS)
+        if not lock.is_locked:
+            logger.info("%s: another process is downloading it; waiting for it", self._copy.url)
         while not lock.is_locked:
-            try:
+            self._check()
+            with contextlib.suppress(Timeout):
                 lock.acquire(timeout=_CHECK_SECONDS)
-            except Timeout:
-                self._check(f"{self._copy.url}: another process was still downloading it when the time was up")
-                if not said:
-                    said = True
-                    logger.info("%s: another process is downloading it; waiting for it", self._copy.url)
         try:
             yield
         finally:
@@ -302,14 +301,13 @@ class _Download:
             # Also where it has failed: nothing goes on with parts of files, and they may be what fills the disk.
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _check(self, too_late: str = "") -> None:
+    def _check(self) -> None:
         if self._stop.is_set():
             raise FetchStopped(f"{self._copy.url}: the download was stopped")
         if time.monotonic() > self._deadline:
             came, total = self._progress.bytes / _GIB, self._progress.total_bytes / _GIB
             raise FetchTimeout(
-                too_late
-                or f"{self._copy.url}: the download took longer than {self._seconds:g} s; {came:.2f} of {total:.2f} "
+                f"{self._copy.url}: the download took longer than {self._seconds:g} s; {came:.2f} of {total:.2f} "
                 f"GiB came, and the next start goes on with the files that are whole"
             )
 
