@@ -134,17 +134,15 @@ def _nvidia_smi(*arguments: str) -> str:
     command = " ".join(("nvidia-smi", *arguments))
     try:
         done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
         )
     except FileNotFoundError:
         raise GpusUnknown("there is no program nvidia-smi") from None
-    except subprocess.CalledProcessError as error:
-        said = " ".join((error.stdout + error.stderr).split())
-        raise GpusUnknown(f"{command} failed with {error.returncode}: {said}") from None
-    except subprocess.TimeoutExpired:
-        raise GpusUnknown(f"{command} did not end within {_QUERY_SECONDS:g} s") from None
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise GpusUnknown(f"{command} failed: {error}") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise GpusUnknown(f"{command} failed with {done.returncode}: {said}")
     return done.stdout
 
 

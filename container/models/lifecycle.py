@@ -173,7 +173,7 @@ class Lifecycle:
             engine_version=version,
             max_requests=queue.limit if queue is not None else self.settings.server.job_queue_size,
             model_aliases=self.settings.server.model_aliases,
-            abort=service.abort if service is not None else _nothing_to_abort,
+            abort=service.abort if service is not None else lambda _: None,
             adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )
 
@@ -205,10 +205,6 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
     deadline = time.monotonic() + limit
     while calls() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def _nothing_to_abort(_: str) -> None:
-    """A model that is not loaded has no calls."""
 
 
 async def _warm_up(engine: Engine) -> None:

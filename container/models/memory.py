@@ -41,7 +41,8 @@ def free_memory() -> tuple[Free, ...]:
     Raises:
         SliceNotChosen: it is not clear which GPU or MIG slice would be used.
     """
-    return (*_gpus(), _main_memory())
+    main = min(limit.available for limit in machine_limits())
+    return (*_gpus(), Free(main, gpu=False))
 
 
 def check_room(settings: Settings, memory: Sequence[Free]) -> None:
@@ -161,10 +162,6 @@ def _gpus() -> tuple[Free, ...]:
     except GpusUnknown as error:
         logger.warning("the memory of the GPUs is not known, and main memory is counted instead: %s", error)
         return ()
-
-
-def _main_memory() -> Free:
-    return Free(min(limit.available for limit in machine_limits()), gpu=False)
 
 
 def _integer(text: str) -> int:

@@ -239,15 +239,12 @@ class Registrar:
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
         # Calls that were ended, and threads that have just ended, hold the model for a moment longer.
-        await until_none(lambda: self._in_the_way(model), _LEAVING_SECONDS)
+        # A server that stops does not need the memory.
+        await until_none(lambda: 0 if self._models.draining else model.lifecycle.open_calls, _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
         logger.info("model %s is unregistered", model.title)
-
-    def _in_the_way(self, model: Model) -> int:
-        """Return how many calls hold the memory of a model; a server that stops does not need the memory."""
-        return 0 if self._models.draining else model.lifecycle.open_calls
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Start work that goes on when the client that asked for it goes away."""

@@ -108,7 +108,8 @@ def _defines(path: Path, function: str) -> bool:
         module = symtable.symtable(source, str(path), "exec")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return True
-    if _STAR_IMPORT.search(source) or any(_is_used(module, name) for name in ("exec", "globals")):
+    names_used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    if _STAR_IMPORT.search(source) or names_used & {"exec", "globals"}:
         return True  # nobody can tell
     return any(
         (symbol.is_assigned() or symbol.is_imported()) and (scope is module or symbol.is_declared_global())
@@ -116,10 +117,6 @@ def _defines(path: Path, function: str) -> bool:
         for symbol in scope.get_symbols()
         if symbol.get_name() == function
     )
-
-
-def _is_used(module: symtable.SymbolTable, name: str) -> bool:
-    return name in module.get_identifiers() and module.lookup(name).is_referenced()
 
 
 def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
@@ -319,7 +316,10 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
     value = given or variable
     if value is not None and fields["model_id"] is not None:
         try:
-            fields["model_id"] = _resolved(fields["model_id"], sources)
+            if is_s3(fields["model_id"]):
+                fields["model_id"] = str(sources.remote_models.open(fields["model_id"]))
+            else:
+                fields["model_id"] = location.resolve_model_id(fields["model_id"], sources.model_dir)
         except (ModelNotFound, SourceError) as error:
             if required or isinstance(error, SourceError):
                 lookup.problems.append(f"{value.describe(MODEL_ID.key)}: {error}")
@@ -335,12 +335,6 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
     if fields["name"] is None and fields["model_id"] is not None:
         fields["name"] = location.model_name(fields["model_id"], sources.model_dir, by_variable)
         lookup.entries.append(SettingEntry("model_name", fields["name"], DEFAULT))
-
-
-def _resolved(text: str, sources: Sources) -> str:
-    if is_s3(text):
-        return str(sources.remote_models.open(text))
-    return location.resolve_model_id(text, sources.model_dir)
 
 
 def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool) -> None:
