@@ -7,6 +7,7 @@ container or machine; AWS_ENDPOINT_URL_S3 names another S3. boto3 is imported wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import weakref
@@ -42,7 +43,6 @@ _MAX_SETTINGS_BYTES = 32 << 20
 """A larger file counts as weights, whatever its name."""
 _DUPLICATES = frozenset({".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt"})
 """Suffixes of weights that engines do not load where there are `*.safetensors` beside them."""
-_ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +118,26 @@ class S3Folder:
             SourceError: S3 refuses or cannot be reached, or the folder is empty.
         """
         try:
-            found = tuple(self._listed())
+            found = tuple(itertools.islice(self._listed(), _MAX_FILES + 1))
         except Exception as error:
             raise self._explained(error) from error
-        if not found and self.url.name.lower().endswith(_ARCHIVES):
-            raise SourceError(f"{self.url}: an archive is not unpacked; give a folder with the unpacked files")
         if not found:
-            raise SourceError(f"{self.url}: there are no objects below this prefix; give the folder that holds them")
+            raise SourceError(
+                f"{self.url}: there are no objects below this prefix; give the folder that holds the unpacked files"
+            )
+        if len(found) > _MAX_FILES:
+            raise SourceError(f"{self.url}: more than {_MAX_FILES} objects; give the folder of one model")
         return found
 
     def _listed(self) -> Iterator[RemoteFile]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self.url.bucket, Prefix=self.url.key_prefix
         )
-        count = 0
         for page in pages:
             for found in page.get("Contents", ()):
                 path = found["Key"].removeprefix(self.url.key_prefix)
-                if not path or path.endswith("/"):
-                    continue
-                count += 1
-                if count > _MAX_FILES:
-                    raise SourceError(f"{self.url}: more than {_MAX_FILES} objects; give the folder of one model")
-                yield RemoteFile(check_path(path), found["Size"], found["ETag"])
+                if path and not path.endswith("/"):
+                    yield RemoteFile(check_path(path), found["Size"], found["ETag"])
 
     @contextlib.contextmanager
     def transfers(self, on_bytes: Callable[[int], None]) -> Iterator[Callable[[RemoteFile, Path], TransferFuture]]:
