@@ -113,11 +113,6 @@ def read_startup(model_dir: str | None, port: int | None, host: str | None, mode
         sys.exit(2)
 
 
-def main() -> None:
-    """The console script `slipway`."""
-    app()
-
-
 def serve_command() -> None:
     """The console script `serve`, as SageMaker starts the container: `docker run <image> serve`."""
     app(["serve", *sys.argv[1:]])

@@ -22,7 +22,6 @@ _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
 _MEBIBYTE = 1 << 20
 _LISTED = re.compile(r"GPU \d+:")
-_LISTED_SLICE = re.compile(r"\s+MIG .*Device\s+(\d+): \(UUID: ([^)]+)\)")
 
 
 class GpusUnknown(Exception):
@@ -48,29 +47,21 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     return min(present, len(names))
 
 
-def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[tuple[int, int], ...]:
-    """Free and total bytes of each GPU that this process sees, in the order in which CUDA counts them.
+def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+    """Free bytes of each GPU that this process sees, in the order in which CUDA counts them.
 
     A MIG slice counts as a GPU. They come from nvidia-smi, since asking the driver in this process would leave a
     context on each GPU.
 
     Raises:
-        GpusUnknown: nvidia-smi is missing, fails, or does not tell the memory of a GPU.
+        GpusUnknown: nvidia-smi is missing, fails, or does not tell the memory of a GPU or of the slice that is named.
         SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
-    visible = environ.get(_VISIBLE)
-    slices = _nvidia_smi("-L") if "MIG-" in (visible or "") else ""
-    return visible_memory(_nvidia_smi("-q", "-x"), slices, visible)
+    return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
 
-def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple[int, int], ...]:
-    """Read the result of `gpu_memory` from the output of nvidia-smi.
-
-    Args:
-        report: the output of `nvidia-smi -q -x`
-        slices: the output of `nvidia-smi -L`, where `visible` names a MIG slice
-        visible: CUDA_VISIBLE_DEVICES, if set
-    """
+def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
+    """Read the result of `gpu_memory` from the output of `nvidia-smi -q -x`; `visible`: CUDA_VISIBLE_DEVICES."""
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
     except ElementTree.ParseError as error:
@@ -79,7 +70,7 @@ def visible_memory(report: str, slices: str, visible: str | None) -> tuple[tuple
     chosen: list[ElementTree.Element] = []
     for name in map(str.strip, names):
         if name.startswith("MIG-"):
-            return (_memory(_slice(gpus, slices, name), name),)
+            raise GpusUnknown(f"nvidia-smi does not tell the memory of the slice {name}")
         if (gpu := _gpu(gpus, name)) is None:
             break  # as in CUDA, those after an unknown name are not visible
         chosen.append(gpu)
@@ -143,17 +134,15 @@ def _nvidia_smi(*arguments: str) -> str:
     command = " ".join(("nvidia-smi", *arguments))
     try:
         done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
         )
     except FileNotFoundError:
         raise GpusUnknown("there is no program nvidia-smi") from None
-    except subprocess.CalledProcessError as error:
-        said = " ".join((error.stdout + error.stderr).split())
-        raise GpusUnknown(f"{command} failed with {error.returncode}: {said}") from None
-    except subprocess.TimeoutExpired:
-        raise GpusUnknown(f"{command} did not end within {_QUERY_SECONDS:g} s") from None
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise GpusUnknown(f"{command} failed: {error}") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise GpusUnknown(f"{command} failed with {done.returncode}: {said}")
     return done.stdout
 
 
@@ -166,23 +155,9 @@ def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | No
     return next((gpu for gpu in gpus if gpu.findtext("uuid", "").strip().startswith(name)), None)
 
 
-def _slice(gpus: list[ElementTree.Element], listing: str, name: str) -> ElementTree.Element:
-    """The MIG slice with this UUID; the report has only its number, which the listing gives."""
-    gpu = -1
-    for line in listing.splitlines():
-        if _LISTED.match(line):
-            gpu += 1
-        elif (found := _LISTED_SLICE.match(line)) and found[2].startswith(name) and 0 <= gpu < len(gpus):
-            for device in gpus[gpu].iterfind("mig_devices/mig_device"):
-                if device.findtext("index", "").strip() == found[1]:
-                    return device
-    raise GpusUnknown(f"CUDA_VISIBLE_DEVICES is {name}, and nvidia-smi -L lists no such MIG slice")
-
-
-def _memory(device: ElementTree.Element, name: str) -> tuple[int, int]:
-    texts = [device.findtext(f"fb_memory_usage/{kind}", "").strip() for kind in ("free", "total")]
+def _memory(device: ElementTree.Element, name: str) -> int:
+    text = device.findtext("fb_memory_usage/free", "").strip()
     try:
-        free, total = (int(text.removesuffix(" MiB")) * _MEBIBYTE for text in texts)
+        return int(text.removesuffix(" MiB")) * _MEBIBYTE
     except ValueError:
-        raise GpusUnknown(f"nvidia-smi does not tell the memory of {name}: {texts[0] or 'nothing'}") from None
-    return free, total
+        raise GpusUnknown(f"nvidia-smi does not tell the memory of {name}: {text or 'nothing'}") from None

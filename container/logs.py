@@ -15,7 +15,6 @@ from typing import Any
 
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s%(request)s: %(message)s"
-_EXTRA = ("request_id",)
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What ends lines, or moves a terminal's cursor; and what no encoding has."""
 
@@ -55,16 +54,15 @@ class JsonFormatter(logging.Formatter):
     """One JSON object for each record, with a traceback in one string."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger, message and what else the record carries."""
+        """Time, level, logger, message and, where there is one, the request's id."""
         fields: dict[str, Any] = {
             "time": _timestamp(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in _EXTRA:
-            if (value := getattr(record, name, None)) is not None:
-                fields[name] = value
+        if (identity := getattr(record, "request_id", None)) is not None:
+            fields["request_id"] = identity
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)

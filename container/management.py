@@ -10,10 +10,9 @@ from container.http.endpoint import AppState, Endpoint
 from container.http.reply import NO_CACHE, Headers, HttpReply
 from container.models.lifecycle import State
 from container.models.memory import OutOfMemory
-from container.models.registration import LoadFailed, Order, Registrar
+from container.models.registration import LoadFailed, Registrar
 from container.models.registry import AlreadyRegistered, Model
-from container.settings.settings import SettingsError
-from container.sources.location import UrlNotFound
+from container.settings.settings import SettingsError, UrlNotFound
 from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
@@ -27,7 +26,7 @@ from handlers.contracts.lmi.management import (
     read_scale,
 )
 from handlers.contracts.openai import family as openai
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import Call, Reply
 from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, NotServed, Overloaded, RequestError, UnknownModel
 
 ANY_METHOD = "*"
@@ -168,6 +167,16 @@ def refuse(error: RequestError) -> Reply:
             return front_end_reply(500, "InternalServerException", error.message)
 
 
+_REFUSALS: dict[type[Exception], tuple[int, str]] = {
+    UrlNotFound: (404, "ModelNotFoundException"),
+    AlreadyRegistered: (409, "IllegalArgumentException"),
+    SettingsError: (400, "IllegalConfigurationException"),
+    OutOfMemory: (507, "WlmOutOfMemoryException"),
+    LoadFailed: (500, "EngineException"),
+}
+"""The errors of a model that cannot be registered or loaded."""
+
+
 class _Api:
     """What each route does. Every method may raise RequestError and ContractError."""
 
@@ -185,16 +194,16 @@ class _Api:
         return contract.workflow_list([_listed(model) for model in self._models], start, limit)
 
     async def register(self, call: Call) -> Reply:
-        asked = read_registration(call)
-        order = Order(asked.url, asked.name, asked.version, asked.settings)
+        order = read_registration(call)
         try:
             model, loading = await self._registrar.register(order)
-            if not asked.synchronous:
+            if not order.synchronous:
                 return contract.registration_scheduled(model.name)
             # The load is the registrar's: a client that goes away leaves no half of a model behind.
             await asyncio.shield(loading)
-        except (UrlNotFound, AlreadyRegistered, SettingsError, OutOfMemory, LoadFailed) as error:
-            raise _refusal(error) from None
+        except tuple(_REFUSALS) as error:
+            message = "; ".join(error.problems) if isinstance(error, SettingsError) else str(error)
+            raise refused(*_REFUSALS[type(error)], message) from None
         return contract.registered(model.name)
 
     async def describe(self, call: Call) -> Reply:
@@ -219,21 +228,6 @@ class _Api:
     def _named(self, call: Call) -> list[Model]:
         names = call.path_parameters
         return self._models.versions(names["model"], names.get("version"), exact=True)
-
-
-def _refusal(error: Exception) -> ContractError:
-    message = str(error)
-    match error:
-        case UrlNotFound():
-            return refused(404, "ModelNotFoundException", message)
-        case AlreadyRegistered():
-            return refused(409, "IllegalArgumentException", message)
-        case SettingsError():
-            return refused(400, "IllegalConfigurationException", "; ".join(error.problems))
-        case OutOfMemory():
-            return refused(507, "WlmOutOfMemoryException", message)
-        case _:
-            return refused(500, "EngineException", message)
 
 
 def _listed(model: Model) -> Listed:
@@ -266,8 +260,8 @@ def described(model: Model) -> Described:
         url=model.url,
         batch_size=settings.batch_size,
         max_batch_delay=settings.max_batch_delay,
-        max_idle_time=model.max_idle_time,
-        queue_size=model.job_queue_size,
+        max_idle_time=settings.handler.max_idle_time if settings.handler is not None else 60.0,
+        queue_size=lifecycle.settings.server.job_queue_size,
         waiting=waiting,
         status=status,
         at_startup=model.at_startup,

@@ -6,8 +6,9 @@ The counting is in `handlers.meter` and in `HttpCounts`, as plain numbers; only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -39,16 +40,10 @@ class Metrics(Collector):
 
     def __init__(self, models: Models, counts: HttpCounts) -> None:
         self._models, self._counts = models, counts
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing beforehand: the registry asks once, and names do not collide."""
-        return []
+        return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
         yield from self._http()
@@ -94,7 +89,7 @@ class Metrics(Collector):
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
         ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
-        if remote := [weights for model in self._models for weights in model.lifecycle.remote_models]:
+        if remote := [weights for model in self._models for weights in model.lifecycle.settings.remote_models]:
             there, total = sum(m.progress.bytes for m in remote), sum(m.progress.total_bytes for m in remote)
             yield _gauge("slipway_download_bytes", "Bytes of remote weights that are on this machine.", there)
             yield _gauge("slipway_download_total_bytes", "Bytes of remote weights in all.", total)
@@ -206,24 +201,24 @@ def _with_model(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={"model": model, **sample.labels})
 
 
-def _counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
-    """A counter whose sample ends in `_total`."""
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _one(
+    family: type[CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily],
+    name: str,
+    text: str,
+    value: float,
+    labels: Labels = _NONE,
+) -> Metric:
+    """A metric with one value."""
+    metric = family(name, text, labels=list(labels))
+    metric.add_metric(list(labels.values()), value)
+    return metric
 
 
-def _plain_counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
-    """A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped."""
-    family = UntypedMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _gauge(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+_gauge = partial(_one, GaugeMetricFamily)
+_counter = partial(_one, CounterMetricFamily)
+"""Its sample ends in `_total`."""
+_plain_counter = partial(_one, UntypedMetricFamily)
+"""A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped."""
 
 
 def _histogram(name: str, text: str, distribution: Distribution, labels: Labels = _NONE) -> Metric:

@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,13 @@ import uvicorn
 
 from container.app import Application, Mount, create_app
 from container.http.protocol import Cork, HttpProtocol, check_uvicorn
-from container.models.lifecycle import State
-from container.models.registration import Registrar, as_model
+from container.models.lifecycle import Lifecycle, State
+from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.settings.properties import Value
-from container.settings.server_options import Address
-from container.settings.settings import Startup
+from container.settings.load import further_settings
+from container.settings.server import address
+from container.settings.settings import Settings, Startup
+from container.settings.values import Value
 from handlers.cache_dir import cache_dir, is_writable
 from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError
@@ -142,53 +143,37 @@ def http_server(application: Application) -> uvicorn.Server:
     )
 
 
-class _Listener:
-    """One address, and the application behind it."""
-
-    def __init__(self, application: Application, host: str, port: int) -> None:
-        self._address = (host, port)
-        self.server = http_server(application)
-        self._socket: socket.socket | None = None
-
-    def open(self) -> None:
-        """Accept connections from now on."""
-        self._socket = listen(*self._address)
-
-    async def serve(self) -> None:
-        """Serve until told to stop."""
-        assert self._socket is not None
-        with self._socket:
-            await self.server.serve([self._socket])
-
-
 class Process:
     """One container process and its models."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self._settings = startup.server
         self._mounts = mounts
-        self._models = Models(as_model(model, at_startup=True) for model in startup.models)
-        line = {key: str(value) for key, value in (("host", startup.server.host), ("port", startup.server.port))}
-        self._registrar = Registrar(self._models, startup.server, os.environ, line, said=startup.warnings)
+        self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
+        self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
         applications = create_app(self._models, startup.server, self._registrar, mounts)
-        self._listeners = [_Listener(applications.main, startup.server.host, startup.server.port)]
+        self._servers = [(http_server(applications.main), startup.server.host, startup.server.port)]
         if applications.management is not None and startup.server.management_address is not None:
-            address = Address.parse(Value(startup.server.management_address, ""))
-            self._listeners.append(_Listener(applications.management, address.host, int(address.port)))
+            host, port = address(startup.server.management_address)
+            self._servers.append((http_server(applications.management), host, int(port)))
         self._exit_code = EXIT_OK
         self._unfinished = False
         """An engine was still being started when it was given up."""
         self._stopping: asyncio.Task[None] | None = None
 
+    def _read_settings(self, url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
+        line = {"host": self._settings.host, "port": str(self._settings.port)}
+        return further_settings(url, name, os.environ, line, arguments)
+
     async def run(self) -> int:
         """Serve until told to stop; returns the process's exit code."""
-        for listener in self._listeners:
-            listener.open()
+        sockets = [listen(host, port) for _, host, port in self._servers]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loading = asyncio.create_task(self._load())
-        await asyncio.gather(*(listener.serve() for listener in self._listeners))
+        servers = zip(self._servers, sockets, strict=True)
+        await asyncio.gather(*(server.serve([listener]) for (server, _, _), listener in servers))
         for mount in self._mounts:
             await mount.close()
         loading.cancel()
@@ -279,8 +264,8 @@ class Process:
             self._end()
 
     def _end(self) -> None:
-        for listener in self._listeners:
-            listener.server.should_exit = True
+        for server, _, _ in self._servers:
+            server.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:

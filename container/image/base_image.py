@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 _PTH = "base_image.pth"
 
@@ -34,7 +35,7 @@ def installed() -> dict[str, str]:
     versions: dict[str, str] = {}
     for package in metadata.distributions():
         if package.name:
-            versions.setdefault(_canonical(package.name), package.version)
+            versions.setdefault(canonicalize_name(package.name), package.version)
     return versions
 
 
@@ -55,9 +56,9 @@ def wrong_vllm(present: Mapping[str, str], lock: str) -> str:
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
     """The lock file's lines of packages that pip may have to add: missing ones, and those too old for Slipway."""
     unfit = {
-        _canonical(requirement.name)
+        canonicalize_name(requirement.name)
         for requirement in map(Requirement, dependencies)
-        if not requirement.specifier.contains(present.get(_canonical(requirement.name), "0"), prereleases=True)
+        if not requirement.specifier.contains(present.get(canonicalize_name(requirement.name), "0"), prereleases=True)
     }
     return [line for name, line in _lines(lock).items() if name not in present or name in unfit]
 
@@ -74,16 +75,14 @@ def make_environment(directory: Path) -> None:
 def _lines(lock: str) -> dict[str, str]:
     """The lines of a lock file by the canonical names of their packages."""
     return {
-        _canonical(line.partition("==")[0]): line for line in lock.splitlines() if re.match(r"[A-Za-z0-9._-]+==", line)
+        canonicalize_name(line.partition("==")[0]): line
+        for line in lock.splitlines()
+        if re.match(r"[A-Za-z0-9._-]+==", line)
     }
 
 
 def _pinned(lock: str) -> dict[str, str]:
     return {name: re.split(r"==|[ ;]", line)[1] for name, line in _lines(lock).items()}
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
-from container.settings.secure_mode import check_adapter, check_model
 from container.settings.settings import Settings
-from container.sources.download import FetchTimeout, RemoteModel
-from container.sources.location import SourceError
+from container.sources.location import FetchTimeout, SourceError
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
@@ -24,8 +23,10 @@ from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from container.sources.download import RemoteModel
 
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 
@@ -44,10 +45,9 @@ class Lifecycle:
     """Loads, drains and stops one model's service, and knows its state meanwhile."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.model = settings.model
-        self.remote_models = settings.remote_models
-        self._secure_mode, self._given = settings.secure_mode, settings.given
-        self._server = settings.server
+        """The settings of the model, with the GPUs that were chosen for it."""
         self.service: Service | None = None
         """None until the model is loaded."""
         self._stall: StallWatch | None = None
@@ -110,12 +110,13 @@ class Lifecycle:
         """
         started = time.monotonic()
         try:
+            server, secure_mode = self.settings.server, self.settings.secure_mode
             limits = Limits(
-                queue_size=self._server.job_queue_size,
-                overload_status=self._server.throttle_error_http_code,
-                unavailable_status=self._server.wlm_error_http_code,
-                model_aliases=self._server.model_aliases,
-                adapter_faults=partial(check_adapter, self._secure_mode) if self._secure_mode is not None else None,
+                queue_size=server.job_queue_size,
+                overload_status=server.throttle_error_http_code,
+                unavailable_status=server.wlm_error_http_code,
+                model_aliases=server.model_aliases,
+                adapter_faults=secure_mode.adapter_faults if secure_mode is not None else None,
             )
             await self.fetch()
             if place is not None:
@@ -124,7 +125,7 @@ class Lifecycle:
             if self.service.engine is not None:
                 with self.startup_times.phase("first token"):
                     await _warm_up(self.service.engine)
-            self._stall = StallWatch(partial(self._health, self.service), self._server.stall_timeout)
+            self._stall = StallWatch(partial(self._health, self.service), server.stall_timeout)
             await asyncio.to_thread(exempt_loaded_model)
         except BaseException as error:
             try:
@@ -147,13 +148,13 @@ class Lifecycle:
         Raises:
             EngineStartError: the download fails, or the secure mode refuses a file.
         """
-        if self._fetched or not self.remote_models:
+        if self._fetched or not self.settings.remote_models:
             return
         with self.startup_times.phase("download"):
-            await fetch_weights(self.remote_models, self.model.model_loading_timeout)
+            await fetch_weights(self.settings.remote_models, self.model.model_loading_timeout)
         # Once more after the settings: what the secure mode forbids may have come with the weights.
-        mode, given = self._secure_mode, self._given
-        if mode is not None and given is not None and (faults := await asyncio.to_thread(check_model, mode, given)):
+        mode = self.settings.secure_mode
+        if mode is not None and (faults := await asyncio.to_thread(mode.model_faults)):
             raise EngineStartError("; ".join(faults))
         self._fetched = True
 
@@ -171,9 +172,9 @@ class Lifecycle:
             loaded=service.engine if service is not None else None,
             engine=engine,
             engine_version=version,
-            max_requests=queue.limit if queue is not None else self._server.job_queue_size,
-            model_aliases=self._server.model_aliases,
-            abort=service.abort if service is not None else _nothing_to_abort,
+            max_requests=queue.limit if queue is not None else self.settings.server.job_queue_size,
+            model_aliases=self.settings.server.model_aliases,
+            abort=service.abort if service is not None else lambda _: None,
             adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )
 
@@ -205,10 +206,6 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
     deadline = time.monotonic() + limit
     while calls() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def _nothing_to_abort(_: str) -> None:
-    """A model that is not loaded has no calls."""
 
 
 async def _warm_up(engine: Engine) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings
-from handlers.adapters import DIRECTORY as ADAPTERS
 from handlers.engines.choice import is_vllm
 from handlers.engines.cpu_memory import machine_limits
-from handlers.engines.parallelism import MEMORY_SHARE, ModelMemory, read_config, tensor_parallel_sizes
-from handlers.engines.protocol import EngineStartError
 from handlers.engines.weight_files import weight_bytes
-from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
+from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -34,27 +29,10 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free and total bytes of a GPU, or of main memory."""
+    """The free bytes of a GPU, or of main memory."""
 
     free: int
-    total: int
     gpu: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """How much memory a model needs, and where."""
-
-    gpus: int
-    """0: it runs in main memory."""
-    each: int
-    """Bytes on each GPU."""
-    share: float = 0.0
-    """The share of each GPU that the engine asks for in any case."""
-
-    def of(self, memory: Free) -> int:
-        """Return the bytes that it needs of this GPU, or of main memory."""
-        return max(self.each, int(self.share * memory.total))
 
 
 def free_memory() -> tuple[Free, ...]:
@@ -63,35 +41,41 @@ def free_memory() -> tuple[Free, ...]:
     Raises:
         SliceNotChosen: it is not clear which GPU or MIG slice would be used.
     """
-    return (*_gpus(), _main_memory())
+    main = min(limit.available for limit in machine_limits())
+    return (*_gpus(), Free(main, gpu=False))
 
 
 def check_room(settings: Settings, memory: Sequence[Free]) -> None:
     """Refuse a model for which there is too little memory where it will be loaded.
 
+    It needs what its settings declare, or else 1.2 times its weight files, as in LMI. What vLLM takes of a GPU beside
+    weights it compares with what is free by itself.
+
     Raises:
         OutOfMemory: less is free than it needs and has to stay free.
-        EngineStartError: it needs more GPUs than `load_on_devices` allows.
     """
+    name, reserved = settings.model.name, settings.memory.reserved * _MEBIBYTE
     gpus = _gpus_of(settings.model, memory)
-    need = needed(settings, [memory[index] for index in gpus])
-    reserved = settings.memory.reserved * _MEBIBYTE
-    used = gpus[: need.gpus]
-    short = [index for index in used if need.of(memory[index]) + reserved > memory[index].free]
-    main = memory[-1]
-    if not used and need.each + reserved > main.free:
-        raise OutOfMemory(
-            f"model {settings.model.name} needs {_mebibytes(need.each)} of memory and {_mebibytes(reserved)} "
-            f"have to stay free (reserved_memory_mb); {_mebibytes(main.free)} are free"
-        )
-    if short:
-        where = "GPU memory" if len(used) == 1 else f"memory on each of {len(used)} GPUs"
-        size = need.of(memory[short[0]])
-        free = ", ".join(f"{_mebibytes(memory[index].free)} of GPU {index}" for index in sorted(gpus))
-        raise OutOfMemory(
-            f"model {settings.model.name} needs {_mebibytes(size)} of {where} and {_mebibytes(reserved)} "
-            f"have to stay free (reserved_memory_mb); free are {free}"
-        )
+    counts, copies = _spread(settings.model, len(gpus))
+    if not gpus:
+        each, free = _needed(settings, counts[0], copies), memory[-1].free
+        need = each if settings.memory.required is not None else each * counts[0]
+        if need + reserved > free:
+            raise OutOfMemory(
+                f"model {name} needs {_mebibytes(need)} of memory and {_mebibytes(reserved)} "
+                f"have to stay free (reserved_memory_mb); {_mebibytes(free)} are free"
+            )
+        return
+    for count in counts:
+        each = _needed(settings, count, copies)
+        if all(each + reserved <= memory[index].free for index in gpus[:count]):
+            return
+    where = "GPU memory" if count == 1 else f"memory on each of {count} GPUs"
+    listing = ", ".join(f"{_mebibytes(memory[index].free)} of GPU {index}" for index in sorted(gpus))
+    raise OutOfMemory(
+        f"model {name} needs {_mebibytes(each)} of {where} and {_mebibytes(reserved)} "
+        f"have to stay free (reserved_memory_mb); free are {listing}"
+    )
 
 
 def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
@@ -106,31 +90,6 @@ def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
     return replace(model, devices=gpus)
 
 
-def needed(settings: Settings, gpus: Sequence[Free]) -> Need:
-    """Return the declared memory, or else an estimate from the weight files; on a GPU at least what vLLM asks for.
-
-    Args:
-        settings: the settings of the model.
-        gpus: the GPUs that the model may use, in the order in which it takes them; none: main memory.
-
-    Raises:
-        EngineStartError: it needs more GPUs than `load_on_devices` allows.
-    """
-    model = settings.model
-    count, copies = _processes(model, gpus)
-    if settings.memory.required is not None:
-        return Need(count if gpus else 0, settings.memory.required * _MEBIBYTE)
-    arguments = model.engine_arguments
-    each = int(_BEYOND_FILES * _loaded_bytes(model) * copies / count)
-    if "kv_cache_memory_bytes" in arguments:
-        each += _integer(arguments["kv_cache_memory_bytes"])
-    if not gpus:
-        return Need(0, each * count)
-    if not is_vllm(model):
-        return Need(count, each)
-    return Need(count, each, _share(model))  # vLLM insists on it also where the size of the KV cache is given
-
-
 def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
     """Return the GPUs that a model may use, in the order in which it takes them; none: it runs in main memory."""
     gpus = [index for index, one in enumerate(memory) if one.gpu]
@@ -141,40 +100,29 @@ def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
     return tuple(sorted(allowed, key=lambda index: (-(memory[index].free // _ALIKE), index)))
 
 
-def _processes(model: ModelSettings, gpus: Sequence[Free]) -> tuple[int, int]:
-    """Return how many processes run the model, each on one GPU if there are any, and how many copies they hold."""
+def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
+    """Return the numbers of GPUs that may share the model, ascending, and how many copies of it they hold.
+
+    In main memory (`gpus`: 0) it is the number of its processes.
+    """
     if model.handler is not None:
-        return (len(gpus), len(model.handler.devices)) if gpus else (1, 1)
+        return (gpus or 1,), len(model.handler.devices) or 1
     if not is_vllm(model):
-        return (max(len(gpus), 1) if "device_map" in model.engine_arguments else 1), 1
-    data = _integer(model.engine_arguments.get("data_parallel_size", "")) or 1
-    count = _tensor_parallel(model, gpus, data) * model.pipeline_parallel_degree * data
-    if gpus and count > len(gpus) and model.devices is not None and not _chooses_itself(model):
-        raise EngineStartError(f"model {model.name} needs {count} GPUs, and load_on_devices allows {len(gpus)}")
-    return count, data
+        return ((gpus or 1) if "device_map" in model.engine_arguments else 1,), 1
+    copies = _integer(model.engine_arguments.get("data_parallel_size", "")) or 1
+    stages = model.pipeline_parallel_degree * copies
+    if model.tensor_parallel_degree is not None or not gpus:
+        return (stages * (model.tensor_parallel_degree or 1),), copies
+    most = max(gpus // stages, 1)
+    return [stages * size for size in range(most if model.tensor_parallel_max else 1, most + 1)], copies
 
 
-def _tensor_parallel(model: ModelSettings, gpus: Sequence[Free], data: int) -> int:
-    if model.tensor_parallel_degree is not None:
-        return model.tensor_parallel_degree
-    if not gpus:
-        return 1
-    config, stages = read_config(model.model_id), model.pipeline_parallel_degree
-    sizes = tensor_parallel_sizes(config, max(1, len(gpus) // (stages * data)))
-    if model.tensor_parallel_max:
-        return sizes[-1]
-    weights = weight_bytes(model.model_id)
-    if not weights:
-        return 1  # they are yet to be downloaded by the engine, which chooses then
-    longest = model.engine_arguments.get("max_model_len", "")
-    need = ModelMemory(
-        config,
-        weights,
-        stages=stages,
-        memory_share=_share(model),
-        max_model_len=0 if longest.strip() == "-1" else _integer(longest) or None,
-    )
-    return need.fewest(sizes, min(gpu.total for gpu in gpus))[0]
+def _needed(settings: Settings, count: int, copies: int) -> int:
+    """Return the bytes for each of `count` GPUs or processes."""
+    if settings.memory.required is not None:
+        return settings.memory.required * _MEBIBYTE
+    cache = _integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
+    return int(_BEYOND_FILES * _loaded_bytes(settings.model) * copies / count) + cache
 
 
 def _chooses_itself(model: ModelSettings) -> bool:
@@ -188,30 +136,12 @@ def _chooses_itself(model: ModelSettings) -> bool:
     )
 
 
-def _share(model: ModelSettings) -> float:
-    """Return the share of a GPU that vLLM asks for; 0 where the setting is no number, which vLLM refuses."""
-    with contextlib.suppress(ValueError):
-        return float(model.engine_arguments.get("gpu_memory_utilization", "") or MEMORY_SHARE)
-    return 0.0
-
-
 def _loaded_bytes(model: ModelSettings) -> int:
     """Return the bytes of the weight files; of all files where a custom handler's model has none of a known format."""
     if model.handler is None:
-        return weight_bytes(model.model_id) + _adapter_bytes(model)
+        return weight_bytes(model.model_id)
     paths = {str(model.model_dir), model.model_id}
     return sum(weight_bytes(path) or size_of(path) for path in paths)
-
-
-def _adapter_bytes(model: ModelSettings) -> int:
-    """Return the bytes of the model's own adapters; of the largest, where not all are in memory at a time."""
-    if not model.enable_lora:
-        return 0
-    folders = {path / ADAPTERS for path in (model.model_dir, Path(model.model_id)) if path.is_absolute()}
-    sizes = [weight_bytes(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    arguments = model.engine_arguments
-    slots = max(_integer(arguments.get(name, "")) for name in ("max_loras", "max_cpu_loras")) or DEFAULT_MAX_LORAS
-    return sum(sorted(sizes, reverse=True)[:slots])
 
 
 def size_of(path: str) -> int:
@@ -228,15 +158,10 @@ def _gpus() -> tuple[Free, ...]:
     if not gpu_count():
         return ()
     try:
-        return tuple(Free(free, total, gpu=True) for free, total in gpu_memory())
+        return tuple(Free(free, gpu=True) for free in gpu_memory())
     except GpusUnknown as error:
         logger.warning("the memory of the GPUs is not known, and main memory is counted instead: %s", error)
         return ()
-
-
-def _main_memory() -> Free:
-    least = min(machine_limits(), key=lambda limit: limit.available)
-    return Free(least.available, least.total, gpu=False)
 
 
 def _integer(text: str) -> int:

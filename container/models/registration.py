@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,11 +14,11 @@ from container.devices import SliceNotChosen
 from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Model, Models
-from container.settings.load import further_settings
-from container.settings.properties import Value
-from container.settings.settings import ServerSettings, Settings, StartupModel
+from container.settings.settings import ServerSettings, Settings
+from container.settings.values import Value
 from container.sources.download import SETTINGS_SECONDS
-from container.sources.location import model_place, name_of_url
+from container.sources.location import name_of_url
+from handlers.contracts.lmi.management import Registration
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
@@ -30,6 +29,11 @@ from handlers.model_settings import ModelSettings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
+"""Reads the settings of a model, by its URL, its name, and the settings that its registration gives.
+
+May raise UrlNotFound and SettingsError.
+"""
 
 _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
@@ -47,17 +51,6 @@ class LoadFailed(Exception):
     """A model cannot be loaded; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A model that the management API is asked to load."""
-
-    url: str
-    name: str | None = None
-    version: str | None = None
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the model, such as `batch_size`."""
-
-
 class Registrar:
     """Owns all loads and unloads, which go on when the client that asked for them has gone."""
 
@@ -65,23 +58,13 @@ class Registrar:
         self,
         models: Models,
         server: ServerSettings,
-        environ: Mapping[str, str],
-        command_line: Mapping[str, str] | None = None,
+        read_settings: ReadSettings,
         free: Callable[[], Sequence[Free]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
-        """Make the registrar of a server.
-
-        Args:
-            models: the server's models.
-            server: the server's settings.
-            environ: the environment, which has settings of models too.
-            command_line: the options of the command line, by their names.
-            free: returns the free memory of each device.
-            said: warnings about settings that are in the log already.
-        """
+        """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
         self._models, self._server = models, server
-        self._environ, self._command_line, self._free = environ, command_line or {}, free
+        self._read_settings, self._free = read_settings, free
         self._said = set(said)
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[Model, asyncio.Task[None]] = {}
@@ -105,7 +88,7 @@ class Registrar:
                 if model.at_startup:
                     await model.lifecycle.start(self._place)
 
-    async def register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
+    async def register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
         """Register a model and begin to load it; return it, and the task that ends when it is loaded.
 
         The task raises OutOfMemory or LoadFailed once the model is gone again.
@@ -127,16 +110,19 @@ class Registrar:
         if self._models.draining:
             raise NotReady("the server is stopping")
 
-    async def _register(self, order: Order) -> tuple[Model, asyncio.Task[None]]:
+    async def _register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
         name = order.name or name_of_url(order.url)
         if any((known.name, known.version) == (name, order.version) for known in self._models):
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        self._warn(name, settings)
-        model = as_model(StartupModel(settings, order.url, order.version), at_startup=False)
+        for warning in settings.warnings:  # those about the environment are the same for every model
+            if warning not in self._said:
+                self._said.add(warning)
+                logger.warning("model %s: %s", name, warning)
+        model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)
         self._models.add(model)
-        task = asyncio.create_task(self._load(model, settings))
+        task = asyncio.create_task(self._load(model))
         self._loads[model] = task
         task.add_done_callback(lambda done: self._on_loaded(model, done))
         return model, task
@@ -180,9 +166,11 @@ class Registrar:
             await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # callbacks take them off the lists
 
-    async def _read(self, name: str, order: Order) -> Settings:
+    async def _read(self, name: str, order: Registration) -> Settings:
         """Read the settings in a thread that can be given up: S3 may take minutes to answer."""
-        read = asyncio.ensure_future(in_daemon_thread(lambda: self._settings(name, order)))
+        url = Value(order.url, "POST /models: url")
+        arguments = {key: Value(text, "POST /models") for key, text in order.settings.items()}
+        read = asyncio.ensure_future(in_daemon_thread(lambda: self._read_settings(url, name, arguments)))
         self._reads.add(read)
         try:
             return await asyncio.wait_for(read, _READ_SECONDS)
@@ -193,27 +181,11 @@ class Registrar:
         finally:
             self._reads.discard(read)
 
-    def _settings(self, name: str, order: Order) -> Settings:
-        place = Value(str(model_place(order.url)), "POST /models: url")
-        arguments = {key: Value(text, "POST /models") for key, text in order.arguments.items()}
-        return further_settings(place, name, self._environ, self._command_line, arguments)
-
-    def _warn(self, name: str, settings: Settings) -> None:
-        """Log each warning once: those about the environment are the same for every model."""
-        for warning in settings.warnings:
-            if warning not in self._said:
-                self._said.add(warning)
-                logger.warning("model %s: %s", name, warning)
-
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
         """Return a model's settings with the GPUs that have the most room now.
 
-        Args:
-            model: the settings.
-            check: all settings of the model, if it is to be refused where it does not fit.
-
         Raises:
-            OutOfMemory: it does not fit.
+            OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
             EngineStartError: the settings ask for GPUs that it cannot have.
         """
         try:
@@ -224,8 +196,8 @@ class Registrar:
             check_room(check, memory)
         return placed(model, memory)
 
-    async def _load(self, model: Model, settings: Settings) -> None:
-        failure = await self._failure_of_load(model, settings)
+    async def _load(self, model: Model) -> None:
+        failure = await self._failure_of_load(model)
         if failure is None:
             return
         self._models.remove(model)
@@ -235,8 +207,9 @@ class Registrar:
             await asyncio.to_thread(release_memory)
         raise failure
 
-    async def _failure_of_load(self, model: Model, settings: Settings) -> Exception | None:
+    async def _failure_of_load(self, model: Model) -> Exception | None:
         """Load the model; return the error for its client where that fails."""
+        settings = model.lifecycle.settings
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
             async with self._one_at_a_time:
@@ -266,15 +239,12 @@ class Registrar:
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
         # Calls that were ended, and threads that have just ended, hold the model for a moment longer.
-        await until_none(lambda: self._in_the_way(model), _LEAVING_SECONDS)
+        # A server that stops does not need the memory.
+        await until_none(lambda: 0 if self._models.draining else model.lifecycle.open_calls, _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
         logger.info("model %s is unregistered", model.title)
-
-    def _in_the_way(self, model: Model) -> int:
-        """Return how many calls hold the memory of a model; a server that stops does not need the memory."""
-        return 0 if self._models.draining else model.lifecycle.open_calls
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Start work that goes on when the client that asked for it goes away."""
@@ -290,17 +260,3 @@ def _is_memory(error: Exception, settings: Settings) -> bool:
     if settings.model.handler is None:
         return False
     return _NO_MEMORY.search(str(error)) is not None or failure_of(error).out_of_memory
-
-
-def as_model(given: StartupModel, *, at_startup: bool) -> Model:
-    """Return a model that is yet to be loaded."""
-    settings = given.settings
-    handler = settings.model.handler
-    return Model(
-        Lifecycle(settings),
-        given.url,
-        given.version,
-        at_startup,
-        settings.server.job_queue_size,
-        handler.max_idle_time if handler is not None else 60.0,
-    )

@@ -35,9 +35,6 @@ class Model:
     url: str
     version: str | None = None
     at_startup: bool = True
-    job_queue_size: int = 1000
-    max_idle_time: float = 60.0
-    """Seconds."""
     scaled_to_zero: bool = False
     registered_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""

@@ -1,4 +1,9 @@
-"""Reads and checks the settings: of one model and its server, and of all models that a server starts with."""
+"""Reads and checks the settings: of one model and its server, and of all models that a server starts with.
+
+The first source that has a value counts. Of the model: SageMaker's variables, serving.properties, OPTION_*, the
+server's default, the built-in default. Of the server: SageMaker's variables, SERVING_*, the command line, the built-in
+default.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +13,41 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from container.devices import gpu_count
-from container.settings import options, server_options
-from container.settings.aliases import KNOWN_VARIABLES, PREFIXES, overruled, read_variables
-from container.settings.model import misspelt_options, model_fields
-from container.settings.parsers import names
-from container.settings.properties import (
-    FILE_NAME,
+from container.settings import options, server
+from container.settings.environment import (
+    FOR_HUB_MODEL,
     SERVER_DEFAULTS_OF_MODEL_KEYS,
-    Value,
-    is_true,
-    quoted,
-    read_properties,
+    for_every_model,
+    option_layer,
+    read_variables,
+    sagemaker_model_layer,
 )
-from container.settings.secure_mode import GivenModel, check_model, read_secure_mode
-from container.settings.server_options import LOAD_MODELS, Address, AddressError
+from container.settings.model import model_fields
+from container.settings.options import BY_KEY, DEFAULT, Lookup, Sources
+from container.settings.properties import read_properties
+from container.settings.secure_mode import SecureMode, read_secure_mode
+from container.settings.server import LOAD_MODELS, server_fields, server_layer
 from container.settings.settings import (
     DeclaredMemory,
     ServerReport,
     ServerSettings,
+    SettingEntry,
     Settings,
     SettingsError,
     Startup,
     StartupModel,
+    UrlNotFound,
 )
-from container.settings.sources import (
-    FOR_HUB_MODEL,
-    Lookup,
-    Sources,
-    did_you_mean,
-    for_every_model,
-    read_sources,
-    server_layer,
-)
+from container.settings.values import Value, is_true, quoted
 from container.sources import location
-from container.sources.location import UrlNotFound, is_s3, model_place
+from container.sources.download import RemoteModels, download_dir
+from container.sources.location import ModelNotFound, SourceError, is_s3
 from handlers.model_settings import ModelSettings
-
-SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
-"""A file that is there on SageMaker only."""
 
 
 def load_settings(
@@ -73,33 +69,37 @@ def load_settings(
         SettingsError: something is wrong; all that is wrong is listed.
     """
     lookup = Lookup()
-    sources = read_sources(model_dir, environ, command_line or {}, lookup, arguments or {})
-    server = _server_fields(sources.server, lookup)
-    model = model_fields(sources, lookup)
+    variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
+    layer = server_layer(variables, command_line or {}, lookup)
+    remote = RemoteModels(download_dir(environ), offline=is_true(variables.get("DJL_OFFLINE")))
+    directory = _model_dir(_place(model_dir, layer), variables, remote, lookup)
+    sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
+    fields = server_fields(layer, lookup)
+    model = model_fields(sources)
     source_of = {entry.name: entry.source for entry in lookup.entries}
-    lookup.warnings.extend(filter(None, (overruled(alias, source_of) for alias in sources.aliases)))
-    lookup.warnings.extend(_misspelt_variables(environ))
-    lookup.warnings.extend(misspelt_options(model))
-    memory = _declared_memory(sources, lookup)
-    secure_mode = read_secure_mode(sources.variables, lookup.problems)
-    given = None if secure_mode is None else _given_model(sources, model)
-    if secure_mode is not None and given is not None:
-        lookup.problems += check_model(secure_mode, given)
-    if server["health_check_override"] and model.get("handler") is not None:
+    for alias in aliases:
+        source = source_of.get(alias.key)
+        if source not in (None, alias.source):
+            lookup.warnings.append(f"{alias.variable} ({alias.source}) is ignored: {alias.key} is set by {source}")
+    memory = _declared_memory(sources)
+    secure_mode = read_secure_mode(variables, lookup.problems)
+    if secure_mode is not None:
+        secure_mode = _for_model(secure_mode, sources, model.get("model_id"))
+        lookup.problems += secure_mode.model_faults()
+    if fields["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     return Settings(
-        ServerSettings(**server),
+        ServerSettings(**fields),
         ModelSettings(**model),
         tuple(lookup.entries),
         tuple(dict.fromkeys(lookup.warnings)),
-        sources.aliases,
-        _exports(sources.variables),
+        aliases,
+        _exports(variables),
         memory,
         secure_mode,
-        given,
-        sources.remote_models.opened,
+        remote.opened,
     )
 
 
@@ -112,58 +112,99 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
     lookup = Lookup()
     variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
     layer = server_layer(variables, command_line, lookup)
-    for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server_options.FOR_MODELS)):
+    for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server.FOR_MODELS)):
         layer.pop(key, None)
-    server = _server_fields(layer, lookup)
-    lookup.warnings.extend(_misspelt_variables(environ))
+    fields = server_fields(layer, lookup)
     read_secure_mode(variables, lookup.problems)
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     warnings = tuple(dict.fromkeys(lookup.warnings))
-    return ServerReport(ServerSettings(**server), tuple(lookup.entries), warnings, aliases, _exports(variables))
+    return ServerReport(ServerSettings(**fields), tuple(lookup.entries), warnings, aliases, _exports(variables))
 
 
-def _server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
-    if "request_id_header_key" not in layer and os.path.exists(SAGEMAKER_METADATA):
-        layer["request_id_header_key"] = Value("X-Amzn-SageMaker-Inference-Id", "default on SageMaker")
-    fields: dict[str, Any] = {option.field: lookup.value(option, layer) for option in server_options.SERVED}
-    fields["model_aliases"] = names(str(fields["model_aliases"]))
-    for option in (LOAD_MODELS, *server_options.NOT_SERVED):
-        lookup.value(option, layer)
-    if "management_address" in layer and _is_main_listener(layer, fields, lookup):
-        fields["management_address"] = None
-    for key, value in sorted(layer.items()):
-        if key in server_options.IGNORED:
-            lookup.ignore(key, value, server_options.IGNORED[key])
-        elif key in server_options.KEYS:
-            continue
-        elif value.source.startswith("command line"):
-            lookup.problems.append(f"{value.source}: there is no such option")
-        else:
-            hint = did_you_mean(f"SERVING_{key.upper()}", {f"SERVING_{known.upper()}" for known in server_options.KEYS})
-            lookup.ignore(key, value, f"the server has no such setting{hint}")
-    return fields
+# The model directory and what it says
 
 
-def _is_main_listener(layer: Mapping[str, Value], fields: Mapping[str, Any], lookup: Lookup) -> bool:
-    """Whether the management address is the one of the main listener."""
-    management, inference = layer["management_address"], layer.get("inference_address")
+def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> Value | None:
+    """The model directory as it was given; None for the default one."""
+    if isinstance(model_dir, Path | str):
+        return Value(str(model_dir), "command line: --model-dir")
+    return model_dir or layer.get("model_store")
+
+
+def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup) -> Path:
+    if place is not None and is_s3(place.text):
+        return _remote_dir("model directory", place, remote, lookup)
     try:
-        address = Address.parse(management)
-    except AddressError as error:
+        directory, *others = _directories(place)
+    except ModelNotFound as error:
         lookup.problems.append(str(error))
-        return False
-    same_text = inference is not None and inference.text == management.text
-    return same_text or (address.host, address.port) == (fields["host"], str(fields["port"]))
+        return location.DEFAULT_MODEL_DIR
+    if others:
+        listed = ", ".join(model.name for model in (directory, *others))
+        lookup.problems.append(f"model directory: {directory.parent} holds several models ({listed}): name one")
+    hub_model = variables.get("HF_MODEL_ID")
+    if (
+        hub_model is not None
+        and is_s3(hub_model.text)
+        and "OPTION_MODEL_ID" not in variables
+        and not location.is_model_dir(directory)
+    ):  # as in LMI, it is the model directory then
+        return _remote_dir("HF_MODEL_ID", hub_model, remote, lookup)
+    lookup.entries.append(SettingEntry("model_dir", str(directory), place.source if place is not None else DEFAULT))
+    return directory
 
 
-def _misspelt_variables(environ: Iterable[str]) -> Iterator[str]:
-    """A warning for each unknown variable whose name is close to that of a known one."""
-    for name in sorted(environ):
-        if name in KNOWN_VARIABLES or name.startswith(PREFIXES):
-            continue
-        if hint := did_you_mean(name, KNOWN_VARIABLES):
-            yield f"environment: {name} is unknown and has no effect{hint}"
+def _directories(place: Value | None) -> tuple[Path, ...]:
+    """The model directories that are meant by one; it exists, unless it is the default one.
+
+    Raises:
+        ModelNotFound: the directory does not exist.
+    """
+    if place is None:
+        return location.models_in(location.DEFAULT_MODEL_DIR)
+    try:
+        return location.models_in(location.existing_directory(place.text))
+    except ModelNotFound as error:
+        raise ModelNotFound(f"model directory ({place.source}): {error}") from None
+
+
+def _remote_dir(name: str, place: Value, remote: RemoteModels, lookup: Lookup) -> Path:
+    try:
+        directory = remote.open(place.text)
+    except SourceError as error:
+        lookup.problems.append(f"{place.describe(name)}: {error}")
+        return location.DEFAULT_MODEL_DIR
+    lookup.entries.append(SettingEntry("model_dir", str(directory), place.source, f"of {place.text.strip()}"))
+    return directory
+
+
+def _sources(
+    directory: Path,
+    variables: Mapping[str, Value],
+    layer: dict[str, Value],
+    arguments: Mapping[str, Value],
+    remote: RemoteModels,
+    lookup: Lookup,
+) -> Sources:
+    """The texts of the model's settings; keys that say something of the model are taken out of the server's `layer`."""
+    given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems, lookup.warnings)
+    model = {**given, **sagemaker_model_layer(variables), **arguments}
+    for key in ("download_dir", "model_store"):
+        layer.pop(key, None)
+    for key in SERVER_DEFAULTS_OF_MODEL_KEYS:
+        default, option = layer.pop(key, None), BY_KEY[key]
+        if default is not None and not any(name in model for name in option.keys):
+            model[option.key] = default
+    for key in arguments:
+        for alias in BY_KEY[key].aliases if key in BY_KEY else ():
+            model.pop(alias, None)  # another source's, for the same
+    if (queue := model.pop("job_queue_size", None)) is not None:
+        layer["job_queue_size"] = queue
+    return Sources(directory, variables, layer, model, {**given, **arguments}, remote, lookup)
+
+
+# What is made of the settings
 
 
 def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
@@ -175,9 +216,9 @@ def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
     return exports
 
 
-def _declared_memory(sources: Sources, lookup: Lookup) -> DeclaredMemory:
+def _declared_memory(sources: Sources) -> DeclaredMemory:
     """On a machine with GPUs `gpu.required_memory_mb` and the like take precedence, else those with `cpu.`."""
-    values = {option.key: lookup.value(option, sources.model) for option in options.MEMORY}
+    values = {option.key: sources.value(option) for option in options.MEMORY}
     device = "gpu." if gpu_count() else "cpu."
     required, reserved = (
         values[key] if values[device + key] is None else values[device + key]
@@ -186,12 +227,20 @@ def _declared_memory(sources: Sources, lookup: Lookup) -> DeclaredMemory:
     return DeclaredMemory(None if required is None else int(required), int(reserved or 0))
 
 
-def _given_model(sources: Sources, model: Mapping[str, Any]) -> GivenModel:
+def _for_model(mode: SecureMode, sources: Sources, model_id: str | None) -> SecureMode:
     directories = [sources.model_dir]
-    if model.get("model_id") is not None and os.path.isdir(model["model_id"]):
-        directories.append(Path(model["model_id"]))
-    fetched = tuple(remote.directory for remote in sources.remote_models.opened)
-    return GivenModel(sources.given, sources.variables, tuple(dict.fromkeys(directories)), fetched)
+    if model_id is not None and os.path.isdir(model_id):
+        directories.append(Path(model_id))
+    return replace(
+        mode,
+        keys=sources.given,
+        variables=sources.variables,
+        directories=tuple(dict.fromkeys(directories)),
+        fetched=tuple(remote.directory for remote in sources.remote_models.opened),
+    )
+
+
+# The models of a server
 
 
 def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str]) -> Startup:
@@ -210,8 +259,8 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
         models = [*_listed(listed, environ, command_line), *_from_hub(variables, environ, command_line)]
         return _several(environ, command_line, models)
     try:
-        directories = location.find_model_dirs(model_dir, layer.get("model_store"))
-    except location.ModelNotFound:
+        directories = _directories(_place(model_dir, layer))
+    except ModelNotFound:
         directories = ()  # reading the settings says what is wrong
     if len(directories) < 2 and not _has_another(directories, variables):
         settings = load_settings(model_dir, environ, command_line)
@@ -220,7 +269,7 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
     if len(directories) > 1 and name is not None:
         listing = ", ".join(directory.name for directory in directories)
         raise SettingsError((f"model_name is {quoted('', name)}, but there are several models ({listing})",))
-    models = [_model(directory, name, environ, command_line) for directory in directories]
+    models = [_one_of_several(str(directory), name, environ, command_line) for directory in directories]
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not location.is_store_of(hub.text, directories):
         models += _from_hub(variables, environ, command_line)
@@ -228,7 +277,7 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
 
 
 def further_settings(
-    directory: Path | str | Value,
+    url: Value,
     name: str,
     environ: Mapping[str, str],
     command_line: Mapping[str, str],
@@ -236,10 +285,22 @@ def further_settings(
 ) -> Settings:
     """The settings of one model of several: its own file under the same environment and server settings.
 
+    `url` is an absolute path, `file://` and one, or `s3://`; the other arguments are those of `load_settings`.
+
     Raises:
+        UrlNotFound: the URL is of another kind, or nothing is there.
         SettingsError: something is wrong; all that is wrong is listed.
     """
-    return load_settings(directory, for_every_model(environ), {**command_line, "model_name": name}, arguments)
+    place = url.text
+    if not is_s3(place):
+        directory = location.path_of_url(place)
+        if directory is None:
+            raise UrlNotFound(f"url is {quoted('url', place)}; allowed: an absolute path, file:// and one, or s3://")
+        if not directory.is_dir():
+            raise UrlNotFound(f"url is {quoted('url', place)}: there is no such directory")
+        place = str(directory)
+    line = {**command_line, "model_name": name}
+    return load_settings(Value(place, url.source), for_every_model(environ), line, arguments)
 
 
 def _several(environ: Mapping[str, str], command_line: Mapping[str, str], models: list[StartupModel]) -> Startup:
@@ -251,11 +312,11 @@ def _several(environ: Mapping[str, str], command_line: Mapping[str, str], models
     return Startup(report.server, tuple(models), report)
 
 
-def _model(
-    directory: Path | str, name: str | None, environ: Mapping[str, str], command_line: Mapping[str, str]
+def _one_of_several(
+    place: str, name: str | None, environ: Mapping[str, str], command_line: Mapping[str, str]
 ) -> StartupModel:
-    name = name or location.name_of_url(str(directory))
-    return StartupModel(further_settings(directory, name, environ, command_line), str(directory))
+    url = Value(place, "command line: --model-dir")
+    return StartupModel(further_settings(url, name or location.name_of_url(place), environ, command_line), place)
 
 
 _WORD = r"[A-Za-z0-9_.-]"
@@ -271,15 +332,14 @@ def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str,
     for text in re.split(r"[,\s]+", value.text.strip()):
         entry = _LISTED.fullmatch(text)
         assert entry is not None  # any text is at least a url
+        source = f"{value.source}: {text}"
+        given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
+        arguments = {key: Value(part, source) for key, part in given.items() if part}
+        name = entry["name"] or location.name_of_url(entry["url"])
         try:
-            directory = model_place(entry["url"])
+            settings = further_settings(Value(entry["url"], source), name, environ, command_line, arguments)
         except UrlNotFound as error:
             raise SettingsError((f"load_models has {quoted('', text)} ({value.source}): {error}",)) from None
-        given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
-        arguments = {key: Value(part, f"{value.source}: {text}") for key, part in given.items() if part}
-        name = entry["name"] or location.name_of_url(entry["url"])
-        place = Value(str(directory), f"{value.source}: {text}")
-        settings = further_settings(place, name, environ, command_line, arguments)
         yield StartupModel(settings, entry["url"], entry["version"] or None)
 
 
@@ -291,7 +351,7 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     if location.is_store_of(hub.text, directories):
         return False
     (directory,) = directories
-    own = read_properties(directory / FILE_NAME).values.get("option.model_id")
+    own = read_properties(directory, [], []).get("option.model_id")
     if own is not None:
         return own.text.strip() != hub.text.strip()
     return location.has_model(directory) and Path(hub.text.strip()) != directory
@@ -305,16 +365,11 @@ def _from_hub(
         return
     url = hub.text.strip()
     if is_s3(url) or Path(url).is_dir():
-        place = url if is_s3(url) else Path(url).absolute()
-        yield _model(place, None, environ, command_line)
+        yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environ, command_line)
         return
+    # No other model's files count for it: its model directory is empty.
+    empty = tempfile.mkdtemp(prefix="slipway-")
+    atexit.register(shutil.rmtree, empty, ignore_errors=True)
     own = for_every_model(environ) | {name: environ[name] for name in FOR_HUB_MODEL if name in environ}
     line = {key: text for key, text in command_line.items() if key != "model_name"}
-    yield StartupModel(load_settings(_empty_directory(), own, line), url)
-
-
-def _empty_directory() -> Path:
-    """The model directory of a model of the hub, so that no other model's files count for it."""
-    path = tempfile.mkdtemp(prefix="slipway-")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return Path(path)
+    yield StartupModel(load_settings(empty, own, line), url)

@@ -1,23 +1,25 @@
-"""The fields of `ModelSettings`: of a model that an engine serves, or of one with a handler of its own."""
+"""The fields of `ModelSettings`: which model is loaded, and the engine or the handler that serves it."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import json
 import os
+import re
 import shlex
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import symtable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from container.devices import allowed_devices, device_groups, gpu_count
+from container.devices import allowed_devices, gpu_count
 from container.settings import options
-from container.settings.aliases import ALIASES
+from container.settings.handler import handler_settings
 from container.settings.options import (
     ASYNC_MODE,
     BATCH_SIZE,
     BY_KEY,
+    DEFAULT,
     ENTRY_POINT,
     FUNCTION,
     HANDLER_OPTIONS,
@@ -25,16 +27,14 @@ from container.settings.options import (
     MODEL_ID,
     PREFIX,
     ROLLING_BATCH,
+    Lookup,
+    Sources,
 )
-from container.settings.parsers import FALSE, FORMATTERS, assignments, names
-from container.settings.properties import HIDDEN, Value, is_true, quoted
-from container.settings.server_options import MODEL_NAME_OPTION
+from container.settings.server import MODEL_NAME_OPTION
 from container.settings.settings import SettingEntry
-from container.settings.sources import DEFAULT, Lookup, Sources, did_you_mean
+from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true, names, quoted
 from container.sources import location
-from container.sources.download import RemoteModels
-from container.sources.location import SourceError, is_s3
-from handlers.model_settings import HandlerSettings
+from container.sources.location import ModelNotFound, SourceError, is_s3
 
 _BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
 """LMI's own handlers, in whose place an engine serves."""
@@ -58,38 +58,31 @@ _SHARED_OPTIONS = frozenset(
 """The options of an engine's model that a handler's model has, too."""
 _HANDLERS_ROLLING_BATCH = 32
 """LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
-_KNOWN = frozenset({*(option.key for option in options.MODEL_OPTIONS), *(alias.key for alias in ALIASES)})
-_LOCAL_PATHS = ("tokenizer", "hf_config_path")
-"""Engine arguments that may be directories."""
+_STAR_IMPORT = re.compile(r"^\s*from\s+\S+\s+import\s+\*", re.MULTILINE)
 
 
-def model_fields(sources: Sources, lookup: Lookup) -> dict[str, Any]:
-    """The fields of `ModelSettings`; wrong values are added to `lookup.problems`."""
-    function = str(lookup.value(FUNCTION, sources.model) or FUNCTION.default)
-    code = _find_code(sources.model_dir)
-    entry_point = _entry_point(sources, code, function, lookup)
+def model_fields(sources: Sources) -> dict[str, Any]:
+    """The fields of `ModelSettings`; what is wrong is added to `sources.lookup.problems`."""
+    function = str(sources.lookup.value(FUNCTION, sources.model) or FUNCTION.default)
+    files = (sources.model_dir / "model.py", sources.model_dir / f"{sources.model_dir.name}.py")
+    code = next((path for path in files if os.path.isfile(path)), None)
+    entry_point = _entry_point(sources, code, function)
     if entry_point is None:
-        return _engine_model(sources, code, lookup)
-    return _handler_model(sources, entry_point, function, lookup)
+        return _engine_model(sources, code)
+    return _handler_model(sources, entry_point, function)
 
 
-def _find_code(model_dir: Path) -> Path | None:
-    """`model.py`, or `<directory>.py`, if it is there."""
-    paths = (model_dir / "model.py", model_dir / f"{model_dir.name}.py")
-    return next((path for path in paths if os.path.isfile(path)), None)
-
-
-def _entry_point(sources: Sources, code: Path | None, function: str, lookup: Lookup) -> str | None:
+def _entry_point(sources: Sources, code: Path | None, function: str) -> str | None:
     """The handler's file or module; None where an engine serves."""
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
-    text = lookup.value(ENTRY_POINT, sources.model, sources.variables)
+    text = sources.value(ENTRY_POINT)
     if text is None or given is None:
         named = MODEL_ID.key in sources.model or "HF_MODEL_ID" in sources.variables
         has_model = named or location.has_model(sources.model_dir)
         return str(code) if code is not None and (_defines(code, function) or not has_model) else None
     name = str(text)
     if name in _BUILT_IN | _ASYNCHRONOUS | _FORMER:
-        _use_engine(name, given, sources, lookup)
+        _use_engine(name, given, sources)
         return None
     fault = ""
     if name in _NOT_SERVED:
@@ -104,81 +97,78 @@ def _entry_point(sources: Sources, code: Path | None, function: str, lookup: Loo
     elif not all(part.isidentifier() for part in name.split(".")):
         fault = "allowed: a file that ends in .py, or the name of a module"
     if fault:
-        lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
+        sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
     return name  # also a wrong one: a handler was meant, and a missing model is no problem of its own
 
 
 def _defines(path: Path, function: str) -> bool:
-    """Whether a file seems to define the function; true of a broken file, so that running it says what is wrong."""
+    """Whether a file may define the function; true of a broken file, so that running it says what is wrong."""
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        source = importlib.util.decode_source(path.read_bytes())
+        module = symtable.symtable(source, str(path), "exec")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return True
-    bound = set(_bound_names(tree.body))
-    return function in bound or "*" in bound
+    names_used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    if _STAR_IMPORT.search(source) or names_used & {"exec", "globals"}:
+        return True  # nobody can tell
+    return any(
+        (symbol.is_assigned() or symbol.is_imported()) and (scope is module or symbol.is_declared_global())
+        for scope in _scopes(module)
+        for symbol in scope.get_symbols()
+        if symbol.get_name() == function
+    )
 
 
-def _bound_names(body: Iterable[ast.AST]) -> Iterator[str]:
-    """The names that a module's statements bind, those within other statements included.
-
-    `*` stands for names that cannot be told: of a star import, `exec` and the like.
-    """
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-                yield from (one for inner in ast.walk(node) if isinstance(inner, ast.Global) for one in inner.names)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                yield from (alias.asname or alias.name for alias in aliases)
-            case ast.Name(id=name, ctx=ast.Store()) | ast.MatchAs(name=str(name)):
-                yield name
-            case ast.Call(func=ast.Name(id="exec" | "globals")):
-                yield "*"
-            case _:
-                yield from _bound_names(ast.iter_child_nodes(node))
+def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for inner in table.get_children():
+        yield from _scopes(inner)
 
 
-def _use_engine(name: str, given: Value, sources: Sources, lookup: Lookup) -> None:
+def _use_engine(name: str, given: Value, sources: Sources) -> None:
     """Set what the name of one of LMI's own handlers implies."""
     if name in _FORMER:
-        lookup.warnings.append(f"{ENTRY_POINT.key} is {name} ({given.source}): option.rolling_batch chooses the engine")
+        warning = f"{ENTRY_POINT.key} is {name} ({given.source}): option.rolling_batch chooses the engine"
+        sources.lookup.warnings.append(warning)
     if name in _ASYNCHRONOUS:
         sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
     if "trtllm" in name or name == "djl_python.tensorrt_llm":
         sources.model.setdefault(ROLLING_BATCH.key, Value("trtllm", given.source))
 
 
-def _engine_model(sources: Sources, code: Path | None, lookup: Lookup) -> dict[str, Any]:
-    fields: dict[str, Any] = {"model_dir": sources.model_dir, "engine_arguments": {}, "engine_argument_sources": {}}
+# A model that an engine serves
+
+
+def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
+    layer, lookup = sources.model, sources.lookup
+    fields: dict[str, Any] = {"model_dir": sources.model_dir}
+    arguments: dict[str, Value] = {}
     for option in options.SERVED:
-        value = lookup.value(option, sources.model, sources.variables)
+        value = sources.value(option)
         if option.argument is None:
             fields[option.field] = value
         elif value is not None:
-            given = next(sources.model[key] for key in option.keys if key in sources.model)
-            _add_argument(fields, option.argument, Value(str(value), given.source))
-    fields |= _package_fields(sources, lookup)
-    fields["async_mode"] = lookup.value(ASYNC_MODE, sources.model)
+            given = next(layer[key] for key in option.keys if key in layer)
+            arguments[option.argument] = Value(str(value), given.source)
+    fields |= _package_fields(sources)
+    fields["async_mode"] = lookup.value(ASYNC_MODE, layer)
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
     if fields["tensor_parallel_degree"] == "max":
         fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
-    _choose_engine(sources.model, fields, lookup)
-    _set_formatters(sources.model, fields, code, lookup)
+    _choose_engine(layer, fields, lookup)
+    _set_formatters(layer, fields, code, lookup)
     for option in options.NOT_SERVED:
-        lookup.value(option, sources.model, sources.variables)
-    _pass_other_keys(sources.model, fields, lookup)
-    _open_remote_paths(fields, sources.remote_models, lookup)
+        sources.value(option)
+    arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
+    _open_draft_model(arguments, sources)
+    fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
+    fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
-    _set_model(sources, fields, lookup, required=True)
+    _set_model(sources, fields, required=True)
     if "HF_TOKEN" in sources.variables:
         lookup.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
     return fields
-
-
-def _add_argument(fields: dict[str, Any], name: str, value: Value) -> None:
-    fields["engine_arguments"][name] = value.text
-    fields["engine_argument_sources"][name] = value.source
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
@@ -230,58 +220,49 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
     fields["formatter_function"], fields["output_formatter"] = name, None
 
 
-def _pass_other_keys(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
-    """Hand other keys to the engine if they begin with `option.`, and warn of those that have no effect."""
-    handler_keys = {option.key for option in HANDLER_OPTIONS if option is not ASYNC_MODE}
-    ignored = dict(options.IGNORED)
-    if fields["rolling_batch"] == "disable":
-        for key in options.DYNAMIC_BATCH_ARGUMENTS:
-            del ignored[key]
+def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
+    """Keys that are no options of ours: those that begin with `option.` are the engine's, the rest have no effect."""
+    arguments: dict[str, Value] = {}
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
-        if key in ignored:
+        if key in options.IGNORED and not (rolling_batch == "disable" and key in options.DYNAMIC_BATCH_ARGUMENTS):
             if value.word == options.IGNORED_SILENTLY.get(key):
                 lookup.entries.append(SettingEntry(key, value.text, value.source))
             else:
-                lookup.ignore(key, value, ignored[key])
-        elif key in handler_keys:
-            if value.text.strip() != BY_KEY[key].default:
-                lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
+                lookup.ignore(key, value, options.IGNORED[key])
         elif key in BY_KEY:
-            continue
+            option = BY_KEY[key]
+            for_handler = option in HANDLER_OPTIONS and option is not ASYNC_MODE
+            if for_handler and value.text.strip() != option.default:
+                lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
         elif name and name != key:
-            _add_argument(fields, name, value)
+            arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
         else:
             known = f"{PREFIX}{key}" in BY_KEY
             hint = f"{PREFIX}{key} is meant" if known else "options of the engine start with option."
             lookup.ignore(key, value, f"the model has no such setting; {hint}")
+    return arguments
 
 
-def _open_remote_paths(fields: dict[str, Any], remote: RemoteModels, lookup: Lookup) -> None:
-    """Put directories of this machine in the place of `s3://`."""
-    arguments: dict[str, str] = fields["engine_arguments"]
-    for name, text in list(arguments.items()):
-        try:
-            if name in _LOCAL_PATHS and is_s3(text):
-                arguments[name] = str(remote.open(text))
-            elif name == "speculative_config":
-                arguments[name] = _with_local_model(text, remote)
-        except SourceError as error:
-            given = Value(text, fields["engine_argument_sources"][name])
-            lookup.problems.append(f"{given.describe(PREFIX + name)}: {error}")
-
-
-def _with_local_model(text: str, remote: RemoteModels) -> str:
-    """The configuration with the directory of its model; the engine says what is wrong with other text."""
+def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
+    """Put a directory of this machine in the place of a draft model's `s3://`."""
+    given = arguments.get("speculative_config")
+    if given is None:
+        return
     try:
-        config = json.loads(text)
+        config = json.loads(given.text)
     except ValueError:
-        return text
-    model = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(model, str) or not is_s3(model):
-        return text
-    return json.dumps(config | {"model": str(remote.open(model))})
+        return  # the engine says what is wrong with it
+    url = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(url, str) or not is_s3(url):
+        return
+    try:
+        directory = str(sources.remote_models.open(url))
+    except SourceError as error:
+        sources.lookup.problems.append(f"{given.describe('option.speculative_config')}: {error}")
+        return
+    arguments["speculative_config"] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
 def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:
@@ -295,27 +276,34 @@ def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:
         return None
 
 
-def misspelt_options(fields: Mapping[str, Any]) -> Iterator[str]:
-    """A warning for each engine argument whose name is close to that of a known option.
-
-    The engine itself warns of arguments that it does not have.
-    """
-    for name, source in fields.get("engine_argument_sources", {}).items():
-        key = PREFIX + name
-        if key not in BY_KEY and key not in _KNOWN and (hint := did_you_mean(key.lower(), _KNOWN)):
-            yield f"{key} ({source}) goes to the engine as it is{hint}"
+# A model with a handler of its own
 
 
-def _set_model(sources: Sources, fields: dict[str, Any], lookup: Lookup, *, required: bool) -> None:
+def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model_dir": sources.model_dir}
+    for option in options.SERVED:
+        if option.key in _SHARED_OPTIONS:
+            fields[option.field] = sources.value(option)
+    if not any(key in sources.model for key in MAX_ROLLING_BATCH_SIZE.keys):
+        fields["max_rolling_batch_size"] = _HANDLERS_ROLLING_BATCH
+        sources.lookup.replace(SettingEntry(MAX_ROLLING_BATCH_SIZE.key, _HANDLERS_ROLLING_BATCH, DEFAULT))
+    fields["model_id"] = sources.value(MODEL_ID)
+    _set_model(sources, fields, required=False)
+    fields["handler"] = handler_settings(sources, entry_point, function, fields["model_id"], _package_fields(sources))
+    return fields
+
+
+# What both have
+
+
+def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> None:
     """Set `model_id` to what is loaded, and the model's name.
 
     `required`: without a model, or with one that is not found, there is a problem. A custom handler may bring its own
     model, and may give `option.model_id` another meaning.
     """
-    if "model_id" not in fields:
-        fields["model_id"] = lookup.value(MODEL_ID, sources.model, sources.variables)
-    given = sources.model.get(MODEL_ID.key)
-    variable = sources.variables.get("HF_MODEL_ID")
+    lookup = sources.lookup
+    given, variable = sources.model.get(MODEL_ID.key), sources.variables.get("HF_MODEL_ID")
     if given is None and variable is not None and location.is_store_of(variable.text, (sources.model_dir,)):
         variable = None  # the same model, by the directory around it
     if given is not None and variable is not None:
@@ -324,12 +312,15 @@ def _set_model(sources: Sources, fields: dict[str, Any], lookup: Lookup, *, requ
         if not is_same:
             lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
     by_variable = given is None and variable is not None
-    _set_revision(sources, fields, by_variable, lookup)
+    _set_revision(sources, fields, by_variable)
     value = given or variable
     if value is not None and fields["model_id"] is not None:
         try:
-            fields["model_id"] = _resolved(fields["model_id"], sources)
-        except (location.ModelNotFound, SourceError) as error:
+            if is_s3(fields["model_id"]):
+                fields["model_id"] = str(sources.remote_models.open(fields["model_id"]))
+            else:
+                fields["model_id"] = location.resolve_model_id(fields["model_id"], sources.model_dir)
+        except (ModelNotFound, SourceError) as error:
             if required or isinstance(error, SourceError):
                 lookup.problems.append(f"{value.describe(MODEL_ID.key)}: {error}")
     elif value is None and required and not location.has_model(sources.model_dir):
@@ -346,127 +337,30 @@ def _set_model(sources: Sources, fields: dict[str, Any], lookup: Lookup, *, requ
         lookup.entries.append(SettingEntry("model_name", fields["name"], DEFAULT))
 
 
-def _resolved(text: str, sources: Sources) -> str:
-    if is_s3(text):
-        return str(sources.remote_models.open(text))
-    return location.resolve_model_id(text, sources.model_dir)
-
-
-def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool, lookup: Lookup) -> None:
+def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool) -> None:
     """HF_REVISION belongs to HF_MODEL_ID; beside another model it would name the wrong commit."""
     revision = sources.variables.get("HF_REVISION")
     if revision is None or "option.revision" in sources.model:
         return
     if not by_variable:
-        lookup.ignore("HF_REVISION", revision, "it goes with HF_MODEL_ID; use option.revision")
+        sources.lookup.ignore("HF_REVISION", revision, "it goes with HF_MODEL_ID; use option.revision")
         return
     fields["revision"] = revision.text.strip()
-    lookup.replace(SettingEntry("option.revision", fields["revision"], revision.source))
+    sources.lookup.replace(SettingEntry("option.revision", fields["revision"], revision.source))
 
 
-def _handler_model(sources: Sources, entry_point: str, function: str, lookup: Lookup) -> dict[str, Any]:
-    fields: dict[str, Any] = {"model_dir": sources.model_dir}
-    for option in options.SERVED:
-        if option.key in _SHARED_OPTIONS:
-            fields[option.field] = lookup.value(option, sources.model, sources.variables)
-    if not any(key in sources.model for key in MAX_ROLLING_BATCH_SIZE.keys):
-        fields["max_rolling_batch_size"] = _HANDLERS_ROLLING_BATCH
-        lookup.replace(SettingEntry(MAX_ROLLING_BATCH_SIZE.key, _HANDLERS_ROLLING_BATCH, DEFAULT))
-    _set_model(sources, fields, lookup, required=False)
-    handler = _handler_fields(sources, fields["model_id"], lookup)
-    if handler is not None:
-        fields["handler"] = HandlerSettings(entry_point=entry_point, function=function, **handler)
-    return fields
-
-
-def _handler_fields(sources: Sources, model_id: str | None, lookup: Lookup) -> dict[str, Any] | None:
-    """The fields of `HandlerSettings`; None where something is wrong with them, which is then among the problems."""
-    problems = len(lookup.problems)
-    gpus = gpu_count()
-    device = "gpu" if gpus else "cpu"
-    own = {key: sources.model.get(f"{device}.{key}") for key in ("minWorkers", "maxWorkers")}
-    layer = sources.model | {key: value for key, value in own.items() if value is not None}
-    fields: dict[str, Any] = {
-        option.field: lookup.value(option, layer, sources.variables) for option in HANDLER_OPTIONS
-    }
-    reported = {entry.name for entry in lookup.entries}
-    for key, value in sources.model.items():
-        if key not in reported and (key not in BY_KEY or BY_KEY[key].key not in reported):
-            lookup.entries.append(SettingEntry(key, value.text, value.source, "for the handler"))
-    fields["devices"] = _worker_devices(sources, gpus, lookup)
-    if len(lookup.problems) > problems:
-        return None
-    for name in ("min_workers", "max_workers"):  # both are for each device
-        fields[name] *= max(len(fields["devices"]), 1)
-    least, most = fields["min_workers"], fields["max_workers"]
-    given = layer.get("maxWorkers") or layer.get("max_workers")
-    if given is not None and most < least:
-        lookup.warnings.append(f"maxWorkers ({given.source}) is below minWorkers: {least} run")
-    fields["max_workers"] = max(least, most)
-    fields["environment"] = assignments(fields["environment"]) if fields["environment"] else {}
-    if (executable := fields["python_executable"]) is not None:
-        fields["python_executable"] = shutil.which(executable)
-        if fields["python_executable"] is None:
-            lookup.problems.append(f'option.pythonExecutable is "{executable}": there is no such program')
-    properties = _handler_properties(sources, model_id)
-    given = sources.model.get(ROLLING_BATCH.key)
-    rolling_batch = given.word if given is not None else "disable"
-    if rolling_batch == "auto" and _is_hugging_face(sources.model_dir, model_id):
-        # LMI makes `disable` of `auto` where there is a Hugging Face model and its own engine is not used.
-        properties["rolling_batch"] = rolling_batch = "disable"
-    fields["rolling_batch"] = rolling_batch != "disable"
-    return fields | _package_fields(sources, lookup) | {"properties": properties}
-
-
-def _worker_devices(sources: Sources, gpus: int, lookup: Lookup) -> tuple[str, ...]:
-    load_on = sources.model.get("load_on_devices")
-    each = 1
-    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
-        degree = sources.model.get(PREFIX + name) or sources.variables.get(name.upper())
-        if degree is not None and degree.word == "max":
-            each *= max(gpus, 1)
-        elif degree is not None and degree.word.isdecimal():
-            each *= int(degree.word)
-    try:
-        return device_groups(gpus, max(each, 1), load_on.text if load_on is not None else "*")
-    except ValueError as error:
-        lookup.problems.append(f"the handler's workers cannot be placed: {error}")
-        return ()
-
-
-def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
-    """Whether there is a Hugging Face model; a hub id is taken for one."""
-    if model_id is None or model_id == str(model_dir):
-        return location.has_model(model_dir)
-    return location.is_hub_id(model_id) or location.has_model(Path(model_id))
-
-
-def _handler_properties(sources: Sources, model_id: str | None) -> dict[str, str]:
-    """What LMI tells a handler: every setting of the model, without `option.`."""
-    properties = {key.removeprefix(PREFIX): value.text for key, value in sources.model.items()}
-    named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
-    if named and model_id is not None:
-        properties["model_id"] = model_id
-    for variable in ("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE"):
-        if variable in sources.variables:
-            properties.setdefault(variable.lower(), sources.variables[variable].text)
-    return properties
-
-
-def _package_fields(sources: Sources, lookup: Lookup) -> dict[str, Any]:
+def _package_fields(sources: Sources) -> dict[str, Any]:
     """How the packages of `requirements.txt` are installed."""
     wanted = sources.variables.get("STANDARD_AUTO_INSTALL_REQ")
-    arguments = sources.variables.get("STANDARD_PIP_ARGS")
     fields: dict[str, Any] = {
         "offline": is_true(sources.variables.get("DJL_OFFLINE")),
         "install_requirements": wanted is None or wanted.word not in FALSE,
-        "pip_arguments": (),
     }
-    if arguments is not None:
+    if (arguments := sources.variables.get("STANDARD_PIP_ARGS")) is not None:
         try:
             fields["pip_arguments"] = tuple(shlex.split(arguments.text))
         except ValueError as error:
-            lookup.problems.append(
+            sources.lookup.problems.append(
                 f"{arguments.describe('STANDARD_PIP_ARGS')}: {error}; allowed: arguments of pip install as in a shell"
             )
     return fields

@@ -1,15 +1,19 @@
-"""The settings of a model: names, defaults, what is allowed.
+"""The settings of a model: names, defaults, what is allowed, and how one is looked up.
 
 Names, aliases and defaults are LMI's. An `option.<name>` that is not here goes to the engine unchanged.
-The tables of docs/configuration.md are made of the ones here and in `server_options`.
+The tables of docs/configuration.md are made of the ones here and in `server`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from container.settings.parsers import (
+from container.settings.settings import SettingEntry
+from container.settings.values import (
     ASSIGNMENTS,
     BOOLEAN,
     DTYPE,
@@ -22,12 +26,18 @@ from container.settings.parsers import (
     TEXT,
     Parser,
     Scalar,
+    Value,
     choice,
     integer,
     integer_or,
 )
 
+if TYPE_CHECKING:
+    from container.sources.download import RemoteModels
+
 PREFIX = "option."
+DEFAULT = "default"
+"""The source of a value that nobody has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,87 @@ def refused(
     """An option of LMI of which only the values in `serves` are served."""
     served = frozenset(serves)
     return Option(key, parser, None, meaning, variables=variables, shows_default=False, serves=served, advice=advice)
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Looks up the values of options, and collects entries of the report, warnings and problems."""
+
+    entries: list[SettingEntry] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def value(
+        self, option: Option, layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
+    ) -> Scalar | None:
+        """The value of an option: from its keys in `layer`, else from its variables, else its default.
+
+        None where there is no value, or where it is wrong, which is then among the problems.
+        """
+        given = [(key, layer[key]) for key in option.keys if key in layer]
+        given = given or [(option.key, variables[name]) for name in option.variables if name in variables][:1]
+        if not given:
+            value = None if option.default is None else option.parser(option.default)
+            if option.shows_default:
+                self.entries.append(SettingEntry(option.key, value, DEFAULT))
+            return value
+        parsed = [self._parse(option, key, text) for key, text in given]
+        if None in parsed:
+            return None
+        (key, first), value = given[0], parsed[0]
+        for (other_key, other), other_value in zip(given[1:], parsed[1:], strict=True):
+            if other_value == value:
+                continue
+            if not option.first_counts:
+                self.problems.append(
+                    f"{first.describe(key)}, but {other.describe(other_key)}; both are the same option: "
+                    "give one of them"
+                )
+                return None
+            self.warnings.append(f"{other_key} ({other.source}) is ignored: {first.describe(key)}")
+        self.entries.append(SettingEntry(option.key, value, first.source))
+        return value
+
+    def ignore(self, key: str, value: Value, reason: str) -> None:
+        """Record a value that has no effect, and warn."""
+        self.warnings.append(f"{key} ({value.source}) is ignored: {reason}")
+        self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
+
+    def replace(self, entry: SettingEntry) -> None:
+        """Put an entry in the place of the one with the same name."""
+        self.entries = [entry if other.name == entry.name else other for other in self.entries]
+
+    def _parse(self, option: Option, key: str, given: Value) -> Scalar | None:
+        try:
+            value = option.parser(given.text)
+        except ValueError:
+            self.problems.append(f"{given.describe(key)}; allowed: {option.allowed}")
+            return None
+        if option.serves is not None and value not in option.serves:
+            self.problems.append(
+                f"{given.describe(key)}: not served by this version of Slipway; {option.advice} "
+                f"(served: {option.allowed})"
+            )
+            return None
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The texts of all settings by key, each from the most important source that has it."""
+
+    model_dir: Path
+    variables: Mapping[str, Value]
+    server: Mapping[str, Value]
+    model: dict[str, Value]
+    given: Mapping[str, Value]
+    """Keys of the model from its file, the environment and the management API, for the secure mode."""
+    remote_models: RemoteModels
+    lookup: Lookup
+
+    def value(self, option: Option) -> Scalar | None:
+        """The value of one of the model's options."""
+        return self.lookup.value(option, self.model, self.variables)
 
 
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")

@@ -1,6 +1,6 @@
 """SageMaker's secure mode: what a model that is not trusted may bring.
 
-Each check yields one line for each thing that it refuses.
+Each check returns one line for each thing that it refuses.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from container.settings.properties import Value, is_true, quoted
+from container.settings.values import Value, is_true, quoted
 
 _PLAIN = (
     "engine job_queue_size max_idle_time batch_size max_batch_delay max_dynamic_batch_size minWorkers maxWorkers "
@@ -64,27 +64,60 @@ _TEMPLATE_FILES = frozenset({"chat_template.jinja", "chat_template.json"})
 
 @dataclass(frozen=True, slots=True)
 class SecureMode:
-    """The controls that are on, and the directories that are not trusted; without any, those of the model."""
+    """The controls that are on, and what is known of the model that they are for."""
 
     controls: frozenset[str]
     channels: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GivenModel:
-    """A model to be checked."""
-
-    keys: Mapping[str, Value]
-    """Its settings as they were written: in serving.properties, the environment and the management API."""
-    variables: Mapping[str, Value]
-    directories: tuple[Path, ...]
+    """Directories that are not trusted; without any, those of the model."""
+    keys: Mapping[str, Value] = field(default_factory=dict)
+    """The model's settings as they were written: in serving.properties, the environment and the management API."""
+    variables: Mapping[str, Value] = field(default_factory=dict)
+    directories: tuple[Path, ...] = ()
     """The model directory, and that of the weights if it is another."""
     fetched: tuple[Path, ...] = ()
     """Directories of models that were fetched from S3; they are never trusted."""
 
-    def value(self, key: str, variable: str = "") -> Value | None:
-        """What a key says, else a variable."""
-        return self.keys.get(key) or self.variables.get(variable)
+    def model_faults(self) -> list[str]:
+        """What is refused of the model, a line each."""
+        found = [
+            f"{key} ({value.source}) is not allowed in the secure mode"
+            for key, value in self.keys.items()
+            if key not in ALLOWED_KEYS
+        ]
+        found += self._interpreter()
+        if SCRIPTS in self.controls:
+            found += self._entry_point()
+            found += _model_code(self.directories)
+        if REQUIREMENTS in self.controls:
+            found += _requirements(self.directories)
+        remote_code = self.keys.get("option.trust_remote_code")
+        if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code):
+            found.append(f"{REMOTE_CODE}: {remote_code.describe('option.trust_remote_code')}")
+        channels = tuple(dict.fromkeys((*(self.channels or self.directories), *self.fetched)))
+        if PICKLES in self.controls:
+            found += _pickles(channels)
+        if CHAT_TEMPLATE in self.controls:
+            found += _chat_templates(channels)
+        return found
+
+    def adapter_faults(self, directory: Path) -> list[str]:
+        """What is refused of an adapter's directory, a line each."""
+        checks = {SCRIPTS: _model_code, REQUIREMENTS: _requirements, PICKLES: _pickles}
+        return [fault for control, check in checks.items() if control in self.controls for fault in check((directory,))]
+
+    def _interpreter(self) -> Iterator[str]:
+        given = self.keys.get("option.pythonExecutable") or self.variables.get("PYTHON_EXECUTABLE")
+        for value in (given, self.keys.get("option.python_executable")):
+            if value is not None and value.text.strip() not in _PYTHON:
+                yield (
+                    f"the interpreter is {quoted('', value.text)} ({value.source}); "
+                    f"allowed in the secure mode: {', '.join(_PYTHON)}"
+                )
+
+    def _entry_point(self) -> Iterator[str]:
+        value = self.keys.get("option.entryPoint") or self.variables.get("DJL_ENTRY_POINT")
+        if value is not None and not value.text.strip().startswith(_OURS):
+            yield f"{SCRIPTS}: the entry point is {quoted('', value.text)} ({value.source}); allowed: {_OURS}<module>"
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
@@ -105,53 +138,9 @@ def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> Sec
     return SecureMode(controls, channels)
 
 
-def check_model(mode: SecureMode, model: GivenModel) -> list[str]:
-    """What the mode refuses of a model, a line each."""
-    found = [
-        f"{key} ({value.source}) is not allowed in the secure mode"
-        for key, value in model.keys.items()
-        if key not in ALLOWED_KEYS
-    ]
-    found += _interpreter(model)
-    if SCRIPTS in mode.controls:
-        found += _scripts(model)
-    if REQUIREMENTS in mode.controls:
-        found += _requirements(model.directories)
-    if REMOTE_CODE in mode.controls:
-        found += _remote_code(model)
-    channels = tuple(dict.fromkeys((*(mode.channels or model.directories), *model.fetched)))
-    if PICKLES in mode.controls:
-        found += _pickles(channels)
-    if CHAT_TEMPLATE in mode.controls:
-        found += _chat_templates(channels)
-    return found
-
-
-def check_adapter(mode: SecureMode, directory: Path) -> list[str]:
-    """What the mode refuses of an adapter's directory, a line each."""
-    found: list[str] = []
-    if SCRIPTS in mode.controls:
-        found += _model_code((directory,))
-    if REQUIREMENTS in mode.controls:
-        found += _requirements((directory,))
-    if PICKLES in mode.controls:
-        found += _pickles((directory,))
-    return found
-
-
-def _interpreter(model: GivenModel) -> Iterator[str]:
-    values = model.value("option.pythonExecutable", "PYTHON_EXECUTABLE"), model.value("option.python_executable")
-    for value in values:
-        if value is not None and value.text.strip() not in _PYTHON:
-            allowed = ", ".join(_PYTHON)
-            yield f"the interpreter is {quoted('', value.text)} ({value.source}); allowed in the secure mode: {allowed}"
-
-
-def _scripts(model: GivenModel) -> Iterator[str]:
-    value = model.value("option.entryPoint", "DJL_ENTRY_POINT")
-    if value is not None and not value.text.strip().startswith(_OURS):
-        yield f"{SCRIPTS}: the entry point is {quoted('', value.text)} ({value.source}); allowed: {_OURS}<module>"
-    yield from _model_code(model.directories)
+def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
+    value = variables.get(name)
+    return [part.strip() for part in value.text.split(",") if part.strip()] if value is not None else []
 
 
 def _model_code(directories: Iterable[Path]) -> Iterator[str]:
@@ -166,12 +155,6 @@ def _requirements(directories: Iterable[Path]) -> Iterator[str]:
     for directory in directories:
         if os.path.lexists(directory / "requirements.txt"):
             yield f"{REQUIREMENTS}: there is a requirements.txt"
-
-
-def _remote_code(model: GivenModel) -> Iterator[str]:
-    value = model.value("option.trust_remote_code")
-    if value is not None and is_true(value):
-        yield f"{REMOTE_CODE}: {value.describe('option.trust_remote_code')}"
 
 
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
@@ -208,8 +191,3 @@ def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
                 continue
             seen.add(real)
             yield from ((channel, Path(folder, name)) for name in names)
-
-
-def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
-    value = variables.get(name)
-    return [part.strip() for part in value.text.split(",") if part.strip()] if value is not None else []

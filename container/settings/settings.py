@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from container.settings.aliases import AppliedAlias
-from container.settings.parsers import Scalar
-from container.settings.secure_mode import GivenModel, SecureMode
 from handlers.model_settings import ModelSettings
 
 if TYPE_CHECKING:
+    from container.settings.environment import Alias
+    from container.settings.secure_mode import SecureMode
+    from container.settings.values import Scalar
     from container.sources.download import RemoteModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the process listens, queues, logs and ends. `container.settings.server_options` says what each is."""
+    """How the process listens, queues, logs and ends. `container.settings.server` says what each is."""
 
     host: str = "0.0.0.0"
     port: int = 8080
@@ -87,14 +87,13 @@ class Settings:
     model: ModelSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
-    aliases: tuple[AppliedAlias, ...] = ()
-    """Environment variables that stand for others."""
+    aliases: tuple[Alias, ...] = ()
+    """Those that are in effect."""
     exports: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the libraries that read them by themselves."""
     memory: DeclaredMemory = DeclaredMemory()
     secure_mode: SecureMode | None = None
-    given: GivenModel | None = None
-    """What the secure mode checks, again when weights have been fetched; None without it."""
+    """Checks the model, again when weights have been fetched."""
     remote_models: tuple[RemoteModel, ...] = ()
     """Models whose weights are to be fetched before the model is loaded."""
 
@@ -106,7 +105,7 @@ class ServerReport:
     server: ServerSettings
     entries: tuple[SettingEntry, ...]
     warnings: tuple[str, ...]
-    aliases: tuple[AppliedAlias, ...]
+    aliases: tuple[Alias, ...]
     exports: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -159,3 +158,7 @@ class SettingsError(Exception):
         self.problems = tuple(dict.fromkeys(problems))
         self.warnings = tuple(dict.fromkeys(warnings))
         super().__init__("\n".join(self.problems))
+
+
+class UrlNotFound(Exception):
+    """There is no model at a URL; the message names the URL and says what may be given."""

@@ -5,9 +5,10 @@ already listens. A file is downloaded under another name and gets its own once i
 folder of its own in the cache directory:
 
     models/<hash of the URL>/model/<last part of the URL>/   the files
-    models/<hash of the URL>/record                          which of them are whole: path, size and ETag
-    models/<hash of the URL>/complete                        there while all of them are
+    models/<hash of the URL>/listing                         path, size and ETag of all files, as S3 listed them
     models/<hash of the URL>/lock                            held by the process that changes any of these
+
+A file below `model/` is whole, and of the version in the listing. All of them may not be there yet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -25,9 +25,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from filelock import FileLock, Timeout
 
-from container.sources.location import S3Url, SourceError
+from container.sources.location import FetchTimeout, S3Url, SourceError
 from container.sources.s3 import RemoteFile, S3Folder, selected
 from handlers.cache_dir import cache_dir, is_writable
 
@@ -39,12 +40,8 @@ _ON_SAGEMAKER = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 _GIB = 1 << 30
 _MARGIN = 64 << 20
 """Bytes of the disk that a download leaves free."""
-_CHECK_SECONDS = 0.2
+_CHECK_SECONDS = 0.1
 _LOG_SECONDS = 5.0
-
-
-class FetchTimeout(SourceError):
-    """The download did not end in time; the files that are whole are kept."""
 
 
 class FetchStopped(SourceError):
@@ -70,8 +67,7 @@ class RemoteModel:
             SourceError: the download fails, or takes longer than `seconds`.
         """
         if self._folder is None or self._copy.is_complete(self._files):
-            for file in self._weights:
-                self.progress.found(file.size)
+            self.progress.add(self.progress.total_bytes)
             logger.info("%s is in %s already", self.url, self.directory)
             return
         started, size = time.monotonic(), self.progress.total_bytes / _GIB
@@ -82,9 +78,7 @@ class RemoteModel:
         download.run(self._weights, self._files)
         if not self._copy.is_complete(self._files):
             raise SourceError(f"{self.url}: it was changed while it was downloaded; start again")
-        elapsed = max(time.monotonic() - started, 1e-3)
-        rate = self.progress.fetched_bytes / _GIB / elapsed
-        logger.info("downloaded %s in %.1f s, %.3f GiB/s", self.url, elapsed, rate)
+        logger.info("downloaded %s in %.1f s", self.url, time.monotonic() - started)
 
 
 class RemoteModels:
@@ -143,17 +137,6 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
     return RemoteModel(copy, folder, files)
 
 
-def fetch(url: str, downloads: Path | None = None, seconds: float = 3600.0) -> Path:
-    """Return the directory of the whole model at `url`, downloaded unless it is here unchanged. Blocks.
-
-    Raises:
-        SourceError: the download fails, or takes longer than `seconds`.
-    """
-    model = open_model(url, downloads)
-    model.fetch_weights(seconds)
-    return model.directory
-
-
 def download_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Return SERVING_DOWNLOAD_DIR > DJL_CACHE_DIR > on SageMaker /tmp/slipway (the large disk) > the user's cache."""
     environ = os.environ if environ is None else environ
@@ -174,106 +157,67 @@ class LocalCopy:
         self.root = downloads / "models" / key
         self.directory = self.root / "model" / (url.name if url.name not in (".", "..") else "model")
         self.lock = self.root / "lock"
-        self._record, self._complete = self.root / "record", self.root / "complete"
+        self._listing = self.root / "listing"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
         """Return those of `files` that are not here whole, or that S3 has another version of."""
-        recorded = self._recorded()
-        return tuple(file for file in files if recorded.get(file.path) != file or not self._has_size(file))
+        listed = set(self._listed())
+        return tuple(file for file in files if file not in listed or not self._has(file))
 
     def is_complete(self, files: Sequence[RemoteFile]) -> bool:
-        """Return whether a download of exactly these files has ended, and all of them are still here."""
-        return self._complete.exists() and len(self._recorded()) == len(files) and not self.missing(files)
+        """Return whether exactly these files were downloaded, and all of them are still here."""
+        return set(files) == set(self._listed()) and not self.missing(files)
 
     def complete_files(self) -> tuple[RemoteFile, ...]:
-        """Return the files of the last whole download; none where one of them is missing now."""
-        files = tuple(self._recorded().values())
-        return files if self.is_complete(files) else ()
+        """Return the files of the last listing; none where one of them is missing now."""
+        files = self._listed()
+        return () if self.missing(files) else files
 
-    def tidy(self, wanted: Sequence[RemoteFile]) -> None:
-        """Remove files that S3 has no more, and what a process that died has left behind."""
+    def begin(self, files: Sequence[RemoteFile]) -> None:
+        """Note that these files are to be here. Remove all others, and what a process that died has left behind."""
         for stale in self.root.glob("partial.*"):
             shutil.rmtree(stale, ignore_errors=True)
-        missing = set(self.missing(wanted))
-        gone = self._recorded().keys() - {file.path for file in wanted}
-        if missing or gone:
-            self._complete.unlink(missing_ok=True)
-        for path in gone:
-            (self.directory / path).unlink(missing_ok=True)
-        partial = self.root / "partial.record"
-        partial.write_text("".join(_line(file) for file in wanted if file not in missing), "utf-8")
-        partial.replace(self._record)
+        listed = self._listed()
+        if not listed:
+            shutil.rmtree(self.directory, ignore_errors=True)  # nobody knows of which version it is
+        for gone in set(listed).difference(files):
+            (self.directory / gone.path).unlink(missing_ok=True)
+        partial = self.root / "partial.listing"
+        partial.write_bytes(msgspec.json.encode(files))
+        partial.replace(self._listing)
 
     def put(self, file: RemoteFile, downloaded: Path) -> None:
-        """Move a downloaded file into its place, and record it."""
+        """Move a whole file into its place."""
         place = self.directory / file.path
         place.parent.mkdir(parents=True, exist_ok=True)
         downloaded.replace(place)
-        with self._record.open("a", encoding="utf-8") as record:
-            record.write(_line(file))
 
-    def set_complete(self) -> None:
-        """Note that all files are here."""
-        self._complete.touch()
-
-    def _recorded(self) -> dict[str, RemoteFile]:
+    def _listed(self) -> tuple[RemoteFile, ...]:
         try:
-            text = self._record.read_text("utf-8", "replace")
-        except FileNotFoundError:
-            return {}
-        files = (_parsed(line) for line in text.splitlines())
-        return {file.path: file for file in files if file is not None}
+            return msgspec.json.decode(self._listing.read_bytes(), type=tuple[RemoteFile, ...])
+        except (FileNotFoundError, msgspec.DecodeError):
+            return ()
 
-    def _has_size(self, file: RemoteFile) -> bool:
+    def _has(self, file: RemoteFile) -> bool:
         try:
             return (self.directory / file.path).stat().st_size == file.size
         except OSError:
             return False
 
 
-def _line(file: RemoteFile) -> str:
-    return json.dumps([file.path, file.size, file.etag]) + "\n"
-
-
-def _parsed(line: str) -> RemoteFile | None:
-    """Return the file of a line; None for one that a crash has cut off."""
-    try:
-        match json.loads(line):
-            case [str(path), int(size), str(etag)]:
-                return RemoteFile(path, size, etag)
-    except ValueError:
-        pass
-    return None
-
-
 class Progress:
-    """How many bytes and files of a download are here: for the log, and for /metrics. Any thread may add."""
+    """How many bytes of a download are here: for the log, and for /metrics. Any thread may add."""
 
     def __init__(self, files: Sequence[RemoteFile]) -> None:
-        self.total_bytes, self.total_files = sum(file.size for file in files), len(files)
+        self.total_bytes = sum(file.size for file in files)
         self.bytes = 0
-        self.files = 0
-        self.fetched_bytes = 0
-        """Those of `bytes` that were not here before."""
         self._lock = threading.Lock()
         self._logged, self._bytes_logged = time.monotonic(), 0
 
-    def found(self, size: int) -> None:
-        """Count a file that was here already."""
+    def add(self, size: int) -> None:
+        """Count bytes that are here; a negative number where some have to come again."""
         with self._lock:
             self.bytes += size
-            self.files += 1
-
-    def add_bytes(self, size: int) -> None:
-        """Count bytes that have come; a negative number where some have to come again."""
-        with self._lock:
-            self.bytes += size
-            self.fetched_bytes += size
-
-    def add_file(self) -> None:
-        """Count a file whose last byte has come."""
-        with self._lock:
-            self.files += 1
 
     def log(self, url: str) -> None:
         """Log a line, unless there was one in the last seconds."""
@@ -281,11 +225,11 @@ class Progress:
         elapsed = now - self._logged
         if elapsed < _LOG_SECONDS:
             return
-        rate = (self.fetched_bytes - self._bytes_logged) / elapsed
-        self._logged, self._bytes_logged = now, self.fetched_bytes
+        rate = (self.bytes - self._bytes_logged) / elapsed
+        self._logged, self._bytes_logged = now, self.bytes
         rest = f"about {(self.total_bytes - self.bytes) / rate:.0f} s left" if rate > 0 else "nothing came"
         size = f"{self.bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB, {rate / _GIB:.3f} GiB/s"
-        logger.info("%s: %d of %d files, %s, %s", url, self.files, self.total_files, size, rest)
+        logger.info("%s: %s, %s", url, size, rest)
 
 
 class _Download:
@@ -304,7 +248,7 @@ class _Download:
         self._stop = stop or threading.Event()
 
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
-        """Fetch those of `files` that are missing; mark the copy as complete once it has all that are `wanted`.
+        """Fetch those of `files` that are missing; `wanted` are all files of the model.
 
         Raises:
             SourceError: S3, the disk or the time does not allow it.
@@ -313,30 +257,26 @@ class _Download:
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)
             with self._locked():
-                self._copy.tidy(wanted)
+                self._copy.begin(wanted)
                 missing = self._copy.missing(files)
-                for file in set(files).difference(missing):
-                    self._progress.found(file.size)
+                self._progress.add(sum(file.size for file in set(files).difference(missing)))
                 if missing:
                     self._check_space(missing)
                     self._fetch(missing)
-                if not self._copy.missing(wanted):
-                    self._copy.set_complete()
         except OSError as error:
             raise self._disk_error(error) from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         lock = FileLock(self._copy.lock)
-        said = False
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=_CHECK_SECONDS)
+        if not lock.is_locked:
+            logger.info("%s: another process is downloading it; waiting for it", self._copy.url)
         while not lock.is_locked:
-            try:
+            self._check()
+            with contextlib.suppress(Timeout):
                 lock.acquire(timeout=_CHECK_SECONDS)
-            except Timeout:
-                self._check(f"{self._copy.url}: another process was still downloading it when the time was up")
-                if not said:
-                    said = True
-                    logger.info("%s: another process is downloading it; waiting for it", self._copy.url)
         try:
             yield
         finally:
@@ -344,34 +284,30 @@ class _Download:
 
     def _fetch(self, files: Sequence[RemoteFile]) -> None:
         partial = Path(tempfile.mkdtemp(prefix="partial.", dir=self._copy.root))
-        transfers = self._folder.transfers(self._progress.add_bytes)
         try:
-            for number, file in enumerate(files):
-                transfers.add(file, partial / str(number))
-            left = len(files)
-            while left:
-                self._check()
-                self._progress.log(self._copy.url)
-                if (arrived := transfers.next(_CHECK_SECONDS)) is None:
-                    continue
-                file, path = arrived
-                self._folder.verify(file, path, self._check)
-                self._copy.put(file, path)
-                self._progress.add_file()
-                left -= 1
+            with self._folder.transfers(self._progress.add) as begin:
+                paths = {file: partial / str(number) for number, file in enumerate(files)}
+                running = {file: begin(file, path) for file, path in paths.items()}
+                while running:
+                    self._check()
+                    self._progress.log(self._copy.url)
+                    ended = [file for file, future in running.items() if future.done()]
+                    for file in ended:
+                        self._folder.check(file, running.pop(file))
+                        self._copy.put(file, paths[file])
+                    if not ended:
+                        self._stop.wait(_CHECK_SECONDS)
         finally:
-            transfers.close()
             # Also where it has failed: nothing goes on with parts of files, and they may be what fills the disk.
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _check(self, too_late: str = "") -> None:
+    def _check(self) -> None:
         if self._stop.is_set():
             raise FetchStopped(f"{self._copy.url}: the download was stopped")
         if time.monotonic() > self._deadline:
             came, total = self._progress.bytes / _GIB, self._progress.total_bytes / _GIB
             raise FetchTimeout(
-                too_late
-                or f"{self._copy.url}: the download took longer than {self._seconds:g} s; {came:.2f} of {total:.2f} "
+                f"{self._copy.url}: the download took longer than {self._seconds:g} s; {came:.2f} of {total:.2f} "
                 f"GiB came, and the next start goes on with the files that are whole"
             )
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from container.settings.properties import FILE_NAME, Value, quoted
-
 DEFAULT_MODEL_DIR = Path("/opt/ml/model")
 CONFIG_FILE = "config.json"
-_MODEL_FILES = (FILE_NAME, CONFIG_FILE, "model.py")
+_MODEL_FILES = ("serving.properties", CONFIG_FILE, "model.py")
 """A directory with one of these files is a model directory."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(//)?", re.IGNORECASE)
@@ -21,67 +19,43 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)
 _NON_WORD = re.compile(r"\W", re.ASCII)
 _NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 
-_S3_URL = re.compile(r"s3://([^/]*)/*(.*)", re.IGNORECASE | re.DOTALL)
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:[a-z0-9-]+:s3[a-z0-9:./-]+", re.ASCII)
-"""A bucket's name (old ones may have capitals), or the ARN of an access point."""
-_MAX_KEY_BYTES = 1024
+_S3_URL = re.compile(r"s3://([^/]+)/*(.*)", re.IGNORECASE)
 
 
 class ModelNotFound(Exception):
     """There is no model in the place that was given; the message says what may be given."""
 
 
-class UrlNotFound(Exception):
-    """There is no model at a URL; the message names the URL and says what may be given."""
-
-
 class SourceError(Exception):
     """A remote model cannot be fetched; the message names what was given and says why it failed."""
+
+
+class FetchTimeout(SourceError):
+    """The download did not end in time; the files that are whole are kept."""
 
 
 # Directories
 
 
-def find_model_dir(given: Path | str | None, store: Value | None) -> Path:
-    """Return the absolute path of the model directory; it exists, unless it is the default one.
-
-    Args:
-        given: the value of `--model-dir`.
-        store: the value of SERVING_MODEL_STORE, which counts where nothing is given.
+def existing_directory(text: str) -> Path:
+    """Return the absolute path of a directory.
 
     Raises:
-        ModelNotFound: the directory does not exist, or holds several models.
+        ModelNotFound: it does not exist.
     """
-    directories = find_model_dirs(given, store)
-    if len(directories) > 1:
-        listed = ", ".join(directory.name for directory in directories)
-        raise ModelNotFound(f"model directory: {directories[0].parent} holds several models ({listed}): name one")
-    return directories[0]
+    if scheme := _url_scheme(text):
+        raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
+    path = Path(os.path.abspath(text.strip()))
+    if not os.path.isdir(path):
+        raise ModelNotFound(f"there is no directory {path}")
+    return path
 
 
-def find_model_dirs(given: Path | str | None, store: Value | None) -> tuple[Path, ...]:
-    """Return the model directories, sorted by name, where several models are allowed.
+def models_in(path: Path) -> tuple[Path, ...]:
+    """Return the model directories, sorted by name, that a directory stands for: mostly itself.
 
     A directory whose only content is model directories stands for those, as in LMI's model store.
-
-    Raises:
-        ModelNotFound: the directory does not exist.
     """
-    if given is not None:
-        text, source = str(given), "--model-dir"
-    elif store is not None:
-        text, source = store.text.strip(), store.source
-    else:
-        return _models_in(DEFAULT_MODEL_DIR)
-    if scheme := _url_scheme(text):
-        raise ModelNotFound(f"model directory ({source}): {scheme}:// {_NOT_SERVED}")
-    path = Path(os.path.abspath(text))
-    if not os.path.isdir(path):
-        raise ModelNotFound(f"model directory ({source}): there is no directory {path}")
-    return _models_in(path)
-
-
-def _models_in(path: Path) -> tuple[Path, ...]:
     try:
         names = [name for name in os.listdir(path) if not name.startswith(".")]
     except OSError:
@@ -98,7 +72,7 @@ def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
     HF_MODEL_ID may be /opt/ml/model; it then names no further model.
     """
     path = Path(os.path.abspath(text.strip()))
-    return os.path.isdir(path) and path not in directories and _models_in(path) == directories
+    return os.path.isdir(path) and path not in directories and models_in(path) == directories
 
 
 def is_model_dir(path: Path) -> bool:
@@ -151,32 +125,18 @@ def name_of_url(url: str) -> str:
     return _as_word(url.rstrip("/").rpartition("/")[2])
 
 
-def model_place(url: str) -> Path | str:
-    """Return what a URL names: a directory (an absolute path, or `file://` and one), or the `s3://` URL itself.
-
-    S3 is not asked here but when the model's settings are read.
-
-    Raises:
-        UrlNotFound: the URL is of another kind, or nothing is there.
-    """
-    if is_s3(url):
-        return url
-    path = _path_of(url)
-    if path is None or not os.path.isabs(path) or "\0" in path:
-        raise UrlNotFound(f"url is {quoted('url', url)}; allowed: an absolute path, file:// and one, or s3://")
-    if not os.path.isdir(path):
-        raise UrlNotFound(f"url is {quoted('url', url)}: there is no such directory")
-    return Path(os.path.abspath(path))
-
-
-def _path_of(url: str) -> str | None:
-    if not _SCHEME.match(url):
-        return url
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return None
-    return unquote(parts.path) if parts.scheme == "file" and parts.netloc in _LOCAL_HOSTS else None
+def path_of_url(url: str) -> Path | None:
+    """Return the absolute path that a URL is or, with `file://`, has; None for a URL of another kind."""
+    path = url
+    if _SCHEME.match(url):
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            return None
+        if parts.scheme != "file" or parts.netloc not in _LOCAL_HOSTS:
+            return None
+        path = unquote(parts.path)
+    return Path(os.path.abspath(path)) if os.path.isabs(path) and "\0" not in path else None
 
 
 def _url_scheme(text: str) -> str:
@@ -229,15 +189,9 @@ class S3Url:
         """Return the folder that `text` names, with or without a slash at its end.
 
         Raises:
-            SourceError: `text` is no such URL, or no bucket can have that name.
+            SourceError: `text` is no such URL.
         """
         found = _S3_URL.fullmatch(text.strip())
-        if found is None:
+        if found is None or not found[0].isprintable():
             raise SourceError("allowed: s3://bucket/prefix/")
-        bucket, prefix = found[1], found[2].strip("/")
-        if not _BUCKET.fullmatch(bucket):
-            shown = bucket if bucket.isprintable() else ascii(bucket)[1:-1]
-            raise SourceError(f'"{shown}" cannot be the name of a bucket; allowed: s3://bucket/prefix/')
-        if not prefix.isprintable() or len(prefix.encode("utf-8", "replace")) > _MAX_KEY_BYTES:
-            raise SourceError(f"the prefix must be printable text of at most {_MAX_KEY_BYTES} bytes")
-        return cls(bucket, prefix)
+        return cls(found[1], found[2].strip("/"))

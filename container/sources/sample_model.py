@@ -6,7 +6,6 @@ quick start and the tests serve it; nothing is downloaded.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import shutil
@@ -45,7 +44,6 @@ def prepare(directory: Path | None = None) -> Path:
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:
     """Return the directory `target`; if it does not exist, `write` fills it first."""
     if target.is_dir():
-        _make_readable(target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
 
@@ -74,20 +72,13 @@ def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         write(partial)
-        _make_readable(partial)
+        # For every user, a container's among them; safetensors writes them for their owner alone.
+        for path in (partial, *partial.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _make_readable(directory: Path) -> None:
-    """Let every user read the files, a container's among them; safetensors writes them for their owner alone."""
-    for path in (directory, *directory.iterdir()):
-        wanted = 0o755 if path.is_dir() else 0o644
-        if path.stat().st_mode & wanted != wanted:
-            with contextlib.suppress(OSError):  # another user's, or read-only: leave it as it is
-                path.chmod(wanted)
 
 
 def _convert(source: Path, directory: Path) -> None:

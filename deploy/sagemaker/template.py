@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from container.settings.properties import masked
+from container.settings.values import masked
 from deploy.sagemaker.configuration import Adapter, Autoscaling, Component, Configuration, Rollout
 from deploy.sagemaker.roles import execution_policy, trust_policy
 from deploy.sagemaker.uploads import ecr_image

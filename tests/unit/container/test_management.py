@@ -7,10 +7,11 @@ import json
 import os
 import signal
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -19,11 +20,13 @@ import pytest
 from container.app import Applications, create_app
 from container.devices import SliceNotChosen
 from container.models import lifecycle, registration
+from container.models.lifecycle import Lifecycle
 from container.models.memory import Free
-from container.models.registration import Registrar, as_model
-from container.models.registry import Models
+from container.models.registration import Registrar
+from container.models.registry import Model, Models
 from container.settings.load import further_settings
-from container.settings.settings import ServerSettings, StartupModel
+from container.settings.settings import ServerSettings, Settings
+from container.settings.values import Value
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 from tests.waiting import until
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.asyncio
 
 HANDLERS = Path(__file__).parents[2] / "fixtures" / "handlers"
 ECHO = str(HANDLERS / "echo")
-PLENTY = Free(1 << 40, 1 << 40, gpu=False)
+PLENTY = Free(1 << 40, gpu=False)
 
 
 class Api:
@@ -42,9 +45,13 @@ class Api:
         self, environ: dict[str, str], memory: tuple[Free, ...], startup: tuple[str, ...], **server: Any
     ) -> None:
         settings = ServerSettings(**server)
-        models = [StartupModel(further_settings(Path(ECHO), name, environ, {}), ECHO) for name in startup]
-        self.models = Models(as_model(model, at_startup=True) for model in models)
-        self.registrar = Registrar(self.models, settings, environ, free=lambda: memory)
+
+        def read(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
+            return further_settings(url, name, environ, {}, arguments)
+
+        models = [Model(Lifecycle(read(Value(ECHO, "startup"), name, {})), ECHO) for name in startup]
+        self.models = Models(models)
+        self.registrar = Registrar(self.models, settings, read, free=lambda: memory)
         self.applications: Applications = create_app(self.models, settings, self.registrar)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60
@@ -140,7 +147,7 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text("required_memory_mb=1000\nreserved_memory_mb=24\n")
     (tmp_path / "model.py").write_text((HANDLERS / "echo" / "model.py").read_text())
     for mebibytes, status in ((1023, 507), (1024, 200)):
-        async with serving(free=Free(mebibytes << 20, 1 << 40, gpu=False)) as api:
+        async with serving(free=Free(mebibytes << 20, gpu=False)) as api:
             answer = await api.register("a", str(tmp_path))
             assert answer.status_code == status
             if status == 507:
@@ -154,7 +161,7 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
-    (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\n")
+    (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\nrequired_memory_mb=20000\n")
     loaded: list[ModelSettings] = []
 
     async def load(settings: ModelSettings, *_: object) -> None:
@@ -162,14 +169,14 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
         raise EngineStartError("enough is known")
 
     monkeypatch.setattr(lifecycle, "load_service", load)
-    empty, full = Free(79 << 30, 80 << 30, gpu=True), Free(8 << 30, 80 << 30, gpu=True)
+    empty, full = Free(79 << 30, gpu=True), Free(8 << 30, gpu=True)
     async with serving(gpus=(full, empty, full, empty)) as api:
         assert error(await api.register("a", str(tmp_path)))[:2] == (500, "EngineException")
         assert loaded[0].devices == (1, 3, 0, 2)
     async with serving(gpus=(full, empty)) as api:
         code, kind, message = error(await api.register("a", str(tmp_path)))
         assert (code, kind) == (507, "WlmOutOfMemoryException")
-        assert "needs 75366 MiB of memory on each of 2 GPUs and 500 MiB have to stay free" in message
+        assert "needs 20000 MiB of memory on each of 2 GPUs and 500 MiB have to stay free" in message
         assert message.endswith("free are 8192 MiB of GPU 0, 80896 MiB of GPU 1")
         assert len(loaded) == 1
         assert await api.names() == []
@@ -189,12 +196,12 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
         raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setattr(lifecycle, "load_service", load)
-    room = (Free(1 << 30, 80 << 30, gpu=True), Free(2 << 30, 80 << 30, gpu=True), PLENTY)
-    settings = further_settings(tmp_path, "a", {}, {})
+    room = (Free(1 << 30, gpu=True), Free(2 << 30, gpu=True), PLENTY)
+    settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
-        model = as_model(StartupModel(settings, str(tmp_path)), at_startup=True)
+        model = Model(Lifecycle(settings), str(tmp_path))
         with pytest.raises(EngineStartError, match=message):
-            await Registrar(Models([model]), settings.server, {}, free=free).start()
+            await Registrar(Models([model]), settings.server, Mock(), free=free).start()
         assert model.lifecycle.reason == message
     assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -75,7 +76,7 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
     lifecycle = Lifecycle(Settings(settings, MODEL))
     lifecycle.stage = state
     models = Models.of(lifecycle)
-    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, {})).main)
+    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock())).main)
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
 
 

@@ -53,7 +53,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     if not settings.get("fail_fast"):
         return None
     assert lifecycle.drained
-    assert all(listener.server.should_exit for listener in process._listeners)
+    assert all(server.should_exit for server, _, _ in process._servers)
     return process._exit_code
 
 

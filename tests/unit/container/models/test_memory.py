@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,21 +14,19 @@ from hypothesis import strategies as st
 
 from container.devices import GpusUnknown, gpu_count
 from container.models import memory
-from container.models.memory import Free, Need, OutOfMemory, check_room, free_memory, needed, placed
+from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.settings import model as model_fields
 from container.settings.load import load_settings
 from container.settings.settings import Settings
 from handlers.engines.cpu_memory import Limit
-from handlers.engines.parallelism import MEMORY_SHARE
-from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 
 MEBIBYTE = 1 << 20
 GIBIBYTE = 1 << 30
-MAIN = Free(100 * MEBIBYTE, 1000 * MEBIBYTE, gpu=False)
-GPU = Free(100 * MEBIBYTE, 1000 * MEBIBYTE, gpu=True)
-EMPTY = Free(79 * GIBIBYTE, 80 * GIBIBYTE, gpu=True)
-FULL = Free(GIBIBYTE, 80 * GIBIBYTE, gpu=True)
+MAIN = Free(100 * MEBIBYTE, gpu=False)
+GPU = Free(100 * MEBIBYTE, gpu=True)
+EMPTY = Free(79 * GIBIBYTE, gpu=True)
+FULL = Free(GIBIBYTE, gpu=True)
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 8192,
@@ -66,79 +65,62 @@ def load(model_dir: Path, properties: str = "") -> Settings:
     return load_settings(model_dir, {})
 
 
-def each(settings: Settings, *gpus: Free) -> int:
-    return needed(settings, gpus).of(gpus[0] if gpus else MAIN)
+def needed(settings: Settings, gpus: int = 0) -> tuple[int, int]:
+    """The number of GPUs on which a model would be, if they had nothing free, and the MiB that it needs of each."""
+    nothing = (*(Free(0, gpu=True) for _ in range(gpus)), Free(0, gpu=False))
+    with pytest.raises(OutOfMemory) as caught:
+        check_room(settings, nothing)
+    found = re.search(r"needs (\d+) MiB of (GPU )?memory(?: on each of (\d+) GPUs)?", str(caught.value))
+    assert found is not None
+    return int(found[3] or (1 if found[2] else 0)), int(found[1])
 
 
 def test_without_a_declaration_it_is_the_files_and_a_fifth_more(model_dir: Path) -> None:
-    assert needed(load(model_dir), ()) == Need(0, 12 * MEBIBYTE - 3)
+    assert needed(load(model_dir)) == (0, 11)
 
 
 def test_a_declaration_goes_before_the_estimate_and_that_of_the_device_before_the_general(model_dir: Path) -> None:
-    assert each(load(model_dir, "required_memory_mb=3")) == 3 * MEBIBYTE
+    assert needed(load(model_dir, "required_memory_mb=3")) == (0, 3)
     device = "gpu" if gpu_count() else "cpu"
     properties = f"required_memory_mb=3\n{device}.required_memory_mb=4\n{device}.reserved_memory_mb=0"
     settings = load(model_dir, properties)
-    assert each(settings) == 4 * MEBIBYTE
+    assert needed(settings) == (0, 4)
     assert settings.memory.reserved == 0
     assert settings.warnings == ()
-    two = load(model_dir, "required_memory_mb=3\noption.tensor_parallel_degree=2")
-    assert needed(two, (GPU, GPU)) == Need(2, 3 * MEBIBYTE)
+    assert needed(load(model_dir, "required_memory_mb=3\noption.tensor_parallel_degree=2"), 2) == (2, 3)
 
 
 def test_weights_in_a_second_format_and_other_files_are_not_counted(model_dir: Path) -> None:
-    alone = each(load(model_dir))
+    alone = needed(load(model_dir))
     sparse(model_dir / "pytorch_model.bin", 10 * MEBIBYTE)
     sparse(model_dir / "original" / "consolidated.00.pth", 10 * MEBIBYTE)
     sparse(model_dir / ".git" / "pack", 10 * MEBIBYTE)
-    assert each(load(model_dir)) == alone
-
-
-def test_adapters_are_counted_as_far_as_they_are_in_memory_together(model_dir: Path) -> None:
-    for name, size in (("a", 10), ("b", 20), ("c", 30)):
-        (model_dir / "adapters").mkdir(exist_ok=True)
-        sparse(model_dir / "adapters" / name / "adapter_model.safetensors", size * MEBIBYTE)
-    without = each(load(model_dir))
-    assert each(load(model_dir, "option.enable_lora=true")) - without == pytest.approx(72 * MEBIBYTE, abs=2)
-    two = load(model_dir, "option.enable_lora=true\noption.max_loras=2")
-    assert each(two) - without == pytest.approx(60 * MEBIBYTE, abs=2)
+    assert needed(load(model_dir)) == alone
 
 
 def test_a_custom_handlers_model_counts_all_its_files_where_none_is_known_to_hold_weights(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def handle(inputs): ...")
     sparse(tmp_path / "model.onnx", 10 * MEBIBYTE)
     sparse(tmp_path / ".git" / "pack", 50 * MEBIBYTE)
-    assert each(load(tmp_path)) // MEBIBYTE == 12
+    assert needed(load(tmp_path)) == (0, 12)
 
 
 def test_the_kv_cache_is_added_where_its_size_is_known(model_dir: Path) -> None:
-    without = each(load(model_dir))
-    settings = load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}")
-    assert each(settings) - without == MEBIBYTE
+    assert needed(load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}")) == (0, 12)
     two = load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}\noption.data_parallel_size=2")
-    assert each(two) == pytest.approx(2 * (without + MEBIBYTE), abs=2)
-
-
-def test_on_a_gpu_it_is_at_least_what_vllm_will_ask_for(model_dir: Path) -> None:
-    files = each(load(model_dir))
-    assert each(load(model_dir), GPU) == int(MEMORY_SHARE * 1000 * MEBIBYTE)
-    assert each(load(model_dir, "option.gpu_memory_utilization=0.5"), GPU) == 500 * MEBIBYTE
-    assert each(load(model_dir, "option.gpu_memory_utilization=x"), GPU) == files
-    assert each(load(model_dir, "option.rolling_batch=disable"), GPU) == files
-    assert each(load(model_dir, "option.rolling_batch=scheduler"), GPU) == each(load(model_dir), GPU)
+    assert needed(two) == (0, 25)
 
 
 @pytest.mark.parametrize(
     ("properties", "gpus", "count", "gibibytes"),
     [
-        ("", 4, 2, 73),
-        ("option.tensor_parallel_degree=4", 4, 4, 73),
+        ("", 4, 4, 30),
+        ("option.tensor_parallel_degree=4", 4, 4, 30),
         ("option.tensor_parallel_degree=1", 4, 1, 120),
-        ("option.tensor_parallel_degree=max", 8, 8, 73),
-        ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, 4, 73),
-        ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, 4, 73),
-        ("option.tensor_parallel_degree=2\noption.gpu_memory_utilization=0.2", 4, 2, 60),
-        ("option.rolling_batch=scheduler", 4, 2, 73),
+        ("option.tensor_parallel_degree=max", 8, 8, 15),
+        ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, 4, 30),
+        ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, 4, 60),
+        ("option.rolling_batch=scheduler", 4, 4, 30),
         ("option.rolling_batch=disable", 4, 1, 120),
         ("option.rolling_batch=disable\noption.device_map=auto", 4, 4, 30),
     ],
@@ -146,8 +128,7 @@ def test_on_a_gpu_it_is_at_least_what_vllm_will_ask_for(model_dir: Path) -> None
 def test_a_large_model_is_shared_out_to_the_gpus_that_it_takes(
     large_model: Path, properties: str, gpus: int, count: int, gibibytes: int
 ) -> None:
-    found = needed(load(large_model, properties), [EMPTY] * gpus)
-    assert (found.gpus, found.of(EMPTY) // GIBIBYTE) == (count, gibibytes)
+    assert needed(load(large_model, properties), gpus) == (count, gibibytes * 1024)
 
 
 def test_what_has_to_stay_free_is_added(model_dir: Path) -> None:
@@ -165,18 +146,9 @@ def test_a_model_larger_than_one_gpu_fits_on_two_with_room(large_model: Path) ->
     with pytest.raises(OutOfMemory) as caught:
         check_room(settings, (FULL, EMPTY, FULL, MAIN))
     assert str(caught.value).split(" needs ")[1] == (
-        "75366 MiB of memory on each of 2 GPUs and 500 MiB have to stay free (reserved_memory_mb); "
+        "40960 MiB of memory on each of 3 GPUs and 500 MiB have to stay free (reserved_memory_mb); "
         "free are 1024 MiB of GPU 0, 80896 MiB of GPU 1, 1024 MiB of GPU 2"
     )
-
-
-def test_of_each_gpu_the_share_of_its_own_memory_counts(model_dir: Path) -> None:
-    smaller = Free(23 * GIBIBYTE, 24 * GIBIBYTE, gpu=True)
-    check_room(load(model_dir, "option.tensor_parallel_degree=2"), (EMPTY, smaller, MAIN))
-    with pytest.raises(OutOfMemory, match=r"needs 22609 MiB of memory on each of 2 GPUs"):
-        check_room(
-            load(model_dir, "option.tensor_parallel_degree=2"), (EMPTY, replace(smaller, free=22 * GIBIBYTE), MAIN)
-        )
 
 
 def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +160,6 @@ def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeyp
     assert placed(settings.model, room).devices == (1, 3)
     with pytest.raises(OutOfMemory, match=r"on each of 2 GPUs .* 80896 MiB of GPU 0, 1024 MiB of GPU 2$"):
         check_room(load(large_model, "load_on_devices=0;2"), room)
-    with pytest.raises(EngineStartError, match="needs 4 GPUs, and load_on_devices allows 2"):
-        check_room(load(large_model, "load_on_devices=0;1\noption.tensor_parallel_degree=4"), room)
 
 
 def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +206,7 @@ def test_a_custom_handlers_workers_keep_their_devices_and_all_of_them_need_room(
 def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
     gibibytes: list[int], allowed: list[int] | None, count: int
 ) -> None:
-    room = (*(Free(one * GIBIBYTE, 80 * GIBIBYTE, gpu=True) for one in gibibytes), MAIN)
+    room = (*(Free(one * GIBIBYTE, gpu=True) for one in gibibytes), MAIN)
     model = ModelSettings(
         name="m", model_dir=Path("/m"), model_id="/m", devices=None if allowed is None else tuple(allowed)
     )
@@ -252,7 +222,7 @@ def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
 
 
 def test_gpus_that_are_about_as_free_are_taken_in_their_order(model_dir: Path) -> None:
-    room = [Free(79 * GIBIBYTE + free, 80 * GIBIBYTE, gpu=True) for free in (3, 400 * MEBIBYTE, 0)]
+    room = [Free(79 * GIBIBYTE + free, gpu=True) for free in (3, 400 * MEBIBYTE, 0)]
     assert placed(load(model_dir).model, (*room, MAIN)).devices == (0, 1, 2)
 
 
@@ -280,19 +250,19 @@ def test_without_a_gpu_main_memory_counts_within_its_smallest_limit(monkeypatch:
     assert 0 < free_memory()[0].free <= psutil.virtual_memory().total
     found = [Limit("the machine", 9 * MEBIBYTE, 10 * MEBIBYTE), Limit("the control group /", MEBIBYTE, 4 * MEBIBYTE)]
     monkeypatch.setattr(memory, "machine_limits", lambda: found)
-    assert free_memory() == (Free(MEBIBYTE, 4 * MEBIBYTE, gpu=False),)
+    assert free_memory() == (Free(MEBIBYTE, gpu=False),)
 
 
 def test_the_memory_of_each_gpu_comes_before_main_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory, "gpu_count", lambda: 2)
-    monkeypatch.setattr(memory, "gpu_memory", lambda: ((9, 10), (1, 10)))
+    monkeypatch.setattr(memory, "gpu_memory", lambda: (9, 1))
     first, second, main = free_memory()
-    assert (first, second, main.gpu) == (Free(9, 10, gpu=True), Free(1, 10, gpu=True), False)
+    assert (first, second, main.gpu) == (Free(9, gpu=True), Free(1, gpu=True), False)
     assert caplog.text == ""
 
-    def unknown() -> tuple[tuple[int, int], ...]:
+    def unknown() -> tuple[int, ...]:
         raise GpusUnknown("there is no program nvidia-smi")
 
     monkeypatch.setattr(memory, "gpu_memory", unknown)

@@ -56,7 +56,7 @@ async def test_a_model_of_s3_is_loaded_called_and_unloaded(model: Gate, url: str
 async def test_its_weights_count_when_the_room_for_it_is_measured(
     model: Gate, url: str, environ: dict[str, str]
 ) -> None:
-    async with serving(environ=environ, free=Free(11 * MEBIBYTE, 1 << 40, gpu=False)) as api:
+    async with serving(environ=environ, free=Free(11 * MEBIBYTE, gpu=False)) as api:
         code, kind, message = error(await api.register("a", url))
         assert (code, kind) == (507, "WlmOutOfMemoryException")
         assert "needs 12 MiB" in message

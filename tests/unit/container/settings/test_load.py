@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from container.cli import read_startup
-from container.settings import load as settings_module
+from container.settings import server as server_module
 from container.settings.load import load_settings
 from container.settings.settings import ServerSettings, Settings, SettingsError
 from container.sources import location as model_location
@@ -168,7 +168,7 @@ def test_the_queue_of_the_model_goes_before_that_of_the_server(model_dir: Path) 
 
 
 def test_on_sagemaker_the_request_id_comes_in_its_header(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_module, "SAGEMAKER_METADATA", model_dir / "config.json")
+    monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
     assert load(model_dir).server.request_id_header == "X-Amzn-SageMaker-Inference-Id"
     given_header = load(model_dir, environ={"SERVING_REQUEST_ID_HEADER_KEY": "x-id"}).server.request_id_header
     assert given_header == "x-id"
@@ -231,10 +231,15 @@ def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: 
     assert problem.startswith(f'{key} is "{text}" (serving.properties: {key})')
 
 
+@pytest.mark.parametrize("name", ["SERVING_INFERENCE_ADDRESS", "SERVING_MANAGEMENT_ADDRESS"])
+def test_an_address_has_no_tls(model_dir: Path, name: str) -> None:
+    (problem,) = problems(model_dir, environ={name: "https://0.0.0.0:8443"})
+    assert problem.endswith(f"(environment: {name}); allowed: http://host:port, without TLS")
+
+
 @pytest.mark.parametrize(
     "environ",
     [
-        {"SERVING_INFERENCE_ADDRESS": "https://0.0.0.0:8443"},
         {"SERVING_CERTIFICATE_FILE": "/x"},
         {"HF_TASK": "feature-extraction"},
     ],
@@ -493,7 +498,7 @@ def test_the_default_model_directory_may_be_missing(tmp_path: Path, monkeypatch:
 
 
 def test_a_directory_given_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="model directory \\(--model-dir\\): there is no directory"):
+    with pytest.raises(SettingsError, match="model directory \\(command line: --model-dir\\): there is no directory"):
         load_settings(tmp_path / "nothing", {"HF_MODEL_ID": "org/m"})
 
 

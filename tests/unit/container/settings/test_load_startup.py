@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from container.settings import report as config_report
-from container.settings.load import load_startup
+from container.settings.load import further_settings, load_startup
 from container.settings.report import startup_json, startup_text
-from container.settings.settings import SettingsError, Startup
+from container.settings.settings import SettingsError, Startup, UrlNotFound
+from container.settings.values import Value
 from container.sources import location as model_location
-from container.sources.location import UrlNotFound, model_place
-from handlers.engines import cpu_memory
-from handlers.engines.cpu_memory import Limit
 
 
 def model(directory: Path, properties: str = "", *, config: bool = True) -> Path:
@@ -57,37 +54,6 @@ def test_each_directory_of_a_store_is_a_model_with_its_own_file_and_the_same_env
     report = json.loads(startup_json(startup))
     assert report["models"].keys() == {"a", "b_1"}
     assert "model b_1 (" in startup_text(startup)
-
-
-def test_the_size_of_the_kv_cache_on_a_cpu_is_shown_with_what_decided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_report, "gpu_count", lambda: 0)
-    monkeypatch.setattr(cpu_memory, "memory_limits", lambda *_: [Limit("NUMA node 0", 3 << 30, 4 << 30)])
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    startup = load_startup(model(tmp_path / "m"), {}, {})
-    line = startup_text(startup).splitlines()[-1]
-    assert line.startswith("KV cache: 0.67 GiB, half of what is left")
-    assert "NUMA node 0 has 3.00 GiB of 4.00 GiB available" in line
-    cache = json.loads(startup_json(startup))["kv_cache"]
-    assert cache == {
-        "bytes": ((3 << 30) - (1700 << 20)) // 2,
-        "limit": "NUMA node 0",
-        "text": line.removeprefix("KV cache: "),
-    }
-    monkeypatch.setattr(cpu_memory, "memory_limits", lambda *_: [Limit("NUMA node 0", 1 << 30, 4 << 30)])
-    assert startup_text(startup).splitlines()[-1].startswith("KV cache: too little memory for ")
-    assert json.loads(startup_json(startup))["kv_cache"]["bytes"] is None
-
-
-@pytest.mark.parametrize("properties", ["option.kv_cache_memory_bytes=1", "option.rolling_batch=disable"])
-def test_where_no_size_is_chosen_for_vllm_none_is_shown(
-    properties: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_report, "gpu_count", lambda: 0)
-    startup = load_startup(model(tmp_path / "m", properties), {}, {})
-    assert "KV cache: " not in startup_text(startup)
-    assert "kv_cache" not in json.loads(startup_json(startup))
 
 
 def test_a_name_belongs_to_one_model(tmp_path: Path) -> None:
@@ -159,17 +125,13 @@ def test_what_is_wrong_with_one_of_several_stops_the_start(tmp_path: Path, monke
 @pytest.mark.parametrize("url", ["http://h/x", "relative/x", "file://host/x", "/no/such", "", "/a\0b"])
 def test_a_url_is_a_directory_of_this_machine(url: str) -> None:
     with pytest.raises(UrlNotFound, match="url is"):
-        model_place(url)
-
-
-def test_a_url_of_s3_is_left_to_whoever_reads_the_settings() -> None:
-    assert model_place("s3://bucket/llama") == "s3://bucket/llama"
+        further_settings(Value(url, "here"), "a", {}, {})
 
 
 def test_a_file_url_may_have_escapes(tmp_path: Path) -> None:
-    (tmp_path / "a b").mkdir()
-    assert model_place(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
-    assert model_place(f"{tmp_path}/a b/") == tmp_path / "a b"
+    directory = model(tmp_path / "a b")
+    for url in (f"file://{tmp_path}/a%20b", f"{tmp_path}/a b/"):
+        assert further_settings(Value(url, "here"), "a", {}, {}).model.model_dir == directory
 
 
 @pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from container.settings import model as model_fields
+from container.settings import handler as handler_module
 from container.settings.load import load_settings
 from container.settings.report import render_text
 from container.settings.settings import Settings, SettingsError
@@ -225,7 +225,7 @@ def test_a_formatter_may_be_named(model_dir: Path) -> None:
 
 
 def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_fields, "gpu_count", lambda: 4)
+    monkeypatch.setattr(handler_module, "gpu_count", lambda: 4)
     found = handler(model_dir, HANDLER, "minWorkers=1\nmaxWorkers=2\ngpu.maxWorkers=3")
     assert (found.devices, found.min_workers, found.max_workers) == (("0", "1", "2", "3"), 4, 12)
     parallel = handler(model_dir, HANDLER, "option.tensor_parallel_degree=2")

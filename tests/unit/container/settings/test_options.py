@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.settings import options, server_options
-from container.settings.aliases import ALIASES, Alias
+from container.settings import options, server
+from container.settings.environment import ALIASES, SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS, Alias
 from container.settings.options import Option
-from container.settings.parsers import names
-from container.settings.properties import SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
 from container.settings.settings import ServerSettings
+from container.settings.values import names
 from handlers.model_settings import ModelSettings
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "configuration.md"
-ALL_OPTIONS = (*options.MODEL_OPTIONS, *server_options.SERVER_OPTIONS)
+ALL_OPTIONS = (*options.MODEL_OPTIONS, *server.SERVER_OPTIONS)
 
 
 @given(option=st.sampled_from(ALL_OPTIONS), text=st.text())
@@ -42,7 +41,7 @@ def test_blanks_at_the_ends_do_not_count(option: Option, text: str, blanks: str)
 
 
 def test_no_key_means_two_things() -> None:
-    for table in (options.MODEL_OPTIONS, server_options.SERVER_OPTIONS):
+    for table in (options.MODEL_OPTIONS, server.SERVER_OPTIONS):
         keys = [key for option in table for key in (option.key, *option.aliases)]
         assert len(keys) == len(set(keys))
 
@@ -59,7 +58,7 @@ def defaults(settings: type) -> dict[str, Any]:
             for option in options.SERVED
             if option.argument is None and option.field not in ("model_id", "stop_sequence", "served_model_name")
         ),
-        *((option, ServerSettings) for option in server_options.SERVED),
+        *((option, ServerSettings) for option in server.SERVED),
     ],
     ids=lambda parameter: getattr(parameter, "key", None),
 )
@@ -70,7 +69,7 @@ def test_the_table_and_the_typed_settings_have_the_same_default(option: Option, 
 
 
 def test_every_field_of_the_server_settings_can_be_set() -> None:
-    assert {option.field for option in server_options.SERVED} == defaults(ServerSettings).keys()
+    assert {option.field for option in server.SERVED} == defaults(ServerSettings).keys()
 
 
 def test_every_refusal_says_what_to_do_instead() -> None:
@@ -80,7 +79,7 @@ def test_every_refusal_says_what_to_do_instead() -> None:
 
 def test_what_is_ignored_is_no_option() -> None:
     assert not options.IGNORED.keys() & options.BY_KEY.keys()
-    assert not server_options.IGNORED.keys() & {option.key for option in server_options.SERVER_OPTIONS}
+    assert not server.IGNORED.keys() & {option.key for option in server.SERVER_OPTIONS}
     assert options.IGNORED_SILENTLY.keys() <= options.IGNORED.keys()
 
 
@@ -130,19 +129,19 @@ TABLES = {
     "server": [
         "| variable | default | allowed | meaning |",
         "| --- | --- | --- | --- |",
-        *(server_row(option) for option in (*server_options.SERVED, *server_options.FOR_MODELS)),
+        *(server_row(option) for option in (*server.SERVED, *server.FOR_MODELS)),
     ],
     "refused": [
         "| setting | served | what it is | instead |",
         "| --- | --- | --- | --- |",
         *(refused_row(option, option.key) for option in options.NOT_SERVED),
-        *(refused_row(option, server_name(option.key)) for option in server_options.NOT_SERVED),
+        *(refused_row(option, server_name(option.key)) for option in server.NOT_SERVED),
     ],
     "ignored": [
         "| setting | why it has no effect |",
         "| --- | --- |",
         *(f"| `{key}` | {reason} |" for key, reason in options.IGNORED.items()),
-        *(f"| `{server_name(key)}` | {reason} |" for key, reason in server_options.IGNORED.items()),
+        *(f"| `{server_name(key)}` | {reason} |" for key, reason in server.IGNORED.items()),
     ],
 }
 
@@ -161,4 +160,4 @@ def test_the_documentation_has_the_table_of_options(name: str) -> None:
 
 
 def test_server_defaults_name_keys_that_the_model_has() -> None:
-    assert set(SERVER_DEFAULTS_OF_MODEL_KEYS.values()) <= options.BY_KEY.keys()
+    assert set(SERVER_DEFAULTS_OF_MODEL_KEYS) <= options.BY_KEY.keys()

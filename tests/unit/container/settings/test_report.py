@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.settings.properties import masked, quoted
-from container.settings.report import render_json, render_text
-from container.settings.settings import ServerSettings, SettingEntry, Settings
+from container.settings.report import render_text, startup_json
+from container.settings.settings import ServerSettings, SettingEntry, Settings, Startup, StartupModel
+from container.settings.values import masked, quoted
 from handlers.model_settings import ModelSettings
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
@@ -18,6 +18,10 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 def settings(*entries: SettingEntry, warnings: tuple[str, ...] = ()) -> Settings:
     model = ModelSettings(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
     return Settings(ServerSettings(), model, entries, warnings)
+
+
+def as_json(reported: Settings) -> str:
+    return startup_json(Startup(reported.server, (StartupModel(reported, "/opt/ml/model"),)))
 
 
 def test_the_table_is_aligned() -> None:
@@ -42,7 +46,7 @@ def test_the_table_is_aligned() -> None:
 
 def test_json_keeps_types() -> None:
     report = json.loads(
-        render_json(
+        as_json(
             settings(
                 SettingEntry("port", 9000, "default"),
                 SettingEntry("fail_fast", True, "default", "a note"),
@@ -74,7 +78,7 @@ def test_json_keeps_types() -> None:
 )
 def test_a_credential_is_hidden_by_its_name(name: str, text: str) -> None:
     report = settings(SettingEntry(name, text, "environment"))
-    assert "s3cret" not in render_text(report) + render_json(report)
+    assert "s3cret" not in render_text(report) + as_json(report)
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,11 @@ def test_option_model_id_is_the_model_of_the_directory_that_is_here(
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    (here / "serving.properties").write_text(f"option.model_id={url}\noption.tokenizer={url}\n")
+    (here / "serving.properties").write_text(f"option.model_id={url}\n")
     settings = load_settings(here, environ)
     assert (settings.model.model_dir, settings.model.name, settings.model.max_prompt_tokens) == (here, "here", None)
     (remote,) = settings.remote_models
-    assert settings.model.model_id == str(remote.directory) == settings.model.engine_arguments["tokenizer"]
+    assert settings.model.model_id == str(remote.directory)
 
 
 def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, str]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from container.settings.load import load_settings
-from container.settings.properties import Value
-from container.settings.secure_mode import ALLOWED_KEYS, KNOWN_CONTROLS, SecureMode, check_adapter, read_secure_mode
+from container.settings.secure_mode import ALLOWED_KEYS, KNOWN_CONTROLS, SecureMode, read_secure_mode
 from container.settings.settings import Settings, SettingsError
+from container.settings.values import Value
 
 ON = {"SAGEMAKER_SECURE_MODE": "true"}
 
@@ -175,11 +175,11 @@ def test_a_tokenizer_without_a_chat_template_is_allowed(model_dir: Path) -> None
 def test_an_adapters_directory_is_held_to_the_controls(tmp_path: Path, name: str, control: str) -> None:
     (tmp_path / "adapter_model.safetensors").touch()
     everything = SecureMode(KNOWN_CONTROLS)
-    assert check_adapter(everything, tmp_path) == []
+    assert everything.adapter_faults(tmp_path) == []
     (tmp_path / name).touch()
-    (problem,) = check_adapter(everything, tmp_path)
+    (problem,) = everything.adapter_faults(tmp_path)
     assert problem.startswith(f"{control}: there is")
-    assert check_adapter(SecureMode(KNOWN_CONTROLS - {control}), tmp_path) == []
+    assert SecureMode(KNOWN_CONTROLS - {control}).adapter_faults(tmp_path) == []
 
 
 def test_whoever_has_no_settings_reads_the_mode_from_the_environment_alone() -> None:

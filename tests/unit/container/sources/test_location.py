@@ -26,9 +26,7 @@ def test_a_folder_has_one_name(text: str, url: str, name: str) -> None:
     assert (str(parsed), parsed.name) == (url, name)
 
 
-@pytest.mark.parametrize(
-    "text", ["s3://", "s3:///a", "s3://a b/c", "s3://b/\x00", "http://a/b", "s3:/a/b", "s3://../a"]
-)
+@pytest.mark.parametrize("text", ["s3://", "s3:///a", "s3://b/\x00", "http://a/b", "s3:/a/b"])
 def test_what_names_no_folder_is_refused(text: str) -> None:
     with pytest.raises(SourceError):
         S3Url.parse(text)

@@ -19,10 +19,3 @@ def write(directory: Path) -> None:
 
 def test_every_user_can_read_what_was_made(tmp_path: Path) -> None:
     assert modes(make_once(tmp_path / "model", write)) == [0o755, 0o644, 0o644]
-
-
-def test_every_user_can_read_what_an_earlier_version_made(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    target.mkdir(mode=0o755)
-    write(target)
-    assert modes(make_once(target, write)) == [0o755, 0o644, 0o644]

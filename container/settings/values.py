@@ -1,4 +1,4 @@
-"""Parsers for the texts of settings; each describes the values that it allows."""
+"""A setting as it was written: where, how it is shown, and the parsers that make a value of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,62 @@ TRUE = frozenset({"true", "1", "yes", "on"})
 FALSE = frozenset({"false", "0", "no", "off"})
 FORMATTERS = ("json", "jsonlines", "sse")
 """The built-in output formatters."""
+HIDDEN = "***"
+NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+"""Characters that no value may have."""
+_LONGEST_QUOTE = 200
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _ZERO = re.compile(r"0+(\.0*)?")
 _FUNCTION_NAME = re.compile(r"\w+")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+# Names that hold a credential as a whole. `max_num_batched_tokens` and the like end in "tokens" and are not meant.
+_SECRET_NAME = re.compile(r"(token|api_?key|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
+_WHOLLY_HIDDEN = frozenset({"option.env"})
+_SECRET_VALUE = re.compile(
+    r"hf_[A-Za-z0-9]{12,}"  # a Hugging Face token
+    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b"  # an AWS access key
+    r"|\bsk-[A-Za-z0-9_-]{16,}"
+    r"|(?<=://)[^/\s@]+(?=@)"  # user:password in a URL
+)
+
+
+def masked(name: str, text: str) -> str:
+    """`text` with what looks like a credential replaced, judged by the setting's name and by the text itself."""
+    if text and (name in _WHOLLY_HIDDEN or _SECRET_NAME.search(name)):
+        return HIDDEN
+    return _SECRET_VALUE.sub(HIDDEN, text)
+
+
+def quoted(name: str, text: str) -> str:
+    """`masked` text for a message: in quotes, on one line, cut short."""
+    shown = masked(name, text)
+    if len(shown) > _LONGEST_QUOTE:
+        shown = shown[:_LONGEST_QUOTE] + "..."
+    return json.dumps(shown, ensure_ascii=not shown.isprintable())
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value as it was written, and where: "serving.properties: option.dtype", "environment: OPTION_DTYPE"."""
+
+    text: str
+    source: str
+
+    @property
+    def word(self) -> str:
+        """The text in lower case, without blanks at its ends."""
+        return self.text.strip().lower()
+
+    def describe(self, key: str) -> str:
+        """`<key> is "<text>" (<source>)`, for a message."""
+        return f"{key} is {quoted(key, self.text)} ({self.source})"
+
+
+def is_true(value: Value | None) -> bool:
+    """Whether there is a value, and it says yes."""
+    return value is not None and value.word in TRUE
 
 
 @dataclass(frozen=True, slots=True)

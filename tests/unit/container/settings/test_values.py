@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from container.settings.parsers import (
+from container.settings.values import (
     BOOLEAN,
     DTYPE,
     HEADER_NAME,

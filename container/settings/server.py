@@ -1,17 +1,20 @@
-"""The settings of the server: SERVING_<KEY> in the environment, or --<key> on the command line.
+"""The settings of the server: SERVING_<KEY> in the environment, or --<key> on the command line, and how they are read.
 
 Names and defaults are LMI's, except for those that only Slipway has.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from container.error_rates import error_rate
-from container.settings.options import Option, refused
-from container.settings.parsers import (
+from container.settings.environment import sagemaker_server_layer, serving_layer
+from container.settings.options import Lookup, Option, refused
+from container.settings.values import (
     ANYTHING,
     BOOLEAN,
     HEADER_NAME,
@@ -24,46 +27,34 @@ from container.settings.parsers import (
     SECONDS_OR_NEVER,
     TEXT,
     Parser,
+    Value,
     checked,
     choice,
     integer,
+    names,
 )
-from container.settings.properties import Value
 
-_ADDRESS = re.compile(
-    r"(?P<scheme>https?)://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?"
-)
+SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
+"""A file that is there on SageMaker only."""
+_ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
 _TLS = "let a proxy in front of the container do TLS"
+
+
+def address(text: str) -> tuple[str, str]:
+    """Host and port of `http://host:port`; the port is 80 if left out.
+
+    Raises:
+        ValueError: another text.
+    """
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    return match["v6"] or match["host"], match["port"] or _DEFAULT_PORT
+
+
+_HTTP_ADDRESS = checked(address, "http://host:port, without TLS")
 _ERROR_RATE = checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
-
-
-class AddressError(Exception):
-    """An address that Slipway cannot listen on; the message names the key, the source and what is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where to listen."""
-
-    host: str
-    port: str
-
-    @classmethod
-    def parse(cls, value: Value, key: str = "management_address") -> Address:
-        """Parse `http://host:port`; the port is 80 if left out.
-
-        Raises:
-            AddressError: another text, or an address with TLS.
-        """
-        match = _ADDRESS.fullmatch(value.text.strip())
-        if match is None:
-            raise AddressError(f"{value.describe(key)}; allowed: http://<host>:<port>")
-        if match["scheme"] == "https":
-            raise AddressError(f"{value.describe(key)}: not served by this version of Slipway; {_TLS}")
-        return cls(match["v6"] or match["host"], match["port"] or _DEFAULT_PORT)
-
-
 SERVED = (
     Option("host", HOST, "0.0.0.0", "Address to listen on"),
     Option("port", integer(1, 65535), "8080", "Port to listen on", variables=("SAGEMAKER_BIND_TO_PORT",)),
@@ -119,9 +110,9 @@ SERVED = (
     ),
     Option(
         "management_address",
-        ANYTHING,
+        _HTTP_ADDRESS,
         None,
-        "`http://<host>:<port>` of a separate listener for the management API; without it, the main listener has it",
+        "Address of a separate listener for the management API; without it, the main listener has it",
     ),
     Option(
         "multi_model",
@@ -208,5 +199,46 @@ IGNORED: Mapping[str, str] = {
 """LMI's settings that have nothing to set here, and why."""
 
 SERVER_OPTIONS = (*SERVED, *FOR_MODELS, *NOT_SERVED)
-KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), *IGNORED, "inference_address"})
-"""`inference_address` sets host and port."""
+_INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, None, "Sets host and port", shows_default=False)
+_KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRESS.key})
+
+
+def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
+    """The server's keys; what is wrong with them is added to `lookup.problems`."""
+    given = {key: Value(text, f"command line: --{key.replace('_', '-')}") for key, text in command_line.items() if text}
+    serving = serving_layer(variables, lookup.problems)
+    if (text := lookup.value(_INFERENCE_ADDRESS, serving)) is not None:
+        source = serving[_INFERENCE_ADDRESS.key].source
+        for key, part in zip(("host", "port"), address(str(text)), strict=True):
+            serving.setdefault(key, Value(part, source))
+    return {**given, **serving, **sagemaker_server_layer(variables, lookup.problems)}
+
+
+def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
+    """The fields of `ServerSettings`; wrong values are added to `lookup.problems`."""
+    if "request_id_header_key" not in layer and os.path.exists(SAGEMAKER_METADATA):
+        layer["request_id_header_key"] = Value("X-Amzn-SageMaker-Inference-Id", "default on SageMaker")
+    fields: dict[str, Any] = {option.field: lookup.value(option, layer) for option in SERVED}
+    fields["model_aliases"] = names(str(fields["model_aliases"]))
+    for option in (LOAD_MODELS, *NOT_SERVED):
+        lookup.value(option, layer)
+    if fields["management_address"] is not None and _is_main_listener(layer, fields):
+        fields["management_address"] = None
+    for key, value in sorted(layer.items()):
+        if key in IGNORED:
+            lookup.ignore(key, value, IGNORED[key])
+        elif key in _KEYS:
+            continue
+        elif value.source.startswith("command line"):
+            lookup.problems.append(f"{value.source}: there is no such option")
+        else:
+            lookup.ignore(key, value, "the server has no such setting")
+    return fields
+
+
+def _is_main_listener(layer: Mapping[str, Value], fields: Mapping[str, Any]) -> bool:
+    """Whether the management address is the one of the main listener."""
+    inference = layer.get(_INFERENCE_ADDRESS.key)
+    if inference is not None and inference.text == layer["management_address"].text:
+        return True
+    return address(fields["management_address"]) == (fields["host"], str(fields["port"]))

@@ -1,0 +1,258 @@
+"""The environment: which variables count, what those of other containers stand for, and which keys they set.
+
+The rules are LMI's. A variable of TGI, of AWS's vLLM image, or an older one of LMI stands for one of LMI's, unless that
+one is set. Nothing is converted here; `options` and `server` say what a value may be.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from container.settings.values import NOT_TEXT, TRUE, Value
+
+SAGEMAKER_MODEL_KEYS = (
+    ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
+    ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
+    ("SAGEMAKER_NUM_MODEL_WORKERS", "minWorkers"),
+    ("SAGEMAKER_NUM_MODEL_WORKERS", "maxWorkers"),
+    ("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "option.default_accept"),
+    ("SAGEMAKER_ENABLE_STATEFUL_SESSIONS", "option.enable_stateful_sessions"),
+    ("SAGEMAKER_SESSIONS_EXPIRATION", "option.sessions_expiration"),
+    ("SAGEMAKER_SESSIONS_PATH", "option.sessions_path"),
+)
+"""SageMaker's variables that overwrite a key of the model."""
+_SAGEMAKER_SERVER_KEYS = (
+    ("SAGEMAKER_BIND_TO_PORT", "port"),
+    ("SAGEMAKER_MULTI_MODEL", "multi_model"),
+    ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
+    ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
+)
+SERVER_DEFAULTS_OF_MODEL_KEYS = (
+    *("batch_size", "max_batch_delay", "max_idle_time", "min_workers", "max_workers"),
+    *("load_on_devices", "reserved_memory_mb", "retry_threshold"),
+)
+"""Server keys that are the default of a model's key."""
+_OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
+_UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
+_MEBIBYTE = 1 << 20
+VLLM_PREFIX = "SM_VLLM_"
+_PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
+_VARIABLES = frozenset(
+    {
+        *(name for name, _ in (*SAGEMAKER_MODEL_KEYS, *_SAGEMAKER_SERVER_KEYS)),
+        *("SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_SECURE_MODE"),
+        *("SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),
+        *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT", "DJL_OFFLINE"),
+        *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS"),
+        *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
+    }
+)
+"""LMI's variables without a prefix."""
+_LMI, _TGI, _AWS, _HUB = "LMI", "TGI", "AWS's vLLM image", "Hugging Face"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A variable, and the one that it stands for."""
+
+    variable: str
+    target: str
+    of: str
+    """The container whose variable it is."""
+    convert: Callable[[str], str] = str
+
+    @property
+    def source(self) -> str:
+        """The source of the values that it sets."""
+        return f"environment: {self.variable}"
+
+    @property
+    def key(self) -> str:
+        """The setting that it sets, as reports name it."""
+        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
+
+
+_KEYS = {
+    "HF_MODEL_ID": "option.model_id",
+    "HF_REVISION": "option.revision",
+    "HF_TOKEN": "HF_TOKEN",
+    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
+}
+
+
+def _inverted(text: str) -> str:
+    return "false" if text.strip().lower() == "true" else "true"
+
+
+def _chat_format(text: str) -> str:
+    return "openai" if text.strip().lower() in TRUE else "lmi"
+
+
+def _quantization(text: str) -> str:
+    return "bitsandbytes" if text.strip().lower() in ("bitsandbytes-nf4", "bitsandbytes-fp4") else text
+
+
+ALIASES = (
+    Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
+    Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
+    Alias("REVISION", "HF_REVISION", _TGI),
+    Alias("HF_MODEL_QUANTIZE", "OPTION_QUANTIZE", f"{_LMI}, {_TGI}", _quantization),
+    Alias("QUANTIZE", "OPTION_QUANTIZE", _TGI, _quantization),
+    Alias("HF_MODEL_TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", f"{_LMI}, {_TGI}"),
+    Alias("TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", _TGI),
+    Alias("SM_NUM_GPUS", "TENSOR_PARALLEL_DEGREE", f"{_LMI}, {_TGI}"),
+    Alias("NUM_SHARD", "TENSOR_PARALLEL_DEGREE", _TGI),
+    Alias("MAX_CONCURRENT_REQUESTS", "SERVING_JOB_QUEUE_SIZE", f"{_LMI}, {_TGI}"),
+    Alias("MAX_BATCH_PREFILL_TOKENS", "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS", f"{_LMI}, {_TGI}"),
+    Alias("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE", f"{_LMI}, {_TGI}"),
+    Alias("ENABLE_CUDA_GRAPHS", "OPTION_ENFORCE_EAGER", _LMI, _inverted),
+    Alias("CUDA_MEMORY_FRACTION", "OPTION_GPU_MEMORY_UTILIZATION", f"{_LMI}, {_TGI}"),
+    Alias("MAX_INPUT_TOKENS", "OPTION_MAX_PROMPT_TOKENS", _TGI),
+    Alias("MAX_INPUT_LENGTH", "OPTION_MAX_PROMPT_TOKENS", _TGI),
+    Alias("MAX_TOTAL_TOKENS", "OPTION_MAX_MODEL_LEN", _TGI),
+    Alias("MAX_STOP_SEQUENCES", "OPTION_MAX_STOP_SEQUENCES", _TGI),
+    Alias("MAX_BEST_OF", "OPTION_MAX_BEST_OF", _TGI),
+    Alias("MESSAGES_API_ENABLED", "OPTION_CHAT_FORMAT", _TGI, _chat_format),
+    Alias("DTYPE", "OPTION_DTYPE", _TGI),
+    Alias("KV_CACHE_DTYPE", "OPTION_KV_CACHE_DTYPE", _TGI),
+    Alias("CORS_ALLOW_ORIGIN", "SERVING_CORS_ALLOWED_ORIGIN", _TGI),
+    Alias("PAYLOAD_LIMIT", "SERVING_MAX_REQUEST_SIZE", _TGI),
+    Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),
+    Alias("HF_API_TOKEN", "HF_TOKEN", _TGI),
+)
+"""Of two that stand for the same variable, the one that comes first counts."""
+
+# AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
+_VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
+
+_SCHEDULED = "the engine schedules and places by itself; OPTION_<NAME> sets any argument of vLLM"
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("WAITING_SERVED_RATIO", "MAX_WAITING_TOKENS", "MAX_BATCH_TOTAL_TOKENS", "MAX_CLIENT_BATCH_SIZE"),
+            *("ROPE_SCALING", "ROPE_FACTOR", "SHARDED", "SPECULATE", "VALIDATION_WORKERS", "CUDA_GRAPHS"),
+            *("WATERMARK_GAMMA", "WATERMARK_DELTA", "DISABLE_CUSTOM_KERNELS", "WEIGHTS_CACHE_OVERRIDE"),
+            *("MAX_TOP_N_TOKENS", "ENABLE_PREFILL_LOGPROBS", "DISABLE_GRAMMAR_SUPPORT", "PREFILL_CHUNKING"),
+        ),
+        _SCHEDULED,
+    ),
+    "API_KEY": "requests are served without a key; let a proxy ask for it",
+    "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
+    "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
+    "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
+    "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
+}
+"""TGI's variables that have nothing to set here, and what there is instead."""
+
+_KNOWN = _VARIABLES | _WITHOUT_EFFECT.keys() | {alias.variable for alias in ALIASES}
+
+
+def read_variables(
+    environ: Mapping[str, str], problems: list[str], warnings: list[str]
+) -> tuple[dict[str, Value], tuple[Alias, ...]]:
+    """The variables that count, with those that aliases stand for, and the aliases that are in effect.
+
+    An empty variable counts as unset, but an empty SM_VLLM_* is true. There is a warning for each alias that says
+    something else than the variable that it stands for.
+    """
+    variables: dict[str, Value] = {}
+    for name, text in environ.items():
+        flag = name.startswith(VLLM_PREFIX)
+        if not (text or flag) or not (name in _KNOWN or name.startswith(_PREFIXES)):
+            continue
+        if NOT_TEXT.search(text) or not name.isprintable():
+            problems.append(f"environment: {ascii(name)[1:-1]} is not UTF-8 text")
+            continue
+        variables[name] = Value(text or "true", f"environment: {name}")
+    applied = []
+    for alias in (*ALIASES, *_vllm_aliases(variables)):
+        given = variables.get(alias.variable)
+        if given is None:
+            continue
+        value = Value(alias.convert(given.text), given.source)
+        counts = variables.setdefault(alias.target, value)
+        if counts is value:
+            applied.append(alias)
+        elif counts.word != value.word:
+            warnings.append(
+                f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
+                f"{counts.source.removeprefix('environment: ')} sets to another value"
+            )
+    warnings += [
+        f"{name} (environment, of TGI) has no effect: {instead}"
+        for name, instead in _WITHOUT_EFFECT.items()
+        if name in variables
+    ]
+    return variables, tuple(applied)
+
+
+def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
+    names = [name.removeprefix(VLLM_PREFIX) for name in sorted(variables) if name.startswith(VLLM_PREFIX)]
+    return [Alias(VLLM_PREFIX + name, _VLLM_TARGETS.get(name, f"OPTION_{name}"), _AWS) for name in names if name]
+
+
+FOR_HUB_MODEL = frozenset(
+    {
+        *("HF_MODEL_ID", "HF_REVISION", f"{VLLM_PREFIX}MODEL"),
+        *(alias.variable for alias in ALIASES if alias.target in ("HF_MODEL_ID", "HF_REVISION")),
+    }
+)
+"""Variables that name the hub's model, with those of other containers."""
+
+
+def for_every_model(environ: Mapping[str, str]) -> dict[str, str]:
+    """All variables but those that say which models there are; they count for each model of a server with several."""
+    for_one = FOR_HUB_MODEL | {"SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
+    return {name: text for name, text in environ.items() if name not in for_one}
+
+
+def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
+    """Model keys from OPTION_* and ARGS_*."""
+    layer: dict[str, Value] = {}
+    for name, value in variables.items():
+        if name.startswith("OPTION_") and (rest := name.removeprefix("OPTION_")):
+            _put(layer, _OPTION_KEYS.get(rest) or f"option.{_key(rest)}", value, problems)
+        elif name.startswith("ARGS_") and (rest := name.removeprefix("ARGS_")):
+            _put(layer, _key(rest), value, problems)
+    return layer
+
+
+def serving_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
+    """Server keys from SERVING_*."""
+    layer: dict[str, Value] = {}
+    for name, value in variables.items():
+        if name.startswith("SERVING_") and (rest := name.removeprefix("SERVING_")):
+            _put(layer, rest.lower(), value, problems)
+    return layer
+
+
+def _key(name: str) -> str:
+    return name.lower() if _UPPER_CASE_NAME.fullmatch(name) else name
+
+
+def _put(layer: dict[str, Value], key: str, value: Value, problems: list[str]) -> None:
+    earlier = layer.setdefault(key, value)
+    if earlier.text != value.text:
+        problems.append(f"{key} is set twice, to different values ({earlier.source}; {value.source}); give it once")
+
+
+def sagemaker_model_layer(variables: Mapping[str, Value]) -> dict[str, Value]:
+    """Model keys that SageMaker's variables overwrite."""
+    return {key: variables[name] for name, key in SAGEMAKER_MODEL_KEYS if name in variables}
+
+
+def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
+    """Server keys that SageMaker's variables overwrite."""
+    layer = {key: variables[name] for name, key in _SAGEMAKER_SERVER_KEYS if name in variables}
+    megabytes = variables.get("SAGEMAKER_MAX_PAYLOAD_IN_MB")
+    if megabytes is None or "max_request_size" in layer:
+        return layer
+    if re.fullmatch("0*[0-9]{1,7}", megabytes.text.strip(), re.ASCII):
+        size = int(megabytes.text) * _MEBIBYTE or sys.maxsize  # batch transform says 0 for no limit
+        layer["max_request_size"] = Value(str(size), megabytes.source)
+    else:
+        problems.append(f"{megabytes.describe('max_request_size')}; allowed: an integer, in MiB; 0 for no limit")
+    return layer

@@ -1,0 +1,240 @@
+"""Variables of TGI, of AWS's vLLM image and of LMI's entry point, and what they come to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container.settings.environment import (
+    ALIASES,
+    option_layer,
+    read_variables,
+    sagemaker_model_layer,
+    sagemaker_server_layer,
+    serving_layer,
+)
+from container.settings.load import load_settings
+from container.settings.report import render_text, startup_json
+from container.settings.settings import Settings, Startup, StartupModel
+from container.settings.values import Value
+
+
+def read_environment(environ: dict[str, str], problems: list[str]) -> dict[str, Value]:
+    return read_variables(environ, problems, [])[0]
+
+
+def texts(layer: dict[str, Value]) -> dict[str, str]:
+    return {key: value.text for key, value in layer.items()}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"MODEL_ID": "org/name"}, "model_id", "org/name"),
+        ({"MODEL_ID": "org/name", "REVISION": "v2"}, "revision", "v2"),
+        ({"HF_MODEL_ID": "org/name", "HF_MODEL_REVISION": "v2"}, "revision", "v2"),
+        ({"NUM_SHARD": "4"}, "tensor_parallel_degree", 4),
+        ({"SM_NUM_GPUS": "2", "NUM_SHARD": "2"}, "tensor_parallel_degree", 2),
+        ({"MAX_INPUT_LENGTH": "100"}, "max_prompt_tokens", 100),
+        ({"MAX_INPUT_TOKENS": "100"}, "max_prompt_tokens", 100),
+        ({"MAX_TOTAL_TOKENS": "200"}, "engine_arguments", {"max_model_len": "200"}),
+        ({"MAX_BATCH_PREFILL_TOKENS": "64"}, "engine_arguments", {"max_num_batched_tokens": "64"}),
+        ({"MAX_STOP_SEQUENCES": "9"}, "max_stop_sequences", 9),
+        ({"MAX_BEST_OF": "5"}, "max_best_of", 5),
+        ({"MESSAGES_API_ENABLED": "true"}, "chat_format", "openai"),
+        ({"MESSAGES_API_ENABLED": "false"}, "chat_format", "lmi"),
+        ({"QUANTIZE": "bitsandbytes-nf4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
+        ({"HF_MODEL_QUANTIZE": "bitsandbytes-fp4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
+        ({"DTYPE": "bfloat16"}, "dtype", "bfloat16"),
+        ({"TRUST_REMOTE_CODE": "1"}, "trust_remote_code", True),
+        ({"SM_VLLM_MODEL": "org/name"}, "model_id", "org/name"),
+        ({"SM_VLLM_MAX_MODEL_LEN": "300"}, "engine_arguments", {"max_model_len": "300"}),
+        ({"SM_VLLM_ENFORCE_EAGER": ""}, "engine_arguments", {"enforce_eager": "true"}),
+        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "8"}, "tensor_parallel_degree", 8),
+        ({"SM_VLLM_SERVED_MODEL_NAME": "x"}, "served_model_names", ("x",)),
+        ({"STANDARD_AUTO_INSTALL_REQ": "false"}, "install_requirements", False),
+        ({"STANDARD_PIP_ARGS": "-r 'my file.txt'"}, "pip_arguments", ("-r", "my file.txt")),
+    ],
+)
+def test_a_variable_of_another_container_sets_what_it_means(
+    model_dir: Path, environ: dict[str, str], field: str, value: Any
+) -> None:
+    settings = load_settings(model_dir, environ)
+    assert getattr(settings.model, field) == value
+    assert settings.warnings == ()
+
+
+def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> None:
+    environ = {"HF_MODEL_ID": "org/name", "SM_NUM_GPUS": "1", "MAX_INPUT_LENGTH": "10", "MAX_TOTAL_TOKENS": "20"}
+    environ |= {"MAX_CONCURRENT_REQUESTS": "7", "HUGGING_FACE_HUB_TOKEN": "hf_x"}
+    settings = load_settings(model_dir, environ)
+    assert settings.server.job_queue_size == 7
+    assert settings.exports == {"HF_TOKEN": "hf_x"}
+    text = render_text(settings)
+    assert "alias: MAX_INPUT_LENGTH (TGI) is option.max_prompt_tokens" in text
+    assert "environment: MAX_INPUT_LENGTH" in text
+    assert "hf_x" not in text
+    names = [entry.name for entry in settings.entries]
+    assert len(names) == len(set(names))
+    assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "option.tensor_parallel_degree"} in json.loads(
+        startup_json(Startup(settings.server, (StartupModel(settings, ""),)))
+    )["aliases"]
+
+
+def warning(settings: Settings) -> str:
+    (only,) = settings.warnings
+    return only
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"TENSOR_PARALLEL_DEGREE": "2", "SM_NUM_GPUS": "4"}, "SM_NUM_GPUS (environment: SM_NUM_GPUS) is ignored"),
+        ({"SM_NUM_GPUS": "2", "NUM_SHARD": "4"}, "it stands for TENSOR_PARALLEL_DEGREE, which SM_NUM_GPUS sets"),
+        ({"OPTION_TENSOR_PARALLEL_DEGREE": "2", "NUM_SHARD": "4"}, "is set by environment: OPTION_TENSOR"),
+        ({"OPTION_DTYPE": "fp16", "SM_VLLM_DTYPE": "fp32"}, "SM_VLLM_DTYPE"),
+        ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
+        ({"ROPE_FACTOR": "2"}, "ROPE_FACTOR (environment, of TGI) has no effect: the engine schedules"),
+        ({"API_KEY": "hidden"}, "API_KEY (environment, of TGI) has no effect: requests are served without a key"),
+        (
+            {"LORA_ADAPTERS": "org/a,org/b"},
+            "LORA_ADAPTERS (environment, of TGI) has no effect: give OPTION_ENABLE_LORA",
+        ),
+        ({"OPTION_ENABLE_REASONING": "true"}, "`option.reasoning_parser` alone switches it on"),
+        ({"SERVING_JOB_QUE_SIZE": "9"}, "job_que_size (environment: SERVING_JOB_QUE_SIZE) is ignored"),
+    ],
+)
+def test_what_does_nothing_is_warned_of(model_dir: Path, environ: dict[str, str], words: str) -> None:
+    assert words in warning(load_settings(model_dir, environ))
+
+
+@pytest.mark.parametrize(
+    "name", ["HOSTNAME", "PORT", "HF_HOME", "SM_NUM_CPUS", "SAGEMAKER_REGION", "SAGEMAKER_MODEL_SERVER_WORKERS"]
+)
+def test_variables_of_other_software_are_not_warned_of(model_dir: Path, name: str) -> None:
+    assert load_settings(model_dir, {name: "x"}).warnings == ()
+
+
+def test_offline_for_lmi_is_offline_for_the_hub(model_dir: Path) -> None:
+    assert load_settings(model_dir, {"DJL_OFFLINE": "true"}).exports == {"HF_HUB_OFFLINE": "1"}
+
+
+def test_no_variable_is_an_alias_twice() -> None:
+    assert len({alias.variable for alias in ALIASES}) == len(ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "key", "expected"),
+    [
+        ("OPTION_DTYPE", "fp16", "option.dtype", "fp16"),
+        ("OPTION_MAX_MODEL_LEN", "1", "option.max_model_len", "1"),
+        ("OPTION_modelName", "m", "option.modelName", "m"),
+        ("OPTION_ENTRYPOINT", "model.py", "option.entryPoint", "model.py"),
+        ("OPTION_ENGINE", "Python", "engine", "Python"),
+        ("ARGS_BATCH_SIZE", "2", "batch_size", "2"),
+        ("ARGS_minWorkers", "2", "minWorkers", "2"),
+        ("HF_MODEL_QUANTIZE", "awq", "option.quantize", "awq"),
+        ("HF_MODEL_TRUST_REMOTE_CODE", "true", "option.trust_remote_code", "true"),
+        ("MAX_BATCH_PREFILL_TOKENS", "4096", "option.max_rolling_batch_prefill_tokens", "4096"),
+        ("MAX_BATCH_SIZE", "16", "option.max_rolling_batch_size", "16"),
+        ("ENABLE_CUDA_GRAPHS", "true", "option.enforce_eager", "false"),
+        ("ENABLE_CUDA_GRAPHS", "no", "option.enforce_eager", "true"),
+        ("CUDA_MEMORY_FRACTION", "0.8", "option.gpu_memory_utilization", "0.8"),
+    ],
+)
+def test_a_variable_sets_a_key_of_the_model(variable: str, text: str, key: str, expected: str) -> None:
+    layer = option_layer(read_environment({variable: text}, []), [])
+    assert layer == {key: Value(expected, f"environment: {variable}")}
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    variables = read_environment({"OPTION_QUANTIZE": "", "HF_MODEL_QUANTIZE": "awq", "OPTION_DTYPE": ""}, [])
+    assert texts(option_layer(variables, [])) == {"option.quantize": "awq"}
+
+
+def test_a_translation_does_not_overwrite() -> None:
+    variables = read_environment({"OPTION_QUANTIZE": "gptq", "HF_MODEL_QUANTIZE": "awq", "SM_NUM_GPUS": "2"}, [])
+    assert texts(option_layer(variables, [])) == {"option.quantize": "gptq"}
+    assert variables["TENSOR_PARALLEL_DEGREE"] == Value("2", "environment: SM_NUM_GPUS")
+
+
+def test_server_keys_are_lower_cased() -> None:
+    variables = read_environment({"SERVING_Job_Queue_SIZE": "5", "MAX_CONCURRENT_REQUESTS": "7", "SERVING_": "x"}, [])
+    problems: list[str] = []
+    layer = serving_layer(variables, problems)
+    assert layer["job_queue_size"].text == "5"
+    assert "job_queue_size is set twice" in problems[0]
+
+
+def test_two_spellings_of_a_variable_must_agree() -> None:
+    problems: list[str] = []
+    option_layer(read_environment({"OPTION_DTYPE": "fp16", "OPTION_dtype": "fp16"}, []), problems)
+    assert problems == []
+    option_layer(read_environment({"OPTION_DTYPE": "fp16", "OPTION_dtype": "bf16"}, []), problems)
+    assert "OPTION_DTYPE" in problems[0]
+    assert "OPTION_dtype" in problems[0]
+
+
+def test_a_variable_that_is_no_text_is_a_problem_only_if_it_matters() -> None:
+    problems: list[str] = []
+    assert read_environment({"OPTION_DTYPE": "\udcff", "OTHER": "\udcff"}, problems) == {}
+    assert problems == ["environment: OPTION_DTYPE is not UTF-8 text"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "6"}, {"max_request_size": str(6 * 1024 * 1024)}),
+        ({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "6", "SAGEMAKER_MAX_REQUEST_SIZE": "99"}, {"max_request_size": "99"}),
+        ({"SAGEMAKER_MAX_PAYLOAD_IN_MB": "0"}, {"max_request_size": str(2**63 - 1)}),
+        ({"SAGEMAKER_BIND_TO_PORT": "9090"}, {"port": "9090"}),
+    ],
+)
+def test_sagemaker_sets_keys_of_the_server(environ: dict[str, str], expected: dict[str, str]) -> None:
+    assert texts(sagemaker_server_layer(read_environment(environ, []), [])) == expected
+
+
+@pytest.mark.parametrize("text", ["-1", "six", "1.5", "99999999999"])
+def test_a_payload_that_is_no_number_of_mebibytes_is_a_problem(text: str) -> None:
+    problems: list[str] = []
+    sagemaker_server_layer(read_environment({"SAGEMAKER_MAX_PAYLOAD_IN_MB": text}, []), problems)
+    assert "environment: SAGEMAKER_MAX_PAYLOAD_IN_MB" in problems[0]
+
+
+def test_sagemaker_overwrites_keys_of_the_model() -> None:
+    variables = read_environment(
+        {
+            "SAGEMAKER_STARTUP_TIMEOUT": "60",
+            "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "30",
+            "SAGEMAKER_NUM_MODEL_WORKERS": "2",
+        },
+        [],
+    )
+    assert texts(sagemaker_model_layer(variables)) == {
+        "option.model_loading_timeout": "60",
+        "option.predict_timeout": "30",
+        "minWorkers": "2",
+        "maxWorkers": "2",
+    }
+
+
+@given(st.dictionaries(st.sampled_from(["OPTION_A", "OPTION_a", "SERVING_B", "ARGS_C", "OPTION_", "X"]), st.text()))
+def test_any_environment_is_read(environ: dict[str, str]) -> None:
+    problems: list[str] = []
+    variables = read_environment(environ, problems)
+    option_layer(variables, problems)
+    serving_layer(variables, problems)
+    sagemaker_server_layer(variables, problems)
