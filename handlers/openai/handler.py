@@ -62,12 +62,9 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 
     engine: Any = queue.engine
     adapters = engine.adapters
-    client = EngineClient(
-        engine.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens, adapters
-    )
     accepted = frozenset({*aliases, settings.name, settings.model_id})
     app = await build(
-        client,
+        EngineClient(engine, settings),
         engine.frontend_arguments,
         model=settings.public_names[0],
         served_names=settings.public_names,

@@ -25,11 +25,11 @@ from handlers.engines.texts import ModelTexts, PromptTokenizer, split_text
 from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from handlers.engines.vllm.beam_search import BeamSearchTask, submit_beam_search
-from handlers.engines.vllm.constraints import ConstraintTranslator, in_thread
+from handlers.engines.vllm.constraints import ConstraintTranslator
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
 from handlers.engines.vllm.output import PushedState, remember_end_token, use_lean_decoder
-from handlers.engines.vllm.sampling import NO_TYPICAL, SamplingTranslator, check_bad_words, sibling
+from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.meter import Meter
@@ -96,7 +96,7 @@ class VllmEngine:
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
         self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
-        self._translator = SamplingTranslator(
+        self.sampling = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
@@ -105,8 +105,7 @@ class VllmEngine:
             prefix_cache=bool(config.cache_config.enable_prefix_caching),
         )
         backend = config.structured_outputs_config.backend
-        self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
-        llm.typical_refusal = "" if loaded.typical_refusal == NO_TYPICAL else loaded.typical_refusal
+        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
@@ -139,12 +138,12 @@ class VllmEngine:
         self, request: GenerationRequest, sink: Sink, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
-            self._translator.check(request)
+            self.sampling.check(request)
             submit = partial(self._submit, adapter=adapter)
             return await submit_beam_search(self, request, request.beam_search, sink, submit)
         token_ids = await self.prompt_token_ids(request)
-        structured_outputs = await self._constraints.structured_outputs(request.sampling)
-        params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
+        structured_outputs = await self.constraints.structured_outputs(request.sampling)
+        params = self.sampling.sampling_params(request, len(token_ids), structured_outputs)
         self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
         generation = VllmGeneration(self._llm)
         target = sink
@@ -192,8 +191,11 @@ class VllmEngine:
             lora_request=adapter,
             priority=request.priority,
         )
-        constrained = params.structured_outputs is not None
-        core_request = await in_thread(self._constraints.threads, processed) if constrained else processed()
+        if params.structured_outputs is None:
+            core_request = processed()
+        else:  # vLLM checks a constraint again, which may take tenths of a second
+            core_request = await asyncio.to_thread(processed)
+            self._check_alive()
         check_bad_words(core_request.sampling_params)
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
@@ -242,7 +244,7 @@ class VllmEngine:
     async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
         overdue = time.monotonic() - limit
-        stalled = [state for state in self._own_states() if state.last_at < overdue and not state.ended]
+        stalled = [state for state in self._own_states() if state.reader.last_at < overdue and not state.ended]
         for state in stalled:
             state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
         if stalled:
@@ -282,7 +284,7 @@ class VllmEngine:
         if self.adapters is not None:
             await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
-        await self._constraints.stop()
+        await self.constraints.stop()
         await shut_down(self._llm)
         self._thread.end()
 

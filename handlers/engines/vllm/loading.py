@@ -27,7 +27,7 @@ from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import copied
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
-from handlers.engines.vllm.constraints import CheckingLLM, choose_backend
+from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
@@ -53,7 +53,7 @@ _CACHES = (
 class LoadedModel:
     """vLLM with a model, and what its OpenAI front end is to be told."""
 
-    llm: CheckingLLM
+    llm: AsyncLLM
     frontend_arguments: dict[str, Any]
     typical_refusal: str
     """Why `typical_p` is refused; "" if it is not."""
@@ -114,17 +114,17 @@ class VllmLoader:
             forget_tokenizers()
         return LoadedModel(llm, frontend, refusal)
 
-    def _start(self, config: VllmConfig) -> CheckingLLM:
+    def _start(self, config: VllmConfig) -> AsyncLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
-                llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+                llm: AsyncLLM = AsyncLLM.from_vllm_config(config)
             except Exception as error:  # vLLM's own says that a process has failed, and not why
                 if (failure := reports.first()) is None:
                     raise
                 raise failure.error(self._cannot) from error
         return llm
 
-    def _start_on_cpu(self, config: VllmConfig) -> CheckingLLM:
+    def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
         """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
         demand = cache_demand(config, self._settings)
         parallel = config.parallel_config

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import numpy as np
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import (
@@ -85,26 +85,57 @@ class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
     """For other tokenizers."""
 
 
-class _StepReader:
-    """A state's `logprobs_processor`: keeps the raw arrays of a step, and how long the sequence was queued."""
+class SequenceMeter:
+    """Counts the tokens of one sequence, and the times between them, in the engine's meter."""
 
-    __slots__ = ("logprobs", "prompt_logprobs", "queue_time", "queued_at")
+    __slots__ = ("_meter", "_queued_at", "last_at", "token_count")
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._queued_at: float | None = None
+        self.token_count = 0
+        self.last_at = time.monotonic()
+        """When the last token came; before the first, when the sequence began."""
+
+    def step(self, output: EngineCoreOutput) -> None:
+        """Take a step of the engine."""
+        if output.events:
+            self._read(output.events)
+        if not output.new_token_ids:
+            return
+        now, count, meter = time.monotonic(), len(output.new_token_ids), self._meter
+        meter.tokens += count
+        if self.token_count:
+            meter.inter_token.observe((now - self.last_at) / count)
+        else:
+            meter.time_to_first_token.observe(now - self.last_at)
+        self.last_at = now
+        self.token_count += count
+
+    def _read(self, events: list[EngineCoreEvent]) -> None:
+        for event in events:
+            if event.type == EngineCoreEventType.QUEUED:
+                self._queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
+                self._meter.queue_time.observe(event.timestamp - self._queued_at)
+                self._queued_at = None
+
+
+class _StepReader(SequenceMeter):
+    """A state's `logprobs_processor`: counts a step, and keeps its raw arrays."""
+
+    __slots__ = ("logprobs", "prompt_logprobs")
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(meter)
         self.logprobs: Any = None
         self.prompt_logprobs: list[Any] = []
-        self.queued_at: float | None = None
-        self.queue_time: float | None = None
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
+        self.step(output)
         self.logprobs = output.new_logprobs
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
-        for event in output.events or ():
-            if event.type == EngineCoreEventType.QUEUED:
-                self.queued_at = event.timestamp
-            elif event.type == EngineCoreEventType.SCHEDULED and self.queued_at is not None and self.queue_time is None:
-                self.queue_time = event.timestamp - self.queued_at
 
 
 class _ErrorQueue:
@@ -144,7 +175,7 @@ class PushedState(RequestState):
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.tokenizer = tokenizer
-        self.reader = self.logprobs_processor = _StepReader()
+        self.reader = self.logprobs_processor = _StepReader(meter)
         self.queue = _ErrorQueue(self)
         self.pieces: list[str] | None = None
         if self.want_tokens:
@@ -154,9 +185,7 @@ class PushedState(RequestState):
         self.may_clip = bool(generation.sampling.stop)
         self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens
-        self.token_count = 0
         self.cumulative_logprob: float | None = None
-        self.started_at = self.last_at = time.monotonic()
         self.ended = False
 
     def make_request_output(
@@ -174,7 +203,9 @@ class PushedState(RequestState):
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             if new_token_ids:
-                self._count(new_token_ids)
+                logprobs = self._logprobs(len(new_token_ids))
+                if self.want_tokens:
+                    self._collect(new_token_ids, logprobs)
             self._advance(finish_reason, stop_reason)
         except Exception:
             logger.exception("request %s: internal error while handling a token", self.external_req_id)
@@ -200,21 +231,6 @@ class PushedState(RequestState):
         """Send nothing more to the sink."""
         self.ended = True
         self.queue = _ENDED  # the former one refers to this state; without the cycle it is freed at once
-
-    def _count(self, new_token_ids: list[int]) -> None:
-        now, count, meter = time.monotonic(), len(new_token_ids), self.meter
-        meter.tokens += count
-        if self.token_count:
-            meter.inter_token.observe((now - self.last_at) / count)
-        else:
-            meter.time_to_first_token.observe(now - self.started_at)
-            if self.reader.queue_time is not None:
-                meter.queue_time.observe(self.reader.queue_time)
-        self.last_at = now
-        self.token_count += count
-        logprobs = self._logprobs(count)
-        if self.want_tokens:
-            self._collect(new_token_ids, logprobs)
 
     def _logprobs(self, count: int) -> list[float] | None:
         raw = self.reader.logprobs
@@ -258,7 +274,7 @@ class PushedState(RequestState):
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
         delta = TokenDelta(
-            text, tokens, self.sequence, None, self.prompt_len, self.token_count, self.cumulative_logprob
+            text, tokens, self.sequence, None, self.prompt_len, self.reader.token_count, self.cumulative_logprob
         )
         if self.prompt_tokens_due:
             self.prompt_tokens_due = False
