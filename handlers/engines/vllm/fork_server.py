@@ -17,8 +17,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -120,28 +121,21 @@ def _bind_threads(cpus: Sequence[int]) -> None:
 
 
 def _problem(context: ForkServerContext) -> str:
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_tell_problem, args=(writer,), name="fork-server-check")
     try:
-        process.start()
-        writer.close()
-        problem: str = reader.recv()
-    except (EOFError, OSError):
+        with ProcessPoolExecutor(1, context) as pool:
+            return pool.submit(_problem_of_a_fork).result()
+    except (EOFError, OSError, BrokenProcessPool):
         return "the fork server has ended"
-    finally:
-        reader.close()
-    process.join()
-    return problem
 
 
-def _tell_problem(writer: Connection) -> None:
-    """Send the problem from a forked process: only there it shows that the CUDA driver was called before the fork."""
+def _problem_of_a_fork() -> str:
+    """Return the problem in a forked process: only there it shows that the CUDA driver was called before the fork."""
     import torch
 
     from handlers.engines.vllm import preload
 
     called = torch.cuda._is_in_bad_fork()
-    writer.send(preload.problem or ("importing vLLM calls the CUDA driver" if called else ""))
+    return preload.problem or ("importing vLLM calls the CUDA driver" if called else "")
 
 
 def _is_alive(process: int) -> bool:
