@@ -134,7 +134,7 @@ class VllmAdapters:
         return base_shapes(Path(self._llm.model_config.model))
 
     async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
-        await asyncio.to_thread(self._check, adapter.path)
+        await asyncio.to_thread(check_adapter, adapter.path, self._max_rank, self._base)
         held = self._held[adapter.id] = _Held(adapter)
         try:
             if adapter.pin:
@@ -226,7 +226,6 @@ class VllmAdapters:
 
     async def _load(self, held: _Held) -> None:
         async with self._turn:
-            await asyncio.to_thread(self._check, held.adapter.path)
             await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
             await self._make_place()
             started = time.monotonic()
@@ -242,9 +241,6 @@ class VllmAdapters:
                 raise AdapterFailed(_reason(error)) from None
             held.resident, held.used = True, time.monotonic()
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
-
-    def _check(self, directory: Path) -> None:
-        check_adapter(directory, self._max_rank, self._base)
 
     def _check_pins(self, held: _Held) -> None:
         pinned = sum(other.adapter.pin for other in self._held.values() if other is not held)

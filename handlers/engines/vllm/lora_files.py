@@ -5,14 +5,14 @@ Weights are safetensors, or what torch has pickled; of the latter only tensors a
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import pickle
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from safetensors import SafetensorError, safe_open
 
 from handlers.errors import AdapterFailed
 
@@ -23,9 +23,6 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of tensors to their shapes."""
-_SIZE = struct.Struct("<Q")
-_LARGEST_HEADER = 100_000_000
-"""Bytes; safetensors' own limit."""
 _LARGEST_CONFIG = 10_000_000
 _READ_AHEAD = 1 << 20
 """Bytes at a time."""
@@ -33,6 +30,16 @@ _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types of weights that have the shape of the matrix; packed ones have another."""
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
+_Rank = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """What vLLM computes with, of an adapter's configuration. JSON has no number that makes NaN of every answer."""
+
+    r: _Rank
+    rank_pattern: dict[str, _Rank] | None = None
+    lora_alpha: float | None = None
+    alpha_pattern: dict[str, float | None] | None = None
 
 
 def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
@@ -50,27 +57,28 @@ def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
     if not os.path.isdir(directory):
         raise AdapterFailed(f"src: there is no directory {directory}")
     config = _config(directory / CONFIG)
-    check_rank(config, max_rank)
-    check_scaling(config)
+    patterns = {f"rank_pattern.{layer}": rank for layer, rank in (config.rank_pattern or {}).items()}
+    for name, rank in {"r": config.r, **patterns}.items():
+        if rank > max_rank:
+            raise AdapterFailed(f"{CONFIG}: {name} is {rank}; option.max_lora_rank is {max_rank}")
     weights = _weights(directory)
     if weights.suffix == ".safetensors":
         try:
-            shapes = dict(_plain_shapes(weights))
-        except (OSError, ValueError) as error:
+            shapes = _plain_shapes(weights)
+        except (OSError, SafetensorError) as error:
             raise AdapterFailed(f"{weights} is not a safetensors file: {error}") from None
         check_shapes(shapes, max_rank, base)
 
 
 def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
-    """Read an adapter's weights, so that the engine finds them in memory, and check them. May block for long.
+    """Do as `check_adapter`, and read all weights, so that the engine finds them in memory. May block for long.
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
-    `max_rank`, `base`: as of `check_adapter`, which sees no shapes in what torch has pickled.
-
     Raises:
-        AdapterFailed: they cannot be read, are not finite, or do not fit the model; the tensor is named.
+        AdapterFailed: as `check_adapter`, or weights cannot be read, or are not finite; the tensor is named.
     """
+    check_adapter(directory, max_rank, base)
     path = _weights(directory)
     try:
         with path.open("rb", buffering=0) as file:
@@ -97,64 +105,27 @@ def base_shapes(model: Path) -> Shapes:
     for path in sorted(model.glob("*.safetensors")) if model.is_dir() else ():
         try:
             found.update(_plain_shapes(path))
-        except (OSError, ValueError):
+        except (OSError, SafetensorError):
             return {}  # the engine has loaded the model, so the file is of a kind that we do not know
     return found
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def _config(path: Path) -> _Config:
     try:
         with path.open("rb") as file:
-            document = json.loads(file.read(_LARGEST_CONFIG))
+            return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=_Config)
     except FileNotFoundError as error:
         raise AdapterFailed(f"{path} cannot be read: {error.strerror}{_elsewhere(path.parent)}") from None
     except OSError as error:
         raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise AdapterFailed(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise AdapterFailed(f"{path} must hold a JSON object, got {type(document).__name__}")
-    return document
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise AdapterFailed(f"{path} is not a configuration of LoRA: {error}") from None
 
 
 def _elsewhere(directory: Path) -> str:
     """Name the folder that holds the adapter instead: an archive may have been made of the adapter's directory."""
     inner = next(iter(sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))), None)
     return "" if inner is None else f"; there is one in {inner}"
-
-
-def check_rank(config: Mapping[str, Any], max_rank: int) -> None:
-    """Refuse a rank that the engine has no room for.
-
-    Raises:
-        AdapterFailed: it is no positive integer, or above `max_rank`.
-    """
-    for name, rank in _with_patterns(config, "r", "rank_pattern"):
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise AdapterFailed(f"{CONFIG}: {name} must be a positive integer, got {rank!r}")
-        if rank > max_rank:
-            raise AdapterFailed(f"{CONFIG}: {name} is {rank}; option.max_lora_rank is {max_rank}")
-
-
-def check_scaling(config: Mapping[str, Any]) -> None:
-    """Refuse a scaling that makes NaN of every answer.
-
-    Raises:
-        AdapterFailed: `lora_alpha` or one of `alpha_pattern` is no finite number.
-    """
-    for name, scale in _with_patterns(config, "lora_alpha", "alpha_pattern"):
-        if scale is None:
-            continue
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) < math.inf:
-            raise AdapterFailed(f"{CONFIG}: {name} must be a finite number, got {scale!r}")
-
-
-def _with_patterns(config: Mapping[str, Any], name: str, patterns: str) -> Iterator[tuple[str, Any]]:
-    """Yield a value of the config with its name, and those that some layers have instead."""
-    yield name, config.get(name)
-    others = config.get(patterns)
-    for layer, value in others.items() if isinstance(others, dict) else ():
-        yield f"{patterns}.{layer}", value
 
 
 def check_shapes(tensors: Shapes, max_rank: int, base: Shapes) -> None:
@@ -203,7 +174,6 @@ def _check_finite(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     when the adapter is gone: dozens of them answered nothing, presumably for what it had left in the KV cache.
     """
     import torch
-    from safetensors import SafetensorError
 
     try:
         for name, tensor in tensors:
@@ -221,8 +191,6 @@ def _weights(directory: Path) -> Path:
 
 
 def _safe_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         names = file.keys()
         check_pairs(names)
@@ -249,36 +217,8 @@ def _pickled_tensors(path: Path) -> dict[str, Tensor]:
     return content
 
 
-def _plain_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes. Raises OSError, and ValueError for what is no safetensors file."""
-    with path.open("rb") as file:
-        head = file.read(_SIZE.size)
-        if len(head) < _SIZE.size:
-            raise ValueError("it is too short")
-        (size,) = _SIZE.unpack(head)
-        if size > _LARGEST_HEADER:
-            raise ValueError(f"its header would have {size} bytes")
-        text = file.read(size)
-        end = path.stat().st_size - _SIZE.size - size
-    try:
-        header = json.loads(text)
-    except RecursionError:
-        raise ValueError("its header is nested too deep") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        shape, offsets, kind = _described(tensor)
-        if offsets[1] > end:
-            raise ValueError(f"it ends before tensor {name} does")
-        if kind in _PLAIN_TYPES:
-            yield name, shape
-
-
-def _described(tensor: Any) -> tuple[tuple[int, ...], tuple[int, int], str]:
-    try:
-        first, last = tensor["data_offsets"]
-        return tuple(int(size) for size in tensor["shape"]), (int(first), int(last)), str(tensor["dtype"])
-    except (TypeError, KeyError, ValueError, OverflowError):
-        raise ValueError("its header does not describe tensors") from None
+def _plain_shapes(path: Path) -> Shapes:
+    """Return names and shapes. Raises OSError, and SafetensorError for what is no safetensors file."""
+    with safe_open(path, framework="np") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: tuple(t.get_shape()) for name, t in tensors.items() if t.get_dtype() in _PLAIN_TYPES}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from handlers.engines.vllm import lora_files
-from handlers.engines.vllm.lora_files import base_shapes, check_adapter, check_rank, check_shapes, read_ahead
+from handlers.engines.vllm.lora_files import base_shapes, check_adapter, check_shapes, read_ahead
 from handlers.errors import AdapterFailed
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -63,13 +63,14 @@ def test_weights_for_another_model_are_refused_though_vllm_would_take_them(
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({}, "r must be a positive integer, got None"),
-        ({"r": 0}, "r must be a positive integer, got 0"),
-        ({"r": True}, "got True"),
-        ({"r": "8"}, "got '8'"),
+        ({}, "missing required field `r`"),
+        ({"r": 0}, r"Expected `int` >= 1 - at `\$\.r`"),
+        ({"r": True}, "got `bool`"),
+        ({"r": "8"}, "got `str`"),
+        ({"r": 2, "rank_pattern": {"q_proj": 0}}, "rank_pattern"),
         ({"r": 9}, "r is 9; option.max_lora_rank is 8"),
         ({"r": 2, "rank_pattern": {"q_proj": 32}}, "rank_pattern.q_proj is 32"),
-        ([], "must hold a JSON object, got list"),
+        ([], "Expected `object`, got `array`"),
     ],
 )
 def test_a_rank_that_the_engine_has_no_room_for_is_refused(tmp_path: Path, config: Any, why: str) -> None:
@@ -86,16 +87,16 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
     weights = adapter / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
-    with pytest.raises(AdapterFailed, match="ends before tensor"):
+    with pytest.raises(AdapterFailed, match="file not fully covered"):
         check_adapter(adapter, 8, {})
     weights.write_bytes(b"\xff" * 100)
-    with pytest.raises(AdapterFailed, match="is not a safetensors file: its header would have"):
+    with pytest.raises(AdapterFailed, match=r"is not a safetensors file: .* header too large"):
         check_adapter(adapter, 8, {})
     weights.unlink()
     with pytest.raises(AdapterFailed, match=r"has no weights; expected adapter_model\.safetensors"):
         check_adapter(adapter, 8, {})
     (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterFailed, match="is not valid JSON"):
+    with pytest.raises(AdapterFailed, match="is not a configuration of LoRA: Input data was truncated"):
         check_adapter(adapter, 8, {})
     (adapter / "adapter_config.json").unlink()
     with pytest.raises(AdapterFailed, match="cannot be read: No such file"):
@@ -162,18 +163,17 @@ def test_tensors_that_are_no_halves_of_a_pair_are_left_to_the_engine(shapes: dic
     check_shapes({name: shape for name, shape in shapes.items() if "lora" not in name}, 8, BASE)
 
 
-@given(st.integers(1, 8))
-def test_any_rank_up_to_the_limit_will_do(rank: int) -> None:
-    check_rank({"r": rank, "rank_pattern": {"q_proj": rank}}, 8)
+def test_any_rank_up_to_the_limit_will_do(tmp_path: Path) -> None:
+    check_adapter(write(tmp_path / "a", {"r": 8, "rank_pattern": {"q_proj": 8}}), 8, BASE)
 
 
 @pytest.mark.parametrize("scale", ["NaN", "Infinity", "-1e999", '"8"', "true", "[8]"])
 @pytest.mark.parametrize("where", ["lora_alpha", "alpha_pattern"])
 def test_a_scaling_that_is_no_finite_number_is_refused(tmp_path: Path, scale: str, where: str) -> None:
     adapter = write(tmp_path / "a")
-    given, name = (scale, where) if where == "lora_alpha" else (f'{{"q_proj": {scale}}}', f"{where}.q_proj")
+    given = scale if where == "lora_alpha" else f'{{"q_proj": {scale}}}'
     (adapter / "adapter_config.json").write_text(f'{{"r": 2, "{where}": {given}}}')
-    with pytest.raises(AdapterFailed, match=f"{name} must be a finite number"):
+    with pytest.raises(AdapterFailed, match="is not a configuration of LoRA"):
         check_adapter(adapter, 8, BASE)
 
 
@@ -186,6 +186,7 @@ def weights(rank: int = 2, inner: int = 4, outer: int = 6, kind: Any = np.float3
 
 
 def write_weights(directory: Path, tensors: dict[str, Any], name: str, *, zipped: bool = True) -> Path:
+    (directory / "adapter_config.json").write_text('{"r": 2}')
     path = directory / name
     if path.suffix == ".safetensors":
         save_file(tensors, path)
@@ -264,6 +265,7 @@ class Code:
 def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
     mark = tmp_path / "ran"
     content: dict[str, Any] = {FIRST: torch.zeros(2, 4), "more": Code(mark)}
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     torch.save(content, tmp_path / "adapter_model.bin", _use_new_zipfile_serialization=zipped)
     with pytest.raises(AdapterFailed) as refused:
         read_ahead(tmp_path, 8, BASE)
@@ -282,6 +284,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -
     ],
 )
 def test_a_pickle_of_other_things_is_refused(tmp_path: Path, content: Any, why: str) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     torch.save(content, tmp_path / "adapter_model.bin")
     with pytest.raises(AdapterFailed, match=why):
         read_ahead(tmp_path, 8, BASE)
