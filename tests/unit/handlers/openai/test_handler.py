@@ -14,7 +14,7 @@ from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.handler import App, Names, OpenAIHandler
+from handlers.openai.handler import App, OpenAIHandler
 from tests.unit.collected_reply import CollectedReply
 
 
@@ -258,10 +258,10 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
         await send(part(b"{}"))
 
     async def asked(name: str, body: bytes = b'{"model": "x", "n": 1}') -> Any:
-        writer, names = CollectedReply(), Names("base", {"mine"})
+        writer = CollectedReply()
         headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
         call = replace(CALL, path=path, headers=headers, body=body)
-        running = await OpenAIHandler(app, queue_of(), None, names).handle(call, writer)
+        running = await OpenAIHandler(app, queue_of(), None, "base", {"mine"}).handle(call, writer)
         async with asyncio.timeout(5):
             while writer.whole is None:
                 await asyncio.sleep(0)
