@@ -208,10 +208,8 @@ class EngineClient:
         It is looked up anew: another one may have taken its place since the front end did.
         """
         assert self._engine.adapters is not None
-        hold = call.adapters.get(name)
-        if hold is None:
-            hold = call.keep(name, await self._engine.adapters.claim(name))
-        return hold.request
+        claim = call.adapters.get(name) or call.keep(name, await self._engine.adapters.claim(name))
+        return claim.request
 
 
 class _Request:

@@ -154,7 +154,7 @@ class _RunningCall:
         current_call.set(self._held)
         began = time.monotonic()
         try:
-            if (refusal := hopeless(call.body, path, self._held.max_model_len)) is not None:
+            if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
                 self._finish(refusal)
             else:
                 await self._app(scope(call, path), self._receive, self._send)
@@ -167,7 +167,7 @@ class _RunningCall:
             if not self._gone.is_set():
                 self._finish(error_reply("Internal server error", "InternalServerError", 500))
                 if self._held.generates:
-                    self._held.meter.calls.count(time.monotonic() - began, failed=self._held.failed)
+                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=self._held.failed)
 
     async def _receive(self) -> dict[str, Any]:
         """The body, and after it nothing but a disconnect."""

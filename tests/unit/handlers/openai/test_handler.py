@@ -288,7 +288,8 @@ class Hold:
 
 def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     call = OpenAICall(queue_of())
-    first, second, late = Hold(), Hold(), Hold()
+    holds: list[Any] = [Hold(), Hold(), Hold()]
+    first, second, late = holds
     assert call.keep("a", first) is first
     assert call.keep("a", second) is first
     assert (first.released, second.released) == (0, 1)
