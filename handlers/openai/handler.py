@@ -66,8 +66,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     app = await build(
         EngineClient(engine, settings),
         engine.frontend_arguments,
-        model=settings.public_names[0],
-        served_names=settings.public_names,
+        names=settings.public_names,
         accepts=lambda name: name in accepted or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
     )

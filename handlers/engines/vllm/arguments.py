@@ -183,7 +183,7 @@ def _parse_one(parser: Any, action: Any, text: str, source: str) -> dict[str, An
             arguments = [flag, *_words(text)]
         else:
             arguments = [f"{flag}={text}"]
-        return vars(parser.parse_args(arguments))
+        return dict(vars(parser.parse_args(arguments)))
     except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
         reason = _JSON_LOADS.sub("JSON", str(error))
         raise EngineStartError(

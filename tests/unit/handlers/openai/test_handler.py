@@ -288,12 +288,12 @@ class Hold:
 
 def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     call = OpenAICall(queue_of())
-    holds: list[Any] = [Hold(), Hold(), Hold()]
-    first, second, late = holds
-    assert call.keep("a", first) is first
-    assert call.keep("a", second) is first
+    first, second, late = Hold(), Hold(), Hold()
+    keep: Any = call.keep
+    assert keep("a", first) is first
+    assert keep("a", second) is first
     assert (first.released, second.released) == (0, 1)
     call.close()
     assert first.released == 1
-    assert call.keep("a", late) is late
+    assert keep("a", late) is late
     assert late.released == 1
