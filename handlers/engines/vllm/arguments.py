@@ -123,7 +123,8 @@ def _in_model_dir(settings: ModelSettings, text: str) -> str:
 
 def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> None:
     """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
-    given = {name: text.strip() for name, text in settings.engine_arguments.items()} | arguments
+    given: dict[str, Any] = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    given.update(arguments)
     for name, load in (
         ("tool_parser_plugin", ToolParserManager.import_tool_parser),
         ("reasoning_parser_plugin", ReasoningParserManager.import_reasoning_parser),

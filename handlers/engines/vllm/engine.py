@@ -24,7 +24,7 @@ from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Pr
 from handlers.engines.texts import ModelTexts, PromptTokenizer, split_text
 from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
-from handlers.engines.vllm.beam_search import BeamSearchTask, submit_beam_search
+from handlers.engines.vllm.beam_search import BeamSearchTask
 from handlers.engines.vllm.constraints import ConstraintTranslator
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
@@ -139,8 +139,8 @@ class VllmEngine:
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
             self.sampling.check(request)
-            submit = partial(self._submit, adapter=adapter)
-            return await submit_beam_search(self, request, request.beam_search, sink, submit)
+            prompt_ids = await self.prompt_token_ids(request)
+            return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         token_ids = await self.prompt_token_ids(request)
         structured_outputs = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), structured_outputs)

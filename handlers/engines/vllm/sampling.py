@@ -24,9 +24,8 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLogitsProcessor
 
 from handlers.engines.texts import check_token_ids
-from handlers.engines.vllm.beam_search import NEEDS_PREFIX_CACHE
 from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.request import GenerationRequest, SamplingParameters
+from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 # What vLLM's newer model runner has room for. Beyond it, it fails inside the engine and takes all requests with it.
 MAX_LISTED_TOKENS = 1024
@@ -111,8 +110,8 @@ class SamplingTranslator:
         s = request.sampling
         if request.want_prompt_tokens and not self.prompt_logprobs:
             raise InvalidRequest(NO_PROMPT_LOGPROBS)
-        if request.beam_search is not None and not self.prefix_cache:
-            raise InvalidParameter("num_beams", NEEDS_PREFIX_CACHE)
+        if request.beam_search is not None:
+            self._check_beam_search(request.beam_search, s.constraint)
         check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
         check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
         check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)
@@ -121,6 +120,18 @@ class SamplingTranslator:
         if request.top_tokens > self.max_top_tokens:
             raise InvalidParameter(
                 "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
+            )
+
+    def _check_beam_search(self, beam_search: BeamSearch, constraint: Constraint | None) -> None:
+        if constraint is not None:
+            raise InvalidParameter(constraint.parameter, "cannot be used together with beam search")
+        if not self.prefix_cache:  # each step would compute every beam from its beginning
+            raise InvalidParameter(
+                "num_beams", "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
+            )
+        if 2 * beam_search.width > self.max_top_tokens:
+            raise InvalidParameter(
+                "num_beams", f"must be at most {self.max_top_tokens // 2} with this model's option.max_logprobs"
             )
 
     def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
