@@ -31,7 +31,7 @@ from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
-from handlers.engines.vllm.seam import required_cache
+from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
@@ -42,11 +42,14 @@ SHUTDOWN_SECONDS = 1.0
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
-_CACHES = (
-    required_cache(registry, "cached_get_tokenizer"),
-    required_cache(processor, "cached_get_processor"),
-    required_cache(func_utils, "_supports_kw"),
-)
+_CLEAR = [
+    required_function(required_function(module, name), "cache_clear")
+    for module, name in (
+        (registry, "cached_get_tokenizer"),
+        (processor, "cached_get_processor"),
+        (func_utils, "_supports_kw"),
+    )
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class VllmLoader:
         self._settings = settings
         self._thread = thread
         self._abandoned = False
+        """Nobody waits for it any more."""
         self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:
@@ -77,17 +81,15 @@ class VllmLoader:
         """
         try:
             return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
-        except asyncio.CancelledError:
-            self._abandoned = True
-            raise
         except TimeoutError:
-            self._abandoned = True
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         except EngineStartError:
             raise
         except Exception as error:
             raise failure_of(error).error(self._cannot) from error
+        finally:
+            self._abandoned = True
 
     def _load(self) -> LoadedModel:
         use_fork_server()
@@ -109,7 +111,6 @@ class VllmLoader:
         else:
             llm = self._start(config)
         if self._abandoned:
-            # Nobody waits for it any more, and the server may go on with others.
             end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
         return LoadedModel(llm, frontend, refusal)
@@ -152,8 +153,8 @@ async def shut_down(llm: AsyncLLM) -> None:
 
 def forget_tokenizers() -> None:
     """Clear vLLM's caches, which hold tokenizers of models that are gone."""
-    for cache in _CACHES:
-        cache.cache_clear()
+    for clear in _CLEAR:
+        clear()
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

@@ -79,18 +79,6 @@ def required_function(owner: Any, name: str) -> Callable[..., Any]:
     return function
 
 
-def required_cache(module: Any, name: str) -> Any:
-    """Return a function whose cache can be cleared (`functools.lru_cache`).
-
-    Raises:
-        EngineStartError: there is none of this name.
-    """
-    function = required_function(module, name)
-    if not hasattr(function, "cache_clear"):
-        raise unknown_vllm(f"{module.__name__}.{name} is no cache")
-    return function
-
-
 def unknown_vllm(what: str) -> EngineStartError:
     """Return the error for a vLLM that differs from the one that Slipway was run with; `what` says where."""
     return EngineStartError(f"this vLLM is not one that Slipway knows: {what}")
