@@ -29,12 +29,9 @@ from vllm.outputs import STREAM_FINISHED
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
-from handlers.engines.texts import check_token_ids
 from handlers.engines.vllm.engine import VllmEngine
 from handlers.engines.vllm.output import SequenceMeter
 from handlers.engines.vllm.sampling import (
-    MAX_LISTED_TOKENS,
-    MAX_STOP_TOKENS,
     NO_PROMPT_LOGPROBS,
     NO_TYPICAL,
     TYPICAL_P,
@@ -55,11 +52,6 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
-_LISTS = {
-    "stop_token_ids": MAX_STOP_TOKENS,
-    "allowed_token_ids": MAX_LISTED_TOKENS,
-    "logit_bias": MAX_LISTED_TOKENS,
-}
 _MOST_NESTED = 32
 """Levels of `kv_transfer_params` and of `vllm_xargs`."""
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
@@ -74,11 +66,7 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
     """
     if params.prompt_logprobs is not None and not limits.prompt_logprobs:
         raise InvalidParameter("prompt_logprobs", f"cannot be given: {NO_PROMPT_LOGPROBS}")
-    for name, limit in _LISTS.items():
-        token_ids = getattr(params, name) or ()
-        check_token_ids(name, token_ids, limit, limits.vocabulary_size)
-        if min(token_ids, default=0) < 0:
-            raise InvalidParameter(name, "must hold no negative token ids")
+    limits.check_listed_tokens(params)
     if not all(map(math.isfinite, (params.logit_bias or {}).values())):
         raise InvalidParameter("logit_bias", "must hold finite numbers")
     stop = [params.stop] if isinstance(params.stop, str) else params.stop or []

@@ -44,6 +44,9 @@ TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
+_FLEXIBLE = {"whitespace_flexible": True}
+"""llguidance's options for writing JSON, which stand in the schema in the place of the client's."""
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties")
 
 
@@ -114,7 +117,7 @@ class ConstraintTranslator:
         if constraint.json_schema is not None:
             schema = _schema(constraint, constraint.json_schema)
         if self._guidance:
-            schema["x-guidance"] = _writing(constraint.any_whitespace)
+            schema["x-guidance"] = _FLEXIBLE if constraint.any_whitespace else _COMPACT
         return "json", json.dumps(schema)
 
     async def stop(self) -> None:
@@ -185,23 +188,11 @@ def _tighten(schema: dict[str, Any], closed: bool) -> None:
         schema["additionalProperties"] = False
 
 
-def _writing(any_whitespace: bool) -> dict[str, Any]:
-    """Return llguidance's options for writing JSON, which stand in the schema in the place of the client's."""
-    if any_whitespace:
-        return {"whitespace_flexible": True}
-    return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-
-
 def _parts(outputs: StructuredOutputsParams) -> list[tuple[str, str]]:
     """Return what of them is compiled, with its kind; a structural tag holds schemas."""
-    if outputs.json is not None:
-        return [("json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json))]
-    if outputs.choice is not None:
-        return [("choice", json.dumps(outputs.choice))]
-    if outputs.regex is not None:
-        return [("regex", outputs.regex)]
-    if outputs.grammar is not None:
-        return [("grammar", outputs.grammar)]
+    for kind in ("json", "choice", "regex", "grammar"):
+        if (value := getattr(outputs, kind)) is not None:
+            return [(kind, value if isinstance(value, str) else json.dumps(value))]
     if outputs.structural_tag is None:
         return []
     try:

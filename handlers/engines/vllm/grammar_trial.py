@@ -34,21 +34,13 @@ _STACK_BYTES = 4 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-def grammar_of(kind: str, text: str) -> str:
-    """Return the grammar that vLLM's back end `guidance` makes of a constraint.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    if kind == "json":
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True}))
-    return str(llguidance.grammar_from(kind, text))  # type: ignore[arg-type]
-
-
 def trial(tokenizer: Any, kind: str, text: str) -> str:
     """Return what is wrong with a constraint, as the end of a sentence; "" if nothing was found."""
-    try:
-        grammar = grammar_of(kind, text)
+    try:  # as vLLM's back end `guidance` makes its grammars
+        if kind == "json":
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+        else:
+            grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
     except (ValueError, TypeError, RecursionError) as error:
         return str(error)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
