@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,13 +64,12 @@ class VllmEngine:
         fork_server.start()
         try:
             loaded = await VllmLoader(self._settings, self._thread).load()
+            try:
+                await self._attach(loaded)
+            except BaseException:
+                await shut_down(loaded.llm)
+                raise
         except BaseException:
-            self._thread.end()
-            raise
-        try:
-            await self._attach(loaded)
-        except BaseException:
-            await shut_down(loaded.llm)
             self._thread.end()
             raise
 
@@ -209,7 +208,7 @@ class VllmEngine:
             log_stats=False,
             stream_interval=1,
         )
-        state.attach(request, index, sink, self.meter, self.texts.tokenizer, self.texts.special_ids, core_request)
+        state.attach(request, index, sink, self.meter, self.texts, core_request)
         # Registered before the engine hears of it, so that no output can come before its state.
         llm.output_processor.request_states[core_request.request_id] = state
         llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)
@@ -297,28 +296,20 @@ class VllmGeneration:
         self.states: list[PushedState] = []
 
     def cancel(self) -> None:
-        running = self._take_running()
-        for state in running:
-            if not state.ended:
-                state.end()
-                state.meter.aborted_requests += 1
-        self._stop(running)
+        self._stop(PushedState.cancel)
 
     def abort(self) -> None:
-        running = self._take_running()
-        for state in running:
-            state.abort()
-        self._stop(running)
+        self._stop(PushedState.abort)
 
-    def _take_running(self) -> list[PushedState]:
-        """Return the sequences that vLLM still has, once."""
+    def _stop(self, end: Callable[[PushedState], None]) -> None:
+        """End the sequences that vLLM still has, once."""
         known = self._llm.output_processor.request_states
-        states, self.states = self.states, []
-        return [state for state in states if state.request_id in known]
-
-    def _stop(self, states: list[PushedState]) -> None:
-        if states and not self._llm.errored:
-            self._task = asyncio.ensure_future(self._abort([state.request_id for state in states]))
+        running = [state for state in self.states if state.request_id in known]
+        self.states = []
+        for state in running:
+            end(state)
+        if running and not self._llm.errored:
+            self._task = asyncio.ensure_future(self._abort([state.request_id for state in running]))
 
     async def _abort(self, request_ids: list[str]) -> None:
         try:
@@ -349,9 +340,6 @@ class SchedulerReports:
                 kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
             )
         )
-
-    def log(self) -> None:
-        """Log nothing: vLLM asks for its periodic line, and /metrics has the same."""
 
     def record_admission_rejection(self, reason: str) -> None:
         """Count nothing: vLLM's own admission limits are off, and the queue is bounded before the engine."""

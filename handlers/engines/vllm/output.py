@@ -30,7 +30,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
-from handlers.engines.texts import HeldTokens, prompt_tokens
+from handlers.engines.texts import HeldTokens, ModelTexts, prompt_tokens
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -164,23 +164,22 @@ class PushedState(RequestState):
         sequence: int,
         sink: Sink,
         meter: Meter,
-        tokenizer: Any,
-        special_ids: frozenset[int],
+        texts: ModelTexts,
         request: EngineCoreRequest,
     ) -> None:
         """Set what vLLM's constructor does not know; to be called once, right after `from_new_request`."""
         self.sink, self.meter, self.sequence = sink, meter, sequence
         self.stream, self.want_tokens = generation.stream, generation.want_tokens
-        self.top_tokens, self.special_ids = generation.top_tokens, special_ids
+        self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
-        self.tokenizer = tokenizer
+        self.tokenizer = texts.tokenizer
         self.reader = self.logprobs_processor = _StepReader(meter)
         self.queue = _ErrorQueue(self)
         self.pieces: list[str] | None = None
         if self.want_tokens:
-            recording = _RecordingFast if uses_fast_detokenizer(tokenizer) else _RecordingSlow
-            self.detokenizer = recording(tokenizer, request)
+            recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
+            self.detokenizer = recording(texts.tokenizer, request)
             self.detokenizer.pieces = self.pieces = []
         self.may_clip = bool(generation.sampling.stop)
         self.pending = HeldTokens()
@@ -211,6 +210,12 @@ class PushedState(RequestState):
             logger.exception("request %s: internal error while handling a token", self.external_req_id)
             self.ended = False  # it may have been set just before the last delta failed
             self.fail(GenerationFailed("internal error while handling a token"))
+
+    def cancel(self) -> None:
+        """End the sequence, of which nobody wants to hear any more."""
+        if not self.ended:
+            self.end()
+            self.meter.aborted_requests += 1
 
     def abort(self) -> None:
         """End the sequence with what there is of it, as vLLM's own abort does."""
