@@ -15,7 +15,7 @@ from handlers.contracts.lmi.errors import JSON, payload_refused, unknown_adapter
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply, adapter_header
 from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
-from handlers.openai import OpenAIHandler
+from handlers.openai.handler import OpenAIHandler
 from handlers.reply import Handler, ReplyWriter, Running
 from handlers.sessions import Sessions
 

@@ -5,12 +5,8 @@ Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside
 a token. For each step of a request vLLM's output processor calls `logprobs_processor.update_from_output`; that is
 where its tokens are counted, at the price of one call.
 
-It relies on internals of vLLM (`handlers.engines.vllm.seam`, tests/live/test_openai_seam.py):
-- `AsyncLLM.add_request(request_id, prompt, params)` gives a `RequestOutputCollector` with the `output` that waits;
-- `output_processor.request_states` has a state for each sequence by then, unless it has ended, and `external_req_ids`
-  names them by the request's id; a state has `queue`, the collector, `logprobs_processor` and `prompt_len`;
-- `OutputProcessor.process_outputs` calls `logprobs_processor.update_from_output` for each sequence of a step;
-- `AsyncLLM.abort(request_id, internal)`.
+When `AsyncLLM.add_request` has returned a request's queue, `output_processor.request_states` has a state with that
+queue for each sequence that has not ended (`handlers.engines.vllm.seam`, tests/live/test_openai_seam.py).
 """
 
 from __future__ import annotations

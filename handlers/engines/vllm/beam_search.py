@@ -128,7 +128,7 @@ class BeamSearchTask:
         penalty = self._options.length_penalty
         return sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)[: self._options.width]
 
-    async def _alternatives(self, beam: _Beam, step: int) -> list[Token]:
+    async def _alternatives(self, beam: _Beam, step: int) -> tuple[Token, ...]:
         first = step == 0
         request = GenerationRequest(
             request_id=f"{self._request.request_id}-beam",
@@ -143,23 +143,17 @@ class BeamSearchTask:
             adapter=self._request.adapter,
             priority=self._request.priority,
         )
-        delta = await self._step(request)
+        answer = _Answer()
+        generation = await self._submit(request, answer)
+        try:
+            delta = await answer.delta
+        finally:
+            generation.cancel()
         if first:
             self._prompt_tokens = delta.prompt_tokens
         if not delta.tokens:
             raise GenerationFailed("the engine gave no token")
-        return list(delta.tokens[0].top)
-
-    async def _step(self, request: GenerationRequest) -> TokenDelta:
-        answer = _Answer()
-        generation = await self._submit(request, answer)
-        try:
-            await answer.ended.wait()
-        finally:
-            generation.cancel()
-        if answer.delta is None:
-            raise answer.error or GenerationFailed("the engine gave no token")
-        return answer.delta
+        return delta.tokens[0].top
 
     def _finish_reason(self, beam: _Beam) -> FinishReason | None:
         last = beam.tokens[-1].id
@@ -218,17 +212,15 @@ class _Answer:
     """The sink of a step, which has one delta."""
 
     def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self.delta: TokenDelta | None = None
-        self.error: RequestError | None = None
+        self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 
     def on_delta(self, delta: TokenDelta) -> None:
-        self.delta = delta
-        self.ended.set()
+        if not self.delta.done():
+            self.delta.set_result(delta)
 
     def on_error(self, error: RequestError) -> None:
-        self.error = error
-        self.ended.set()
+        if not self.delta.done():
+            self.delta.set_exception(error)
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from handlers.engines.vllm.beam_search import BeamSearchTask
 from handlers.engines.vllm.constraints import ConstraintTranslator
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
-from handlers.engines.vllm.output import PushedState, remember_end_token, use_lean_decoder
+from handlers.engines.vllm.output import PushedState, use_lean_decoder
 from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
@@ -80,7 +80,6 @@ class VllmEngine:
         llm.log_stats = llm.output_processor.log_stats = False
         llm.logger_manager = SchedulerReports(self)
         use_lean_decoder(llm.engine_core)
-        remember_end_token(llm.renderer)
         llm._run_output_handler()
         self._tasks = await llm.get_supported_tasks()
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool

@@ -60,12 +60,6 @@ async def end_output_loop(llm: AsyncLLM) -> None:
         await asyncio.wait([loop])
 
 
-def remember_end_token(renderer: Any) -> None:
-    """Look the end token's id up once; vLLM asks its pool of tokenizers for it with each request."""
-    end_token_id = renderer.get_eos_token_id()
-    renderer.get_eos_token_id = lambda: end_token_id
-
-
 class _Recording:
     """A detokenizer that keeps what each token of the step added to the text."""
 
