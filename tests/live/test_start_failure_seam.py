@@ -64,11 +64,11 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     monkeypatch.setattr(WorkerProc, "__init__", failing)
     monkeypatch.setattr(cpu_resource_utils, "get_cgroup_memory_usage", lambda: None)
     with processes.tied_to_this_thread() as reports:
-        assert reports.first() is None
-        processes.prepare_worker(reports.writer)
+        assert processes.first_failure(reports) is None
+        processes.prepare_worker(processes._this_thread.report)
         with pytest.raises(torch.OutOfMemoryError):
             WorkerProc()
-        failure = reports.first()
+        failure = processes.first_failure(reports)
     assert failure is not None
     assert failure.out_of_memory
     assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -29,7 +29,7 @@ from handlers.engines.texts import copied
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
-from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
+from handlers.engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
 from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
@@ -120,7 +120,7 @@ class VllmLoader:
             try:
                 llm: AsyncLLM = AsyncLLM.from_vllm_config(config)
             except Exception as error:  # vLLM's own says that a process has failed, and not why
-                if (failure := reports.first()) is None:
+                if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
         return llm

@@ -132,21 +132,13 @@ class _StepReader(SequenceMeter):
             self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
 
 
-class _ErrorQueue:
-    """A state's `queue`: vLLM puts only errors there, since `make_request_output` returns nothing."""
+class _NoQueue:
+    """The `queue` of a sequence that has ended."""
 
-    __slots__ = ("_state",)
-
-    def __init__(self, state: PushedState | None) -> None:
-        """`state`: None once the sequence has ended."""
-        self._state = state
-
-    def put(self, output: Any) -> None:
-        if isinstance(output, Exception) and self._state is not None:
-            self._state.fail(EngineDead())
+    def put(self, output: Any) -> None: ...
 
 
-_ENDED = _ErrorQueue(None)
+_ENDED = _NoQueue()
 
 
 class PushedState(RequestState):
@@ -169,7 +161,7 @@ class PushedState(RequestState):
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.tokenizer = texts.tokenizer
         self.reader = self.logprobs_processor = _StepReader(meter)
-        self.queue = _ErrorQueue(self)
+        self.queue: PushedState | _NoQueue = self
         self.pieces: list[str] | None = None
         if self.want_tokens:
             recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
@@ -205,6 +197,11 @@ class PushedState(RequestState):
             self.ended = False  # it may have been set just before the last delta failed
             self.fail(GenerationFailed("internal error while handling a token"))
 
+    def put(self, output: Any) -> None:
+        """Take what vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns nothing."""
+        if isinstance(output, Exception):
+            self.fail(EngineDead())
+
     def cancel(self) -> None:
         """End the sequence, of which nobody wants to hear any more."""
         if not self.ended:
@@ -229,7 +226,7 @@ class PushedState(RequestState):
     def end(self) -> None:
         """Send nothing more to the sink."""
         self.ended = True
-        self.queue = _ENDED  # the former one refers to this state; without the cycle it is freed at once
+        self.queue = _ENDED  # without the cycle this state is freed at once
 
     def _logprobs(self, count: int) -> list[float] | None:
         raw = self.reader.logprobs

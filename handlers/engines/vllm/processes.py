@@ -59,26 +59,6 @@ _vllms_context, _, _ = (
 _cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
-class Reports:
-    """Receives the failures of processes that are being started."""
-
-    def __init__(self) -> None:
-        self._reader, self.writer = multiprocessing.Pipe(duplex=False)
-
-    def first(self) -> StartFailure | None:
-        """Return the first failure, which is the cause of the others; None if there is none by now."""
-        with contextlib.suppress(EOFError, OSError):
-            if self._reader.poll():
-                failure: StartFailure = self._reader.recv()
-                return failure
-        return None
-
-    def close(self) -> None:
-        """Drop all further reports."""
-        self._reader.close()
-        self.writer.close()
-
-
 class _Tied:
     """What a process runs: `prepare`, and vLLM's function in the environment of the moment when it is started."""
 
@@ -117,19 +97,25 @@ _this_thread = threading.local()
 
 
 @contextlib.contextmanager
-def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
+def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
     """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
 
-    Several threads may start engines at a time, one for each model. `spawned`: do not fork them, even with a fork
-    server: vLLM binds a process to a NUMA node as it is spawned.
+    Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
+    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
     """
-    reports = Reports()
-    _this_thread.reports, _this_thread.spawned = reports, spawned
-    try:
-        yield reports
-    finally:
-        _this_thread.reports = None
-        reports.close()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with reader, writer:
+        _this_thread.report, _this_thread.spawned = writer, spawned
+        try:
+            yield reader
+        finally:
+            _this_thread.report = None
+
+
+def first_failure(reports: Connection) -> StartFailure | None:
+    """Return the first failure that was reported, which is the cause of the others; None if there is none by now."""
+    failure: StartFailure | None = reports.recv() if reports.poll() else None
+    return failure
 
 
 def end_processes(llm: Any, seconds: float) -> None:
@@ -150,14 +136,14 @@ def use_fork_server() -> None:
 
 
 def _server_context() -> BaseContext:
-    reports: Reports | None = getattr(_this_thread, "reports", None)
+    report: Connection | None = getattr(_this_thread, "report", None)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
     context: BaseContext = _vllms_context()
-    if reports is None:
+    if report is None:
         return context
     if not _this_thread.spawned:
         context = fork_server.context() or context
-    return tied(context, prepare_engine, reports.writer)
+    return tied(context, prepare_engine, report)
 
 
 def prepare_engine(report: Connection) -> None:
