@@ -130,7 +130,7 @@ class VllmAdapters:
         return base_shapes(Path(self._llm.model_config.model))
 
     async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
-        await asyncio.to_thread(lambda: check_adapter(adapter.path, self._max_rank, self._base))
+        await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
         held = self._held[adapter.id] = _Held(adapter)
         try:
             if adapter.pin:
@@ -217,7 +217,7 @@ class VllmAdapters:
 
     async def _load(self, held: _Held) -> None:
         async with self._turn:
-            await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
+            await asyncio.to_thread(lambda: read_ahead(held.adapter.path, self._max_rank, self._base))
             await self._make_place()
             started = time.monotonic()
             try:

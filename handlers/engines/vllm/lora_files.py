@@ -5,9 +5,10 @@ Weights are safetensors, or what torch has pickled; of the latter only tensors a
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +25,6 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 Shapes = Mapping[str, tuple[int, ...]]
 """Names of tensors to their shapes."""
 _LARGEST_CONFIG = 10_000_000
-_READ_AHEAD = 1 << 20
-"""Bytes at a time."""
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types of weights that have the shape of the matrix; packed ones have another."""
 _PREFIX = "base_model.model."
@@ -42,13 +41,11 @@ class _Config(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float | None] | None = None
 
 
-def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
-    """Refuse what an engine could not use, naming the file or the tensor. Reads files; may block.
-
-    `base`: shapes of the base model's weights, as far as they are known.
+def check_adapter(directory: Path, max_rank: int) -> None:
+    """Refuse a directory that is no adapter, or one of too large a rank. Reads its configuration; may block.
 
     Raises:
-        AdapterFailed: there is no such directory, a file is missing or broken, or it does not fit the model.
+        AdapterFailed: the file that is missing or broken is named.
     """
     if os.path.isfile(directory):
         raise AdapterFailed(
@@ -61,42 +58,25 @@ def check_adapter(directory: Path, max_rank: int, base: Shapes) -> None:
     for name, rank in {"r": config.r, **patterns}.items():
         if rank > max_rank:
             raise AdapterFailed(f"{CONFIG}: {name} is {rank}; option.max_lora_rank is {max_rank}")
-    weights = _weights(directory)
-    if weights.suffix == ".safetensors":
-        try:
-            shapes = _plain_shapes(weights)
-        except (OSError, SafetensorError) as error:
-            raise AdapterFailed(f"{weights} is not a safetensors file: {error}") from None
-        check_shapes(shapes, max_rank, base)
+    _weights(directory)
 
 
 def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
-    """Do as `check_adapter`, and read all weights, so that the engine finds them in memory. May block for long.
+    """Do as `check_adapter`, and read and check the weights, which an engine then finds in memory. May block for long.
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
+    `base`: shapes of the base model's weights, as far as they are known.
+
     Raises:
-        AdapterFailed: as `check_adapter`, or weights cannot be read, or are not finite; the tensor is named.
+        AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
     """
-    check_adapter(directory, max_rank, base)
+    check_adapter(directory, max_rank)
     path = _weights(directory)
-    try:
-        with path.open("rb", buffering=0) as file:
-            while file.read(_READ_AHEAD):
-                pass
-        size = path.stat().st_size
-    except OSError as error:
-        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
-    if path.suffix == ".safetensors":
-        _check_finite(path, _safe_tensors(path))
-        return
-    tensors = _pickled_tensors(path)
-    for name, tensor in tensors.items():
-        if tensor.numel() * tensor.element_size() > size:
-            raise AdapterFailed(f"{path}: {name} is larger than the file")
-    check_pairs(tensors)
-    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, max_rank, base)
-    _check_finite(path, iter(tensors.items()))
+    tensors = _tensors(path)
+    _check_pairs(tensors)
+    _check_shapes(tensors, max_rank, base)
+    _check_finite(path, tensors)
 
 
 def base_shapes(model: Path) -> Shapes:
@@ -128,17 +108,13 @@ def _elsewhere(directory: Path) -> str:
     return "" if inner is None else f"; there is one in {inner}"
 
 
-def check_shapes(tensors: Shapes, max_rank: int, base: Shapes) -> None:
-    """Compare the two halves of each pair with the weight that they change.
-
-    Raises:
-        AdapterFailed: naming the tensor, its shape and the one that was expected.
-    """
-    for name, shape in tensors.items():
+def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) -> None:
+    """Compare the two halves of each pair with the weight that they change: vLLM takes what is too small."""
+    for name, tensor in tensors.items():
         half = next((half for half in _HALVES if name.endswith(half)), None)
-        if half is None or len(shape) != 2:
+        if half is None or tensor.ndim != 2:
             continue
-        rank, size = shape if half == _HALVES[0] else shape[::-1]
+        rank, size = tensor.shape if half == _HALVES[0] else tensor.shape[::-1]
         if rank > max_rank:
             raise AdapterFailed(f"{name} has rank {rank}; option.max_lora_rank is {max_rank}")
         weight = base.get(name.removeprefix(_PREFIX).removesuffix(half) + ".weight")
@@ -148,17 +124,13 @@ def check_shapes(tensors: Shapes, max_rank: int, base: Shapes) -> None:
         if size != wanted:
             expected = [rank, wanted] if half == _HALVES[0] else [wanted, rank]
             raise AdapterFailed(
-                f"{name} has shape {list(shape)}; the base model's weight asks for {expected}: "
+                f"{name} has shape {list(tensor.shape)}; the base model's weight asks for {expected}: "
                 "the adapter is for another model"
             )
 
 
-def check_pairs(names: Collection[str]) -> None:
-    """Refuse half of a pair without the other, and files without tensors: vLLM fails on them without saying why.
-
-    Raises:
-        AdapterFailed: naming the one that is there, and the one that is not.
-    """
+def _check_pairs(names: Collection[str]) -> None:
+    """Refuse half of a pair without the other, and files without tensors: vLLM fails on them without saying why."""
     if not names:
         raise AdapterFailed("the adapter's weights hold no tensor")
     for name in names:
@@ -167,7 +139,7 @@ def check_pairs(names: Collection[str]) -> None:
                 raise AdapterFailed(f"{name} has no other half: {wanted} is missing")
 
 
-def _check_finite(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that are NaN or infinite, such as a training that diverged leaves.
 
     On vLLM's CPU backend one request with such an adapter spoils those after it, of other adapters and of none, even
@@ -175,12 +147,9 @@ def _check_finite(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """
     import torch
 
-    try:
-        for name, tensor in tensors:
-            if tensor.is_floating_point() and not torch.isfinite(tensor.to(torch.float32)).all():
-                raise AdapterFailed(f"{path}: {name} has weights that are not finite (NaN or infinity)")
-    except (SafetensorError, RuntimeError, OSError) as error:
-        raise AdapterFailed(f"{path} cannot be read: {error}") from None
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.to(torch.float32)).all():
+            raise AdapterFailed(f"{path}: {name} has weights that are not finite (NaN or infinity)")
 
 
 def _weights(directory: Path) -> Path:
@@ -190,20 +159,21 @@ def _weights(directory: Path) -> Path:
     return weights
 
 
-def _safe_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()
-        check_pairs(names)
-        for name in names:
-            yield name, file.get_tensor(name)
-
-
-def _pickled_tensors(path: Path) -> dict[str, Tensor]:
+def _tensors(path: Path) -> dict[str, Tensor]:
     """Load tensors by their names. Raises AdapterFailed."""
     import torch
+    from safetensors.torch import load
 
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        data = path.read_bytes()
+        if path.suffix == ".safetensors":
+            safe: dict[str, Tensor] = load(data)
+            return safe
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
     except pickle.UnpicklingError:  # torch's text goes on to say how to run the code in the file
         raise AdapterFailed(f"{path} is damaged, or holds more than tensors; expected what peft saves") from None
     except Exception as error:  # a damaged file has torch raise nearly anything
@@ -212,8 +182,10 @@ def _pickled_tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise AdapterFailed(f"{path} must hold tensors by their names, got {type(content).__name__}")
     for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise AdapterFailed(f"{path}: {str(name)[:200]!r} is no tensor with a name")
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise AdapterFailed(f"{path}: {str(name)[:200]!r} is no plain tensor with a name")
+        if tensor.numel() * tensor.element_size() > len(data):
+            raise AdapterFailed(f"{path}: {name} is larger than the file")
     return content
 
 
