@@ -290,12 +290,11 @@ def without_nulls(call: Call, path: str) -> Call:
         messages = _decode_messages(document["messages"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
         return call
-    kept = [{name: value for name, value in message.items() if _stays(name, value)} for message in messages]
+    kept = [
+        {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}
+        for message in messages
+    ]
     if kept == messages:
         return call
     document["messages"] = msgspec.Raw(msgspec.json.encode(kept))
     return replace(call, body=msgspec.json.encode(document))
-
-
-def _stays(name: str, value: msgspec.Raw) -> bool:
-    return name == "content" or bytes(value) != b"null"
