@@ -49,12 +49,10 @@ class VllmEngine:
         self._settings = settings
         self._ids = itertools.count()
         self.meter = Meter()
-        self._status = EngineStatus(0, 0, 0.0)
+        self._reports = SchedulerReports()
         self._thread = LastingThread("engine")
         """Starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._progress = Progress()
-        self.reports = 0
-        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
@@ -74,11 +72,11 @@ class VllmEngine:
             raise
 
     async def _attach(self, loaded: LoadedModel) -> None:
-        llm = self._llm = loaded.llm
+        llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
         # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
         llm.log_stats = llm.output_processor.log_stats = False
-        llm.logger_manager = SchedulerReports(self)
+        llm.logger_manager = self._reports
         use_lean_decoder(llm.engine_core)
         llm._run_output_handler()
         self._tasks = await llm.get_supported_tasks()
@@ -109,11 +107,6 @@ class VllmEngine:
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
         self._watchdog.start()
 
-    @property
-    def async_llm(self) -> AsyncLLM:
-        """vLLM's engine, for requests beside ours; known once it has started."""
-        return self._llm
-
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         self._check_alive()
         if request.adapter is None:
@@ -143,7 +136,7 @@ class VllmEngine:
         structured_outputs = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), structured_outputs)
         self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
-        generation = VllmGeneration(self._llm)
+        generation = VllmGeneration(self.async_llm)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
@@ -166,7 +159,7 @@ class VllmEngine:
         return generation
 
     def _check_alive(self) -> None:
-        if self._stopped or self._watchdog.failure or self._llm.errored:
+        if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
 
     async def _add(
@@ -179,7 +172,7 @@ class VllmEngine:
         generation: VllmGeneration,
         adapter: LoRARequest | None,
     ) -> None:
-        llm = self._llm
+        llm = self.async_llm
         processed = partial(
             llm.input_processor.process_inputs,
             request.request_id,
@@ -228,14 +221,14 @@ class VllmEngine:
 
         vLLM tells pending requests of a crash, but not of an engine process that was killed.
         """
-        if self._llm.errored:
-            self._status = EngineStatus(0, 0, 0.0)
+        if self.async_llm.errored:
+            self._reports.status = EngineStatus(0, 0, 0.0)
             self._fail_all(EngineDead())
             if self.adapters is not None:
                 await self.adapters.stop()
             return False
         # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
-        self._progress.look(bool(self._llm.output_processor.request_states), self.reports)
+        self._progress.look(bool(self.async_llm.output_processor.request_states), self._reports.count)
         await self._end_overdue()
         return True
 
@@ -247,32 +240,30 @@ class VllmEngine:
             state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
         if stalled:
             with contextlib.suppress(EngineDeadError):
-                await self._llm.abort([state.request_id for state in stalled], internal=True)
+                await self.async_llm.abort([state.request_id for state in stalled], internal=True)
 
     def _fail_all(self, error: EngineDead) -> None:
         for state in self._own_states():
             state.fail(error)
-        self._llm.output_processor.propagate_error(EngineDeadError())  # to requests that were given to AsyncLLM itself
+        self.async_llm.output_processor.propagate_error(
+            EngineDeadError()
+        )  # to requests that were given to AsyncLLM itself
 
     def _own_states(self) -> list[PushedState]:
-        states = self._llm.output_processor.request_states.values()
+        states = self.async_llm.output_processor.request_states.values()
         return [state for state in states if isinstance(state, PushedState)]
 
     def health(self) -> EngineHealth:
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
-        if self._llm.errored:
+        if self.async_llm.errored:
             return EngineHealth(False, "the engine has died")
         if self._watchdog.failure:
             return EngineHealth(False, self._watchdog.failure)
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
-        return self._status
-
-    def report(self, status: EngineStatus) -> None:
-        """Take the account of the last step: of the scheduler, or of those of all data-parallel replicas together."""
-        self._status = status
+        return self._reports.status
 
     async def stop(self) -> None:
         if self._stopped:
@@ -283,7 +274,7 @@ class VllmEngine:
             await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         await self.constraints.stop()
-        await shut_down(self._llm)
+        await shut_down(self.async_llm)
         self._thread.end()
 
 
@@ -320,24 +311,25 @@ class VllmGeneration:
 class SchedulerReports:
     """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
 
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
+        self.count = 0
+        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
+        self.status = EngineStatus(0, 0, 0.0)
+        """After the last step: of the scheduler, or of those of all data-parallel replicas together."""
         self._latest: dict[int, Any] = {}
         """The last report of each data-parallel replica, by its number."""
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
-        self._engine.reports += 1
+        self.count += 1
         if scheduler_stats is None:
             return
         self._latest[engine_idx] = scheduler_stats
         latest = self._latest.values()
-        self._engine.report(
-            EngineStatus(
-                running_requests=sum(stats.num_running_reqs for stats in latest),
-                waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
-                # Their caches are equally large, so this is the share of all of them together.
-                kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
-            )
+        self.status = EngineStatus(
+            running_requests=sum(stats.num_running_reqs for stats in latest),
+            waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
+            # Their caches are equally large, so this is the share of all of them together.
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
         )
 
     def record_admission_rejection(self, reason: str) -> None:
