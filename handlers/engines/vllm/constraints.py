@@ -37,8 +37,8 @@ MAX_CHARACTERS = 1 << 17
 MAX_CHOICE_CHARACTERS = 1 << 21
 """Of all choices together; they cost the engine less, since each is a plain text."""
 _ERROR_CHARACTERS = 200
-WAIT_SECONDS = 20.0
-"""How long a request waits for its constraint to be tried out before it is refused."""
+WAIT_SECONDS = 60.0
+"""How long a request waits until its constraint has been tried out, those before it included, before it is refused."""
 _REMEMBERED = 1024
 TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
