@@ -25,7 +25,7 @@ from handlers.contracts.protocol import (
 )
 from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.model_settings import ModelSettings
-from handlers.openai import OpenAIHandler
+from handlers.openai.handler import OpenAIHandler
 from handlers.sessions import SESSION_ID, Sessions
 
 

@@ -7,51 +7,32 @@ freed when the call ends, whatever became of them.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest
-from handlers.meter import Meter
 
-
-class Hold(Protocol):
-    """An adapter that is kept for a call."""
-
-    @property
-    def request(self) -> Any:
-        """What vLLM is told of it."""
-
-    def release(self) -> None:
-        """It is not needed any more."""
+if TYPE_CHECKING:
+    from handlers.engines.vllm.lora import Claim
 
 
 class OpenAICall:
     """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
-    __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "failed", "generates")
+    __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "engine", "failed", "generates")
 
     def __init__(self, queue: EngineQueue, any_model: bool = False) -> None:
-        self._queue = queue
+        self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
         self.any_model = any_model
         """No `model` in its body is refused."""
-        self.adapters: dict[str, Hold] = {}
+        self.adapters: dict[str, Claim] = {}
         """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
         self.generates = False
         """It was admitted to the queue."""
         self.failed = False
         """The engine gave up on one of its requests."""
-
-    @property
-    def meter(self) -> Meter:
-        """The engine's."""
-        return self._queue.engine.meter
-
-    @property
-    def max_model_len(self) -> int:
-        """The model's context, in tokens."""
-        return self._queue.engine.max_model_len
 
     def take(self, sequences: int) -> None:
         """Take places for sequences of this call.
@@ -75,20 +56,18 @@ class OpenAICall:
             self._held -= sequences
             self._queue.open_sequences -= sequences
 
-    def keep(self, adapter: str, hold: Hold) -> Hold:
-        """Keep an adapter until the call ends. Returns the one hold that all requests of the call share."""
-        if self._closed:
-            hold.release()
-            return hold
-        if (kept := self.adapters.setdefault(adapter, hold)) is not hold:
-            hold.release()
+    def keep(self, adapter: str, claim: Claim) -> Claim:
+        """Keep an adapter until the call ends. Returns the one claim that all requests of the call share."""
+        kept = claim if self._closed else self.adapters.setdefault(adapter, claim)
+        if self._closed or kept is not claim:
+            claim.release()
         return kept
 
     def close(self) -> None:
         """Give everything back."""
         self.release(self._held)
-        for hold in self.adapters.values():
-            hold.release()
+        for claim in self.adapters.values():
+            claim.release()
         self.adapters.clear()
         self._closed = True
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -61,41 +61,26 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 
     engine: Any = queue.engine
     adapters = engine.adapters
-    client = EngineClient(
-        engine.async_llm, engine.meter, settings.predict_timeout, settings.max_prompt_tokens, adapters
-    )
     accepted = frozenset({*aliases, settings.name, settings.model_id})
     app = await build(
-        client,
+        EngineClient(engine, settings),
         engine.frontend_arguments,
-        model=settings.public_names[0],
-        served_names=settings.public_names,
+        names=settings.public_names,
         accepts=lambda name: name in accepted or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
     )
-    names = Names(settings.public_names[0], adapters.public if adapters is not None else {})
-    return OpenAIHandler(app, queue, engine.async_llm, names)
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What the `model` of a body may be."""
-
-    model: str = ""
-    """The model itself."""
-    adapters: Collection[str] = ()
-    """Its adapters, as they come and go."""
-
-
-NO_NAMES = Names()
+    return OpenAIHandler(
+        app, queue, engine.async_llm, settings.public_names[0], adapters.public if adapters is not None else ()
+    )
 
 
 class OpenAIHandler:
     """Implements `Handler`: hands calls to vLLM's own front end."""
 
-    def __init__(self, app: Any, queue: EngineQueue, llm: Any, names: Names = NO_NAMES) -> None:
-        """`llm`: vLLM's engine, which knows requests by the ids of their answers."""
-        self._app, self._queue, self._llm, self._names = app, queue, llm, names
+    def __init__(self, app: Any, queue: EngineQueue, llm: Any, model: str = "", adapters: Collection[str] = ()) -> None:
+        """`llm`: vLLM's engine, which knows requests by the ids of their answers. `model`, `adapters`: names in bodies;
+        adapters come and go."""
+        self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
@@ -130,9 +115,9 @@ class OpenAIHandler:
             UnknownAdapter: it is not registered.
         """
         if adapter is not None and call.body:
-            if adapter and adapter not in self._names.adapters:
+            if adapter and adapter not in self._adapters:
                 raise UnknownAdapter(adapter)
-            call = with_model(call, adapter or self._names.model)
+            call = with_model(call, adapter or self._model)
         return _RunningCall(self._app, OpenAICall(self._queue, any_model), without_nulls(call, path), writer, path)
 
 
@@ -144,96 +129,53 @@ def _belongs(known: str, request_id: str) -> bool:
 
 
 class _RunningCall:
-    """One call in vLLM's front end, as a task of its own; implements `Running`."""
+    """One call in vLLM's front end, as a task of its own, which gets `_receive` and `_send` as any ASGI application.
+
+    Implements `Running`.
+    """
 
     def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
         self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
-        self._exchange = AsgiExchange(call.body, writer)
-        self._meter = held.meter
+        self._gone = asyncio.Event()
+        self._body_read = False
+        self._status, self._content_type = 0, ""
+        self._headers: tuple[tuple[str, str], ...] = ()
+        self._started = self._complete = False
         self._task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
-        """Tell the front end, which ends its tasks; the engine aborts then."""
-        self._exchange.disconnect()
+        """Tell the front end, which ends its tasks; the engine aborts then. What it sends from now on is dropped."""
+        self._gone.set()
 
     async def _run(self) -> None:
-        path = self._path
+        call, path = self._call, self._path
         current_call.set(self._held)
-        started = time.monotonic()
-        if (refusal := hopeless(self._call.body, path, self._held.max_model_len)) is not None:
-            self._finish(refusal)
-            return
+        began = time.monotonic()
         try:
-            await self._app(scope(self._call, path, {}), self._exchange.receive, self._exchange.send)
+            if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
+                self._finish(refusal)
+            else:
+                await self._app(scope(call, path), self._receive, self._send)
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception:
-            logger.exception("vLLM's front end failed", extra={"request_id": self._call.request_id})
+            logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
         finally:
             self._held.close()
-            if not self._exchange.disconnected:
+            if not self._gone.is_set():
                 self._finish(error_reply("Internal server error", "InternalServerError", 500))
                 if self._held.generates:
-                    self._meter.calls.count(time.monotonic() - started, failed=self._held.failed)
+                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=self._held.failed)
 
-    def _finish(self, reply: Reply) -> None:
-        """Complete the reply, if the front end has not."""
-        exchange = self._exchange
-        if exchange.complete or exchange.disconnected:
-            return
-        exchange.complete = True
-        if exchange.streams_events:
-            self._writer.end(_last_events(self._path, reply))
-        elif exchange.started:
-            self._writer.end(b"")
-        else:
-            self._writer.reply(reply)
-
-
-def _last_events(path: str, reply: Reply) -> bytes:
-    """What ends a stream with an error, as vLLM's own streams on this path do."""
-    message = msgspec.json.decode(reply.body)["error"]["message"]
-    if path == _MESSAGES:
-        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
-
-
-class AsgiExchange:
-    """The ASGI `receive` and `send` of one call."""
-
-    def __init__(self, body: bytes, writer: ReplyWriter) -> None:
-        self._body: bytes | None = body
-        self._writer = writer
-        self._gone = asyncio.Event()
-        self._status = 0
-        self._content_type = ""
-        self._headers: tuple[tuple[str, str], ...] = ()
-        self.started = self.complete = False
-
-    @property
-    def disconnected(self) -> bool:
-        """The client has gone."""
-        return self._gone.is_set()
-
-    @property
-    def streams_events(self) -> bool:
-        """A stream of events has begun."""
-        return self.started and self._content_type.partition(";")[0].strip() == EVENTS
-
-    def disconnect(self) -> None:
-        """Tell the application that the client has gone; what it sends from now on is dropped."""
-        self._gone.set()
-
-    async def receive(self) -> dict[str, Any]:
+    async def _receive(self) -> dict[str, Any]:
         """The body, and after it nothing but a disconnect."""
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+        if not self._body_read:
+            self._body_read = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Any) -> None:
+    async def _send(self, message: Any) -> None:
         """Pass on what the application sends. A reply begins with its first bytes: they show whether it streams."""
         if self._gone.is_set():
             return
@@ -248,19 +190,40 @@ class AsgiExchange:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if last and not self.started:
+        if last and not self._started:
             writer.reply(Reply(self._status, self._content_type, data, self._headers))
         elif last:
             writer.end(data)
         elif data:
-            if not self.started:
-                self.started = True
+            if not self._started:
+                self._started = True
                 writer.start(self._status, self._content_type, self._headers)
             writer.write(data)
-        self.complete = last
+        self._complete = last
+
+    def _finish(self, reply: Reply) -> None:
+        """Complete the reply, if the front end has not."""
+        if self._complete or self._gone.is_set():
+            return
+        self._complete = True
+        if not self._started:
+            self._writer.reply(reply)
+        elif self._content_type.partition(";")[0].strip() == EVENTS:
+            self._writer.end(_last_events(self._path, reply))
+        else:
+            self._writer.end(b"")
 
 
-def scope(call: Call, path: str, state: dict[str, Any]) -> dict[str, Any]:
+def _last_events(path: str, reply: Reply) -> bytes:
+    """What ends a stream with an error, as vLLM's own streams on this path do."""
+    message = msgspec.json.decode(reply.body)["error"]["message"]
+    if path == _MESSAGES:
+        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
+
+
+def scope(call: Call, path: str) -> dict[str, Any]:
     """The call as an ASGI scope. The application sees our id of the request, and so gives it to its answer."""
     headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
     headers = [(name, value) for name, value in headers if name not in _OURS and name != b"content-type"]
@@ -285,7 +248,7 @@ def scope(call: Call, path: str, state: dict[str, Any]) -> dict[str, Any]:
         "headers": headers,
         "client": None,
         "server": None,
-        "state": state,
+        "state": {},
     }
 
 
@@ -326,12 +289,11 @@ def without_nulls(call: Call, path: str) -> Call:
         messages = _decode_messages(document["messages"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
         return call
-    kept = [{name: value for name, value in message.items() if _stays(name, value)} for message in messages]
+    kept = [
+        {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}
+        for message in messages
+    ]
     if kept == messages:
         return call
     document["messages"] = msgspec.Raw(msgspec.json.encode(kept))
     return replace(call, body=msgspec.json.encode(document))
-
-
-def _stays(name: str, value: msgspec.Raw) -> bool:
-    return name == "content" or bytes(value) != b"null"

@@ -44,37 +44,6 @@ _OF_REQUESTS = (
 _LONGEST = 200
 
 
-class ClientErrors(logging.Filter):
-    """Lowers such records to INFO, without tracebacks; drops them where that is below the level that is logged.
-
-    `is_clients`: whether an exception is the fault of the client. Failures of the server's own pass as they are.
-    """
-
-    def __init__(self, is_clients: Callable[[BaseException], bool]) -> None:
-        super().__init__()
-        self._is_clients = is_clients
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
-            return True
-        error = record.exc_info[1] if record.exc_info else None
-        if error is not None and not self._is_clients(error):
-            return True
-        text = record.getMessage()[:_LONGEST]
-        # The exception's text may repeat what the client sent.
-        record.msg = text if error is None else f"{text} ({type(error).__name__})"
-        record.args = record.exc_info = record.exc_text = None
-        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
-        return logging.getLogger().isEnabledFor(logging.INFO)
-
-
-def lower_client_errors(is_clients: Callable[[BaseException], bool]) -> None:
-    """Have every handler of the root logger see what clients cause as information. May be called again."""
-    for handler in logging.getLogger().handlers:
-        if not any(isinstance(known, ClientErrors) for known in handler.filters):
-            handler.addFilter(ClientErrors(is_clients))
-
-
 _ROUTERS = (
     "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.openai.chat_completion.api_router",
@@ -86,29 +55,51 @@ _ROUTERS = (
 )
 
 
+def lower_client_errors() -> None:
+    """Have every handler of the root logger show as information what clients cause. May be called again."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(client_error_filter)
+
+
+def client_error_filter(record: logging.LogRecord) -> bool:
+    """Lower the record of a client's error to INFO, without its traceback; drop it where that is not logged.
+
+    Failures of the server's own pass as they are.
+    """
+    if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
+        return True
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and not _is_clients(error):
+        return True
+    text = record.getMessage()[:_LONGEST]
+    # The exception's text may repeat what the client sent.
+    record.msg = text if error is None else f"{text} ({type(error).__name__})"
+    record.args = record.exc_info = record.exc_text = None
+    record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+    return logging.getLogger().isEnabledFor(logging.INFO)
+
+
 async def build(
     client: Any,
     arguments: Mapping[str, Any],
-    model: str,
-    served_names: Sequence[str],
+    names: Sequence[str],
     accepts: Callable[[str], bool],
     adapters: dict[str, Any] | None = None,
 ) -> Any:
     """The application, around an engine client.
 
-    `model`: what /v1/models calls the model's root. `served_names`: the model's names, the first of which is in every
-    answer. `accepts`: says of a name that is none of them whether it will do as well.
-    `adapters`: vLLM's requests for adapters by their names, as they come and go.
+    `names`: the model's, the first of which is in every answer. `accepts`: says of a name that is none of them whether
+    it will do as well. `adapters`: vLLM's requests for adapters by their names, as they come and go.
 
     Raises:
         EngineStartError: this vLLM is not one that we know, or refuses an argument.
     """
-    lower_client_errors(_is_clients)
+    lower_client_errors()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     args = argparse.Namespace(
         **arguments,
-        model=model,
-        served_model_name=list(served_names),
+        model=names[0],
+        served_model_name=list(names),
         enable_log_requests=False,
         disable_log_stats=True,
         structured_outputs_config=client.vllm_config.structured_outputs_config,
@@ -125,11 +116,11 @@ async def build(
         # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
         app.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(client, app.state, args, supported_tasks=("generate",))
-        _accept_names(app.state.openai_serving_models, accepts)
+        models = app.state.openai_serving_models
+        served = models.is_base_model
+        models.is_base_model = lambda name: served(name) or accepts(name)
         if adapters is not None:
-            app.state.openai_serving_models.lora_requests = adapters
-    except EngineStartError:
-        raise
+            models.lora_requests = adapters
     except (ImportError, AttributeError) as error:
         raise unknown_vllm(f"its front end has moved ({error})") from error
     except Exception as error:
@@ -168,8 +159,3 @@ def _choose_tool_grammar(backend: str) -> None:
     """
     if backend != "xgrammar":
         os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
-
-
-def _accept_names(models: Any, accepts: Callable[[str], bool]) -> None:
-    served = models.is_base_model
-    models.is_base_model = lambda name: served(name) or accepts(name)

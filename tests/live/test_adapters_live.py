@@ -377,7 +377,7 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_leaves_nothing_behind(
         tmp_path / "nowhere": "there is no directory",
         tmp_path / "no_config": "adapter_config.json cannot be read",
         tmp_path / "no_weights": "has no weights",
-        tmp_path / "cut": "ends before tensor",
+        tmp_path / "cut": "file not fully covered",
         tmp_path / "dora": "DoRA",
         tmp_path / "bad_model": "nonsense_that_is_not_there",
         made / "wide": "r is 16; option.max_lora_rank is 8",

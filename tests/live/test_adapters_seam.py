@@ -17,6 +17,7 @@ from handlers.engine_handler import EngineQueue
 from handlers.engines.protocol import EngineAdapter
 from handlers.errors import UnknownAdapter
 from handlers.meter import Meter
+from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall
 from tests.waiting import until
 
@@ -30,7 +31,7 @@ class Llm:
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_cpu_loras=4, max_loras=4, max_lora_rank=8))
-        self.model_config = SimpleNamespace(model="/none", get_vocab_size=lambda: 100)
+        self.model_config = SimpleNamespace(model="/none")
         self.output_processor = SimpleNamespace(request_states={})
         self.answers = asyncio.Event()
         self.answers.set()
@@ -45,8 +46,6 @@ class Llm:
         self.orders.append(("remove", adapter_id))
         await self.answers.wait()
         return True
-
-    def get_tokenizer(self) -> None: ...
 
 
 @pytest.fixture
@@ -109,7 +108,8 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     looked_up = adapters.public["a"]  # by vLLM's front end, before it reads the prompt
     await adapters.add(EngineAdapter("a", 2, source), preload=True)
     await adapters.remove(1)
-    client = EngineClient(llm, Meter(), 10, None, adapters)
+    engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters)
+    client = EngineClient(engine, ModelSettings(name="model", model_dir=source, model_id="m"))
     call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
     taken = await client._adapter(call, looked_up.lora_name)
     assert (taken.lora_int_id, taken.lora_name) == (2, "a#2")

@@ -91,15 +91,16 @@ def test_slipway_config_and_the_engine_find_the_same_figures(sample_model: Path,
 
 
 def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from handlers.engines.vllm import loading as vllm_loading
-    from handlers.engines.vllm.constraints import CheckingLLM
 
     def nothing_starts(*_: Any) -> None:
         raise AssertionError("vLLM was started")
 
     settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model))
     monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node 0", 1 << 30, 2 << 30)])
-    monkeypatch.setattr(CheckingLLM, "from_vllm_config", nothing_starts)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", nothing_starts)
     thread = LastingThread("loading")
     try:
         with pytest.raises(

@@ -137,6 +137,12 @@ def params(**fields: Any) -> Any:
     return made
 
 
+def limits() -> Any:
+    from handlers.engines.vllm.sampling import SamplingTranslator
+
+    return SamplingTranslator(max_model_len=16, max_top_tokens=1, vocabulary_size=100)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -160,7 +166,7 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
     from handlers.openai.engine_client import check_parameters
 
     with pytest.raises(InvalidParameter) as caught:
-        check_parameters(params(**fields), 100, None)
+        check_parameters(params(**fields), limits(), None)
     assert caught.value.parameter == next(iter(fields)).replace("extra_args", "typical_p")
 
 
@@ -174,28 +180,27 @@ def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) 
             value = kind(value)
         return params(extra_args={"kv_transfer_params": value})
 
-    check_parameters(nested(31), 100, None)
+    check_parameters(nested(31), limits(), None)
     for levels in (32, 900):
         with pytest.raises(InvalidParameter, match="`kv_transfer_params` may be nested 32 levels deep at most"):
-            check_parameters(nested(levels), 100, None)
+            check_parameters(nested(levels), limits(), None)
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
     from handlers.openai.engine_client import check_parameters
 
     asked = params(prompt_logprobs=0)
-    check_parameters(asked, 100, None)
+    check_parameters(asked, limits(), None)
     with pytest.raises(InvalidParameter, match=r"not served on a CPU with option\.enable_lora=true"):
-        check_parameters(asked, 100, None, prompt_logprobs=False)
+        check_parameters(asked, replace(limits(), prompt_logprobs=False), None)
 
 
 def test_what_does_no_harm_passes() -> None:
     from handlers.openai.engine_client import check_parameters
 
-    check_parameters(params(), 100, None)
-    check_parameters(
-        params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5), 100, None
-    )
+    check_parameters(params(), limits(), None)
+    given = params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5)
+    check_parameters(given, limits(), None)
 
 
 def test_what_a_client_causes_is_told_from_what_the_server_does() -> None:
@@ -240,12 +245,8 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
         """vLLM's engine, which keeps its requests elsewhere than it used to."""
 
         output_processor = OutputProcessor(None, log_stats=False)
-        model_config = SimpleNamespace(get_vocab_size=lambda: 100)
-        vllm_config = SimpleNamespace(lora_config=None)
         errored = False
         aborted: ClassVar[list[str]] = []
-
-        def get_tokenizer(self) -> None: ...
 
         async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
             return RequestOutputCollector(RequestOutputKind.DELTA, f"{request_id}-internal")
@@ -255,10 +256,11 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
             self.aborted.append(request_id)
 
     llm: Any = Llm()
+    engine: Any = SimpleNamespace(async_llm=llm, meter=Meter(), adapters=None)
     handler = EngineQueue(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
     call = OpenAICall(handler)
     call.take(1)
-    stream = EngineClient(llm, Meter(), 10)._generate(call, "x", SamplingParams(), "a", {})
+    stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(), "a", {})
     with pytest.raises(RuntimeError, match="does not know a request"):
         await anext(stream)
     assert llm.aborted == ["a-internal"]

@@ -53,6 +53,7 @@ def test_what_vllm_raises_where_memory_is_short_is_known(shortage: Any) -> None:
 
 
 def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(monkeypatch: Any) -> None:
+    from vllm.utils import cpu_resource_utils
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     from handlers.engines.vllm import processes
@@ -60,35 +61,41 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     def failing(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def vllms() -> None:
+    monkeypatch.setattr(WorkerProc, "__init__", failing)
+    monkeypatch.setattr(cpu_resource_utils, "get_cgroup_memory_usage", lambda: None)
+    with processes.tied_to_this_thread() as reports:
+        assert processes.first_failure(reports) is None
+        processes.prepare_worker(processes._this_thread.report)
         with pytest.raises(torch.OutOfMemoryError):
             WorkerProc()
-
-    monkeypatch.setattr(WorkerProc, "__init__", failing)
-    monkeypatch.setattr(processes, "_worker_main", vllms)
-    monkeypatch.setattr(processes, "_end_with_parent", lambda: None)
-    with processes.tied_to_this_thread() as reports:
-        assert reports.first() is None
-        processes.worker_main(reports.writer)
-        failure = reports.first()
+        failure = processes.first_failure(reports)
     assert failure is not None
     assert failure.out_of_memory
     assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
-    processes.worker_main(reports.writer)  # nobody listens any more
+    with pytest.raises(torch.OutOfMemoryError):
+        WorkerProc()  # nobody listens any more
 
 
-def test_threads_that_do_not_ask_for_it_start_vllms_own_processes() -> None:
+def test_threads_that_do_not_ask_for_it_start_vllms_own_processes(monkeypatch: Any) -> None:
     import threading
 
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine import utils
 
     from handlers.engines.vllm import processes
 
-    seen: list[Any] = []
-    with processes.tied_to_this_thread() as reports:
-        thread = threading.Thread(target=lambda: seen.append(EngineCoreProc.run_engine_core))
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    processes.use_fork_server()
+    made: list[Any] = []
+
+    def make() -> None:
+        made.append(utils.get_mp_context().Process(target=print, name="a"))
+
+    with processes.tied_to_this_thread():
+        thread = threading.Thread(target=make)
         thread.start()
         thread.join()
-        mine = EngineCoreProc.run_engine_core
-    assert (mine.function, mine.report) == (processes.run_engine_core, reports.writer)
-    assert [*seen, EngineCoreProc.run_engine_core] == [processes._run_engine_core] * 2
+        make()
+    vllms, ours = made
+    assert vllms._target is print
+    assert isinstance(ours._target, processes._Tied)
+    assert (type(vllms), vllms.name) == (type(ours), ours.name)

@@ -148,9 +148,10 @@ def test_beside_speculative_decoding_nothing_is_loaded_and_typical_p_is_refused_
     engine = arguments.create_engine_config()
     refusal = load_typical(engine)
     assert not engine.model_config.logits_processors
+    limits = SamplingTranslator(16, 1, 9, typical_refusal=refusal)
     request = GenerationRequest(request_id="r", prompt="x", sampling=SamplingParameters(typical_p=0.5))
     with pytest.raises(InvalidParameter, match=r"^`typical_p` cannot be used together with speculative decoding$"):
-        SamplingTranslator(16, 1, 9, typical_refusal=refusal).sampling_params(request, 1)
+        limits.sampling_params(request, 1)
     with pytest.raises(InvalidParameter, match=r"^`typical_p` cannot be used together with speculative decoding$"):
-        check_parameters(params(0.5), 100, None, typical_refusal=refusal)
-    check_parameters(params(None), 100, None, typical_refusal=refusal)
+        check_parameters(params(0.5), limits, None)
+    check_parameters(params(None), limits, None)

@@ -60,10 +60,10 @@ async def test_a_process_that_was_killed_while_it_was_idle_refuses_no_constraint
     await translated(translator, regex="before")
     trials = translator._trials
     assert trials is not None
-    for own in trials._processes:
-        if (process := own._process) is not None:
-            process.kill()
-            await process.wait()
+    process = trials._process
+    assert process is not None
+    process.kill()
+    process.wait()
     assert (await translated(translator, regex="after")).regex == "after"
 
 
@@ -120,9 +120,9 @@ async def test_the_same_constraint_is_compiled_once(
     translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await translated(translator, regex="once")
-    from handlers.engines.vllm import constraints as grammar_trials
+    from handlers.engines.vllm import constraints
 
-    monkeypatch.setattr(grammar_trials, "_exchange", None)
+    monkeypatch.setattr(constraints, "_exchange", None)
     assert (await translated(translator, regex="once")).regex == "once"
 
 

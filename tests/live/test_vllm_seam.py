@@ -40,6 +40,7 @@ class Processor:
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
+        from handlers.engines.texts import ModelTexts
         from handlers.engines.vllm.output import PushedState
 
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
@@ -70,9 +71,7 @@ class Processor:
             log_stats=False,
             stream_interval=1,
         )
-        state.attach(
-            generation, 0, sink, self.meter, self.tokenizer, frozenset(self.tokenizer.all_special_ids), request
-        )
+        state.attach(generation, 0, sink, self.meter, ModelTexts(self.tokenizer), request)
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 
@@ -120,7 +119,6 @@ def test_another_release_of_vllm_is_warned_of(
     from handlers.engines.vllm import seam
 
     monkeypatch.setattr(seam, "RELEASE", "0.31")
-    monkeypatch.setattr(seam, "_warn_of_other_release", seam._warn_of_other_release.__wrapped__)
     seam.check_vllm()
     assert "is installed; Slipway was run with 0.31.x only" in caplog.text
 

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -45,8 +46,6 @@ FRONT_END = frozenset(
 )
 """Arguments of vLLM's OpenAI front end."""
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
-_LONGEST_PATH = 255
-"""Bytes of a file's name."""
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
@@ -118,38 +117,30 @@ def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
 
 def _in_model_dir(settings: ModelSettings, text: str) -> str:
     """Return the path of a file in the model directory, LMI's working directory; else the text itself."""
-    path = settings.model_dir / text
-    return str(path) if len(text) < _LONGEST_PATH and "\n" not in text and path.is_file() else text
+    path = os.path.join(settings.model_dir, text)
+    return path if os.path.isfile(path) else text
 
 
-def _check_parsers(arguments: dict[str, Any], settings: ModelSettings) -> None:
+def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> None:
     """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
-    engine = {name: text.strip() for name, text in settings.engine_arguments.items()}
-    _import("tool_parser_plugin", arguments["tool_parser_plugin"], ToolParserManager.import_tool_parser)
-    _import(
-        "reasoning_parser_plugin",
-        engine.get("reasoning_parser_plugin"),
-        ReasoningParserManager.import_reasoning_parser,
-    )
-    parser = arguments["tool_call_parser"]
-    if arguments["enable_auto_tool_choice"] and parser is None:
+    given: dict[str, Any] = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    given.update(arguments)
+    for name, load in (
+        ("tool_parser_plugin", ToolParserManager.import_tool_parser),
+        ("reasoning_parser_plugin", ReasoningParserManager.import_reasoning_parser),
+    ):
+        if plugin := given.get(name):
+            try:
+                load(plugin)
+            except Exception as error:
+                raise EngineStartError(f"option.{name}: {plugin} cannot be imported: {error}") from None
+    if given["enable_auto_tool_choice"] and given["tool_call_parser"] is None:
         raise EngineStartError("option.enable_auto_tool_choice needs option.tool_call_parser")
-    _check_known("tool_call_parser", parser, ToolParserManager.list_registered())
-    _check_known("reasoning_parser", engine.get("reasoning_parser"), ReasoningParserManager.list_registered())
-
-
-def _import(name: str, plugin: str | None, load: Callable[[str], None]) -> None:
-    if not plugin:
-        return
-    try:
-        load(plugin)
-    except Exception as error:
-        raise EngineStartError(f"option.{name}: {plugin} cannot be imported: {error}") from None
-
-
-def _check_known(name: str, value: str | None, known: list[str]) -> None:
-    if value and value not in known:
-        raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {', '.join(sorted(known))}")
+    for name, manager in (("tool_call_parser", ToolParserManager), ("reasoning_parser", ReasoningParserManager)):
+        value, known = given.get(name), manager.list_registered()
+        if value and value not in known:
+            allowed = ", ".join(sorted(known))
+            raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {allowed}")
 
 
 def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
@@ -164,14 +155,15 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
         action.default = argparse.SUPPRESS
     parsed: dict[str, Any] = {}
     for name, text in given.items():
-        action = actions.get(name)
+        source = settings.engine_argument_sources.get(name, f"option.{name}")
         if name in _WITHOUT_EFFECT:
-            logger.warning("%s: option.%s has no effect here", settings.engine_argument_sources.get(name, name), name)
-            continue
-        if action is None:
-            _warn_unknown(name, settings, [*actions, *FRONT_END])
-            continue
-        parsed.update(_parse_one(parser, action, name, text, settings))
+            logger.warning("%s: option.%s has no effect here", source, name)
+        elif name in actions:
+            parsed |= _parse_one(parser, actions[name], text.strip(), source)
+        else:
+            close = difflib.get_close_matches(name, [*actions, *FRONT_END], n=1)
+            hint = f"; did you mean option.{close[0]}?" if close else ""
+            logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
     return parsed
 
 
@@ -182,10 +174,9 @@ class _Parser(FlexibleArgumentParser):
         raise ValueError(message)
 
 
-def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSettings) -> dict[str, Any]:
-    source = settings.engine_argument_sources.get(name, f"option.{name}")
+def _parse_one(parser: Any, action: Any, text: str, source: str) -> dict[str, Any]:
     flag = next(option for option in action.option_strings if option.startswith("--"))
-    text = _as_vllm_writes(name, text.strip())
+    text = _as_vllm_writes(action.dest, text)
     try:
         if action.nargs == 0:
             arguments = [_switch(flag, text, action)]
@@ -193,10 +184,12 @@ def _parse_one(parser: Any, action: Any, name: str, text: str, settings: ModelSe
             arguments = [flag, *_words(text)]
         else:
             arguments = [f"{flag}={text}"]
-        return {key: value for key, value in vars(parser.parse_args(arguments)).items() if key == name}
+        return dict(vars(parser.parse_args(arguments)))
     except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
         reason = _JSON_LOADS.sub("JSON", str(error))
-        raise EngineStartError(f"{source}: {text!r} is not a value that vLLM takes for {name}: {reason}") from None
+        raise EngineStartError(
+            f"{source}: {text!r} is not a value that vLLM takes for {action.dest}: {reason}"
+        ) from None
 
 
 def _as_vllm_writes(name: str, text: str) -> str:
@@ -220,10 +213,3 @@ def _words(text: str) -> list[str]:
     if text.startswith("["):
         return [str(item) for item in json.loads(text)]
     return text.replace(",", " ").split()
-
-
-def _warn_unknown(name: str, settings: ModelSettings, known: list[str]) -> None:
-    source = settings.engine_argument_sources.get(name, f"option.{name}")
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean option.{close[0]}?" if close else ""
-    logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)

@@ -14,16 +14,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from handlers.engines.protocol import Engine, Generation, Sink
-from handlers.errors import GenerationFailed, InvalidParameter, RequestError
-from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
+from handlers.errors import GenerationFailed, RequestError
+from handlers.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
 
 logger = logging.getLogger(__name__)
-
-NEEDS_PREFIX_CACHE = "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
-"""Follows a parameter's name. Without the cache each step would compute every beam from its beginning."""
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
 """A function with the signature of `Engine.submit`."""
@@ -35,46 +30,22 @@ class _Beam:
     logprob: float = 0.0
     finish_reason: FinishReason | None = None
 
-    def extended(self, token: Token, finish_reason: FinishReason | None) -> _Beam:
-        return _Beam([*self.tokens, token], self.logprob + (token.logprob or 0.0), finish_reason)
+    def extended(self, token: Token) -> _Beam:
+        return _Beam([*self.tokens, token], self.logprob + (token.logprob or 0.0))
 
     def score(self, length_penalty: float) -> float:
         return self.logprob / float(max(len(self.tokens), 1) ** length_penalty)
 
 
-async def submit_beam_search(
-    engine: Engine, request: GenerationRequest, beam_search: BeamSearch, sink: Sink, submit: Submit
-) -> BeamSearchTask:
-    """Begin a beam search; the beams reach `sink` when it ends, best first.
-
-    The engine has checked the request. `submit` takes the search's steps.
-
-    Raises:
-        InvalidRequest: it cannot be done; nothing was started.
-    """
-    if request.sampling.constraint is not None:
-        raise InvalidParameter(request.sampling.constraint.parameter, "cannot be used together with beam search")
-    if 2 * beam_search.width > engine.max_top_tokens:
-        raise InvalidParameter(
-            "num_beams", f"must be at most {engine.max_top_tokens // 2} with this model's option.max_logprobs"
-        )
-    prompt_ids = await engine.prompt_token_ids(request)
-    return BeamSearchTask(engine, request, beam_search, sink, prompt_ids, submit)
-
-
 class BeamSearchTask:
-    """A running search, which begins when it is made."""
+    """A running search, which begins when it is made; the beams reach `sink` when it ends, best first."""
 
     def __init__(
-        self,
-        engine: Engine,
-        request: GenerationRequest,
-        beam_search: BeamSearch,
-        sink: Sink,
-        prompt_ids: Sequence[int],
-        submit: Submit,
+        self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: Submit
     ) -> None:
-        self._engine, self._request, self._options, self._sink = engine, request, beam_search, sink
+        """`submit` takes the search's steps."""
+        assert request.beam_search is not None
+        self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
         self._submit = submit
         self._prompt_ids = tuple(prompt_ids)
         self._prompt_tokens: list[Token] | None = None
@@ -120,47 +91,44 @@ class BeamSearchTask:
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
     async def _search(self) -> list[_Beam]:
-        running, finished = self._running, self._finished
+        width, min_tokens = self._options.width, self._request.sampling.min_tokens
         for step in range(self._limit):
-            alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in running))
-            pairs = zip(running, alternatives, strict=True)
+            alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in self._running))
             grown = [
-                beam.extended(token, None)
-                for beam, tokens in pairs
+                beam.extended(token)
+                for beam, tokens in zip(self._running, alternatives, strict=True)
                 for token in tokens
-                if step >= self._request.sampling.min_tokens or token.id not in self._ending
+                if step >= min_tokens or token.id not in self._ending
             ]
             if not grown:
                 raise GenerationFailed("no beam can go on: before min_tokens none of its probable tokens may come")
-            grown.sort(key=lambda beam: beam.logprob, reverse=True)
-            best = grown[: 2 * self._options.width]
+            best = sorted(grown, key=lambda beam: beam.logprob, reverse=True)[: 2 * width]
             for beam in best:
                 beam.finish_reason = self._finish_reason(beam)
-            finished += [beam for beam in best if beam.finish_reason is not None]
-            running = [beam for beam in best if beam.finish_reason is None][: self._options.width]
-            self._running, self._finished = running, finished
-            if not running or self._settled(running, finished):
+            self._finished += [beam for beam in best if beam.finish_reason is not None]
+            self._running = [beam for beam in best if beam.finish_reason is None][:width]
+            if not self._running or self._settled():
                 break
-        for beam in running:
+        for beam in self._running:
             beam.finish_reason = FinishReason.LENGTH
-        return self._ranked(finished + running)
+        return self._ranked(self._finished + self._running)
 
-    def _settled(self, running: list[_Beam], finished: list[_Beam]) -> bool:
+    def _settled(self) -> bool:
         """Tell whether no running beam can displace a finished one any more."""
-        width, penalty = self._options.width, self._options.length_penalty
-        if len(finished) < width:
+        if len(self._finished) < self._options.width:
             return False
         if self._options.early_stopping:
             return True
-        worst = self._ranked(finished)[-1].score(penalty)
+        penalty = self._options.length_penalty
+        worst = self._ranked(self._finished)[-1].score(penalty)
         # As transformers does: a beam is judged by its present length.
-        return running[0].score(penalty) <= worst
+        return self._running[0].score(penalty) <= worst
 
     def _ranked(self, beams: list[_Beam]) -> list[_Beam]:
         penalty = self._options.length_penalty
         return sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)[: self._options.width]
 
-    async def _alternatives(self, beam: _Beam, step: int) -> list[Token]:
+    async def _alternatives(self, beam: _Beam, step: int) -> tuple[Token, ...]:
         first = step == 0
         request = GenerationRequest(
             request_id=f"{self._request.request_id}-beam",
@@ -175,23 +143,17 @@ class BeamSearchTask:
             adapter=self._request.adapter,
             priority=self._request.priority,
         )
-        delta = await self._step(request)
+        answer = _Answer()
+        generation = await self._submit(request, answer)
+        try:
+            delta = await answer.delta
+        finally:
+            generation.cancel()
         if first:
             self._prompt_tokens = delta.prompt_tokens
         if not delta.tokens:
             raise GenerationFailed("the engine gave no token")
-        return list(delta.tokens[0].top)
-
-    async def _step(self, request: GenerationRequest) -> TokenDelta:
-        answer = _Answer()
-        generation = await self._submit(request, answer)
-        try:
-            await answer.ended.wait()
-        finally:
-            generation.cancel()
-        if answer.delta is None:
-            raise answer.error or GenerationFailed("the engine gave no token")
-        return answer.delta
+        return delta.tokens[0].top
 
     def _finish_reason(self, beam: _Beam) -> FinishReason | None:
         last = beam.tokens[-1].id
@@ -213,24 +175,23 @@ class BeamSearchTask:
         text = "".join(token.text for token in tail)
         return any(string in text for string in stop)
 
-    def _texts(self, beam: _Beam) -> list[Token]:
-        ids = [token.id for token in beam.tokens]
-        return self._engine.detokenize(ids, self._request.sampling.skip_special_tokens, self._prompt_ids)
-
     def _hide_stop(self, beam: _Beam, tokens: list[Token]) -> None:
         """Take the text of what has ended the beam out of its tokens' texts."""
-        if beam.finish_reason in (FinishReason.EOS, FinishReason.STOP) and tokens[-1].id in self._ending:
+        if beam.finish_reason not in (FinishReason.EOS, FinishReason.STOP):
+            return
+        if tokens[-1].id in self._ending:
             tokens[-1].text = ""
         elif beam.finish_reason is FinishReason.STOP:
             _cut(tokens, self._request.sampling.stop)
 
     def _emit(self, beams: list[_Beam]) -> None:
+        sampling = self._request.sampling
         for rank, beam in enumerate(beams):
-            tokens = [
-                msgspec.structs.replace(shown, logprob=token.logprob, rank=token.rank)
-                for shown, token in zip(self._texts(beam), beam.tokens, strict=True)
-            ]
-            if not self._request.sampling.include_stop_str_in_output:
+            ids = [token.id for token in beam.tokens]
+            tokens = self._engine.detokenize(ids, sampling.skip_special_tokens, self._prompt_ids)
+            for shown, token in zip(tokens, beam.tokens, strict=True):
+                shown.logprob, shown.rank = token.logprob, token.rank
+            if not sampling.include_stop_str_in_output:
                 self._hide_stop(beam, tokens)
             self._sink.on_delta(
                 TokenDelta(
@@ -251,17 +212,15 @@ class _Answer:
     """The sink of a step, which has one delta."""
 
     def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self.delta: TokenDelta | None = None
-        self.error: RequestError | None = None
+        self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 
     def on_delta(self, delta: TokenDelta) -> None:
-        self.delta = delta
-        self.ended.set()
+        if not self.delta.done():
+            self.delta.set_result(delta)
 
     def on_error(self, error: RequestError) -> None:
-        self.error = error
-        self.ended.set()
+        if not self.delta.done():
+            self.delta.set_exception(error)
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,12 @@ from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Pr
 from handlers.engines.texts import ModelTexts, PromptTokenizer, split_text
 from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
-from handlers.engines.vllm.beam_search import BeamSearchTask, submit_beam_search
-from handlers.engines.vllm.constraints import ConstraintTranslator, in_thread
+from handlers.engines.vllm.beam_search import BeamSearchTask
+from handlers.engines.vllm.constraints import ConstraintTranslator
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
-from handlers.engines.vllm.output import PushedState, remember_end_token, use_lean_decoder
-from handlers.engines.vllm.sampling import NO_TYPICAL, SamplingTranslator, check_bad_words, sibling
+from handlers.engines.vllm.output import PushedState, use_lean_decoder
+from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.meter import Meter
@@ -49,12 +49,10 @@ class VllmEngine:
         self._settings = settings
         self._ids = itertools.count()
         self.meter = Meter()
-        self._status = EngineStatus(0, 0, 0.0)
+        self._reports = SchedulerReports()
         self._thread = LastingThread("engine")
         """Starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._progress = Progress()
-        self.reports = 0
-        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
@@ -64,24 +62,22 @@ class VllmEngine:
         fork_server.start()
         try:
             loaded = await VllmLoader(self._settings, self._thread).load()
+            try:
+                await self._attach(loaded)
+            except BaseException:
+                await shut_down(loaded.llm)
+                raise
         except BaseException:
-            self._thread.end()
-            raise
-        try:
-            await self._attach(loaded)
-        except BaseException:
-            await shut_down(loaded.llm)
             self._thread.end()
             raise
 
     async def _attach(self, loaded: LoadedModel) -> None:
-        llm = self._llm = loaded.llm
+        llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
         # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
         llm.log_stats = llm.output_processor.log_stats = False
-        llm.logger_manager = SchedulerReports(self)
+        llm.logger_manager = self._reports
         use_lean_decoder(llm.engine_core)
-        remember_end_token(llm.renderer)
         llm._run_output_handler()
         self._tasks = await llm.get_supported_tasks()
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
@@ -96,7 +92,7 @@ class VllmEngine:
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
         self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
-        self._translator = SamplingTranslator(
+        self.sampling = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
@@ -105,17 +101,11 @@ class VllmEngine:
             prefix_cache=bool(config.cache_config.enable_prefix_caching),
         )
         backend = config.structured_outputs_config.backend
-        self._constraints = llm.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
-        llm.typical_refusal = "" if loaded.typical_refusal == NO_TYPICAL else loaded.typical_refusal
+        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
         self._watchdog.start()
-
-    @property
-    def async_llm(self) -> AsyncLLM:
-        """vLLM's engine, for requests beside ours; known once it has started."""
-        return self._llm
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         self._check_alive()
@@ -139,14 +129,14 @@ class VllmEngine:
         self, request: GenerationRequest, sink: Sink, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
-            self._translator.check(request)
-            submit = partial(self._submit, adapter=adapter)
-            return await submit_beam_search(self, request, request.beam_search, sink, submit)
+            self.sampling.check(request)
+            prompt_ids = await self.prompt_token_ids(request)
+            return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         token_ids = await self.prompt_token_ids(request)
-        structured_outputs = await self._constraints.structured_outputs(request.sampling)
-        params = self._translator.sampling_params(request, len(token_ids), structured_outputs)
+        structured_outputs = await self.constraints.structured_outputs(request.sampling)
+        params = self.sampling.sampling_params(request, len(token_ids), structured_outputs)
         self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
-        generation = VllmGeneration(self._llm)
+        generation = VllmGeneration(self.async_llm)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
@@ -169,7 +159,7 @@ class VllmEngine:
         return generation
 
     def _check_alive(self) -> None:
-        if self._stopped or self._watchdog.failure or self._llm.errored:
+        if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
 
     async def _add(
@@ -182,7 +172,7 @@ class VllmEngine:
         generation: VllmGeneration,
         adapter: LoRARequest | None,
     ) -> None:
-        llm = self._llm
+        llm = self.async_llm
         processed = partial(
             llm.input_processor.process_inputs,
             request.request_id,
@@ -192,8 +182,11 @@ class VllmEngine:
             lora_request=adapter,
             priority=request.priority,
         )
-        constrained = params.structured_outputs is not None
-        core_request = await in_thread(self._constraints.threads, processed) if constrained else processed()
+        if params.structured_outputs is None:
+            core_request = processed()
+        else:  # vLLM checks a constraint again, which may take tenths of a second
+            core_request = await asyncio.to_thread(processed)
+            self._check_alive()
         check_bad_words(core_request.sampling_params)
         core_request.external_req_id = request.request_id
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
@@ -207,7 +200,7 @@ class VllmEngine:
             log_stats=False,
             stream_interval=1,
         )
-        state.attach(request, index, sink, self.meter, self.texts.tokenizer, self.texts.special_ids, core_request)
+        state.attach(request, index, sink, self.meter, self.texts, core_request)
         # Registered before the engine hears of it, so that no output can come before its state.
         llm.output_processor.request_states[core_request.request_id] = state
         llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)
@@ -228,51 +221,49 @@ class VllmEngine:
 
         vLLM tells pending requests of a crash, but not of an engine process that was killed.
         """
-        if self._llm.errored:
-            self._status = EngineStatus(0, 0, 0.0)
+        if self.async_llm.errored:
+            self._reports.status = EngineStatus(0, 0, 0.0)
             self._fail_all(EngineDead())
             if self.adapters is not None:
                 await self.adapters.stop()
             return False
         # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
-        self._progress.look(bool(self._llm.output_processor.request_states), self.reports)
+        self._progress.look(bool(self.async_llm.output_processor.request_states), self._reports.count)
         await self._end_overdue()
         return True
 
     async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
         overdue = time.monotonic() - limit
-        stalled = [state for state in self._own_states() if state.last_at < overdue and not state.ended]
+        stalled = [state for state in self._own_states() if state.reader.last_at < overdue and not state.ended]
         for state in stalled:
             state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
         if stalled:
             with contextlib.suppress(EngineDeadError):
-                await self._llm.abort([state.request_id for state in stalled], internal=True)
+                await self.async_llm.abort([state.request_id for state in stalled], internal=True)
 
     def _fail_all(self, error: EngineDead) -> None:
         for state in self._own_states():
             state.fail(error)
-        self._llm.output_processor.propagate_error(EngineDeadError())  # to requests that were given to AsyncLLM itself
+        self.async_llm.output_processor.propagate_error(
+            EngineDeadError()
+        )  # to requests that were given to AsyncLLM itself
 
     def _own_states(self) -> list[PushedState]:
-        states = self._llm.output_processor.request_states.values()
+        states = self.async_llm.output_processor.request_states.values()
         return [state for state in states if isinstance(state, PushedState)]
 
     def health(self) -> EngineHealth:
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
-        if self._llm.errored:
+        if self.async_llm.errored:
             return EngineHealth(False, "the engine has died")
         if self._watchdog.failure:
             return EngineHealth(False, self._watchdog.failure)
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
-        return self._status
-
-    def report(self, status: EngineStatus) -> None:
-        """Take the account of the last step: of the scheduler, or of those of all data-parallel replicas together."""
-        self._status = status
+        return self._reports.status
 
     async def stop(self) -> None:
         if self._stopped:
@@ -282,8 +273,8 @@ class VllmEngine:
         if self.adapters is not None:
             await self.adapters.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
-        await self._constraints.stop()
-        await shut_down(self._llm)
+        await self.constraints.stop()
+        await shut_down(self.async_llm)
         self._thread.end()
 
 
@@ -295,28 +286,20 @@ class VllmGeneration:
         self.states: list[PushedState] = []
 
     def cancel(self) -> None:
-        running = self._take_running()
-        for state in running:
-            if not state.ended:
-                state.end()
-                state.meter.aborted_requests += 1
-        self._stop(running)
+        self._stop(PushedState.cancel)
 
     def abort(self) -> None:
-        running = self._take_running()
-        for state in running:
-            state.abort()
-        self._stop(running)
+        self._stop(PushedState.abort)
 
-    def _take_running(self) -> list[PushedState]:
-        """Return the sequences that vLLM still has, once."""
+    def _stop(self, end: Callable[[PushedState], None]) -> None:
+        """End the sequences that vLLM still has, once."""
         known = self._llm.output_processor.request_states
-        states, self.states = self.states, []
-        return [state for state in states if state.request_id in known]
-
-    def _stop(self, states: list[PushedState]) -> None:
-        if states and not self._llm.errored:
-            self._task = asyncio.ensure_future(self._abort([state.request_id for state in states]))
+        running = [state for state in self.states if state.request_id in known]
+        self.states = []
+        for state in running:
+            end(state)
+        if running and not self._llm.errored:
+            self._task = asyncio.ensure_future(self._abort([state.request_id for state in running]))
 
     async def _abort(self, request_ids: list[str]) -> None:
         try:
@@ -328,28 +311,26 @@ class VllmGeneration:
 class SchedulerReports:
     """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
 
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
+        self.count = 0
+        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
+        self.status = EngineStatus(0, 0, 0.0)
+        """After the last step: of the scheduler, or of those of all data-parallel replicas together."""
         self._latest: dict[int, Any] = {}
         """The last report of each data-parallel replica, by its number."""
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
-        self._engine.reports += 1
+        self.count += 1
         if scheduler_stats is None:
             return
         self._latest[engine_idx] = scheduler_stats
         latest = self._latest.values()
-        self._engine.report(
-            EngineStatus(
-                running_requests=sum(stats.num_running_reqs for stats in latest),
-                waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
-                # Their caches are equally large, so this is the share of all of them together.
-                kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
-            )
+        self.status = EngineStatus(
+            running_requests=sum(stats.num_running_reqs for stats in latest),
+            waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
+            # Their caches are equally large, so this is the share of all of them together.
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
         )
-
-    def log(self) -> None:
-        """Log nothing: vLLM asks for its periodic line, and /metrics has the same."""
 
     def record_admission_rejection(self, reason: str) -> None:
         """Count nothing: vLLM's own admission limits are off, and the queue is bounded before the engine."""

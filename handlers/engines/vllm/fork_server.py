@@ -15,10 +15,8 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -34,10 +32,7 @@ class _ForkServer:
 
     def __init__(self) -> None:
         self._wanted: bool | None = None
-        self._process: int | None = None
-        self._lock = threading.Lock()
-        self._problems: dict[int | None, str] = {}
-        """Why a fork server cannot be used, by its process id; "" if it can."""
+        self._started = False
 
     def start(self) -> None:
         """Start it, or start it again if it has ended; does not wait until it has imported vLLM.
@@ -52,24 +47,26 @@ class _ForkServer:
         multiprocessing.set_forkserver_preload([_PRELOAD])
         with _environment():
             type(forkserver._forkserver).ensure_running(forkserver._forkserver)
-        self._process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        self._started = True
         start_no_other()
 
     def context(self) -> ForkServerContext | None:
-        """Return what starts processes; None where they have to be spawned. Blocks until vLLM is imported."""
-        process = self._process
-        if process is None:
+        """Return what starts processes; None where they have to be spawned. Blocks until vLLM is imported.
+
+        The fork server ends by itself where it must not fork, and says why.
+        """
+        if not self._started:
             return None
-        with self._lock:
-            context = multiprocessing.get_context("forkserver")
-            known = self._problems.get(process)
-            problem = _problem(context) if known is None else known
-            if not _is_alive(process):
-                problem = "the fork server has ended"
-            if problem and problem != known:
-                logger.warning("vLLM's processes are not forked, and take longer to start: %s", problem)
-            self._problems[process] = problem
-            return None if problem else context
+        context = multiprocessing.get_context("forkserver")
+        try:
+            trial = context.Process(target=int, name="fork-server-check")
+            trial.start()
+            trial.join()
+        except (EOFError, OSError):
+            self._started = False
+            logger.warning("vLLM's processes are not forked, and take longer to start: the fork server has ended")
+            return None
+        return context
 
 
 _server = _ForkServer()
@@ -117,37 +114,6 @@ def _bind_threads(cpus: Sequence[int]) -> None:
         os.sched_setaffinity(0, {cpus[thread_number()]})
 
     run(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(bind), None, len(cpus), 0)
-
-
-def _problem(context: ForkServerContext) -> str:
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_tell_problem, args=(writer,), name="fork-server-check")
-    try:
-        process.start()
-        writer.close()
-        problem: str = reader.recv()
-    except (EOFError, OSError):
-        return "the fork server has ended"
-    finally:
-        reader.close()
-    process.join()
-    return problem
-
-
-def _tell_problem(writer: Connection) -> None:
-    """Send the problem from a forked process: only there it shows that the CUDA driver was called before the fork."""
-    import torch
-
-    from handlers.engines.vllm import preload
-
-    called = torch.cuda._is_in_bad_fork()
-    writer.send(preload.problem or ("importing vLLM calls the CUDA driver" if called else ""))
-
-
-def _is_alive(process: int) -> bool:
-    with contextlib.suppress(ChildProcessError):
-        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    return False
 
 
 @contextlib.contextmanager

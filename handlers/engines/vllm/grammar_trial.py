@@ -13,16 +13,17 @@ import os
 import random
 import resource
 import signal
-import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import llguidance
 
 CPU_SECONDS = 2.0
 """Limit for one constraint; ordinary ones take a hundredth of it."""
+CLOCK_SECONDS, START_SECONDS = 20, 60
+"""By the clock, where a busy machine may give it little time."""
 STEP_CPU_SECONDS = 0.1
 """Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001."""
 STEPS = 64
@@ -31,31 +32,23 @@ _MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 4 << 20
 """Half of what the engine's threads have."""
 _PR_SET_PDEATHSIG = 1
-_LENGTH = struct.Struct(">I")
 
 
-def grammar_of(kind: str, text: str) -> str:
-    """Return the grammar that vLLM's back end `guidance` makes of a constraint.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    if kind == "json":
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True}))
-    return str(llguidance.grammar_from(kind, text))  # type: ignore[arg-type]
-
-
-def trial(tokenizer: Any, kind: str, text: str) -> str | None:
-    """Return what is wrong with a constraint, as the end of a sentence; None if nothing was found."""
-    try:
-        grammar = grammar_of(kind, text)
+def trial(tokenizer: Any, kind: str, text: str) -> str:
+    """Return what is wrong with a constraint, as the end of a sentence; "" if nothing was found."""
+    try:  # as vLLM's back end `guidance` makes its grammars
+        if kind == "json":
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+        else:
+            grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
     except (ValueError, TypeError, RecursionError) as error:
         return str(error)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-    return matcher.get_error() or _walk(matcher)
+    complaint: str = matcher.get_error()
+    return complaint or _walk(matcher)
 
 
-def _walk(matcher: Any) -> str | None:
+def _walk(matcher: Any) -> str:
     """Follow it for some tokens: what compiles can still turn out to have no text, or to be slow."""
     chance = random.Random(0)
     for _ in range(STEPS):
@@ -69,7 +62,7 @@ def _walk(matcher: Any) -> str | None:
             return "it is too ambiguous to be followed in time"
         if matcher.is_stopped():
             matcher.reset()
-    return None
+    return ""
 
 
 def _one_of(mask: int, chance: random.Random) -> int:
@@ -92,31 +85,28 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _receive(source: BinaryIO) -> Any:
-    header = source.read(_LENGTH.size)
-    return json.loads(source.read(_LENGTH.unpack(header)[0])) if len(header) == _LENGTH.size else None
-
-
-def _send(target: BinaryIO, message: Any) -> None:
-    data = json.dumps(message).encode()
-    target.write(_LENGTH.pack(len(data)) + data)
-    target.flush()
-
-
 def main() -> None:
-    """Answer until the standard input ends, or the server does, be it in the middle of a constraint."""
+    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint.
+
+    Signals of the timers are not handled, so they end the process.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    signal.alarm(START_SECONDS)
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not come between the answers
-    first = _receive(source)
+    first = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocabulary_size"], eos_token=first["eos"])
     _limit()
-    _send(target, {"ready": True})
-    while (message := _receive(source)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # unhandled, its signal ends the process
+    print('""', file=answers, flush=True)
+    signal.alarm(0)
+    for line in sys.stdin:
+        message = json.loads(line)
+        signal.alarm(CLOCK_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         error = trial(tokenizer, message["kind"], message["text"])
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _send(target, {"error": error})
+        signal.alarm(0)
+        print(json.dumps(error), file=answers, flush=True)
 
 
 if __name__ == "__main__":

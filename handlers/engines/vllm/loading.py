@@ -27,11 +27,11 @@ from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import copied
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
-from handlers.engines.vllm.constraints import CheckingLLM, choose_backend
+from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
-from handlers.engines.vllm.processes import end_processes, tied_to_this_thread, use_fork_server
+from handlers.engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
-from handlers.engines.vllm.seam import required_cache
+from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
@@ -42,18 +42,21 @@ SHUTDOWN_SECONDS = 1.0
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
-_CACHES = (
-    required_cache(registry, "cached_get_tokenizer"),
-    required_cache(processor, "cached_get_processor"),
-    required_cache(func_utils, "_supports_kw"),
-)
+_CLEAR = [
+    required_function(required_function(module, name), "cache_clear")
+    for module, name in (
+        (registry, "cached_get_tokenizer"),
+        (processor, "cached_get_processor"),
+        (func_utils, "_supports_kw"),
+    )
+]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """vLLM with a model, and what its OpenAI front end is to be told."""
 
-    llm: CheckingLLM
+    llm: AsyncLLM
     frontend_arguments: dict[str, Any]
     typical_refusal: str
     """Why `typical_p` is refused; "" if it is not."""
@@ -67,6 +70,7 @@ class VllmLoader:
         self._settings = settings
         self._thread = thread
         self._abandoned = False
+        """Nobody waits for it any more."""
         self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:
@@ -77,17 +81,15 @@ class VllmLoader:
         """
         try:
             return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
-        except asyncio.CancelledError:
-            self._abandoned = True
-            raise
         except TimeoutError:
-            self._abandoned = True
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         except EngineStartError:
             raise
         except Exception as error:
             raise failure_of(error).error(self._cannot) from error
+        finally:
+            self._abandoned = True
 
     def _load(self) -> LoadedModel:
         use_fork_server()
@@ -109,22 +111,21 @@ class VllmLoader:
         else:
             llm = self._start(config)
         if self._abandoned:
-            # Nobody waits for it any more, and the server may go on with others.
             end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
         return LoadedModel(llm, frontend, refusal)
 
-    def _start(self, config: VllmConfig) -> CheckingLLM:
+    def _start(self, config: VllmConfig) -> AsyncLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
-                llm: CheckingLLM = CheckingLLM.from_vllm_config(config)
+                llm: AsyncLLM = AsyncLLM.from_vllm_config(config)
             except Exception as error:  # vLLM's own says that a process has failed, and not why
-                if (failure := reports.first()) is None:
+                if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
         return llm
 
-    def _start_on_cpu(self, config: VllmConfig) -> CheckingLLM:
+    def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
         """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
         demand = cache_demand(config, self._settings)
         parallel = config.parallel_config
@@ -152,8 +153,8 @@ async def shut_down(llm: AsyncLLM) -> None:
 
 def forget_tokenizers() -> None:
     """Clear vLLM's caches, which hold tokenizers of models that are gone."""
-    for cache in _CACHES:
-        cache.cache_clear()
+    for clear in _CLEAR:
+        clear()
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

@@ -80,16 +80,13 @@ class PublicAdapters(dict[str, LoRARequest]):
 class Claim:
     """A request's hold on its adapter, until the engine has the request."""
 
-    __slots__ = ("_held", "_open")
+    __slots__ = ("_held", "_open", "request")
 
     def __init__(self, held: _Held) -> None:
         held.claims += 1
         self._held, self._open = held, True
-
-    @property
-    def request(self) -> LoRARequest:
+        self.request = held.request
         """The adapter, as vLLM is told of it."""
-        return self._held.request
 
     def release(self) -> None:
         """Let go; harmless when that has been done."""
@@ -123,7 +120,6 @@ class VllmAdapters:
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}
-        self._by_name: dict[str, _Held] = {}
         self.public = PublicAdapters()
         self._turn = asyncio.Lock()
         """Adapters are loaded one by one: each stops the engine's steps for as long as it takes."""
@@ -134,7 +130,7 @@ class VllmAdapters:
         return base_shapes(Path(self._llm.model_config.model))
 
     async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
-        await asyncio.to_thread(self._check, adapter.path)
+        await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
         held = self._held[adapter.id] = _Held(adapter)
         try:
             if adapter.pin:
@@ -147,7 +143,6 @@ class VllmAdapters:
         except BaseException:
             await self.remove(adapter.id)
             raise
-        self._by_name[adapter.name] = held
         self.public[adapter.name] = LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
     async def change(self, adapter: EngineAdapter, *, preload: bool) -> None:
@@ -166,8 +161,8 @@ class VllmAdapters:
         held = self._held.get(adapter_id)
         if held is None:
             return
-        if self._by_name.get(held.adapter.name) is held:
-            del self._by_name[held.adapter.name], self.public[held.adapter.name]
+        if (public := self.public.get(held.adapter.name)) is not None and public.lora_int_id == adapter_id:
+            del self.public[held.adapter.name]
         freeing = self._spawn(self._free(held))
         if wait:
             await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
@@ -181,10 +176,14 @@ class VllmAdapters:
             Overloaded: there is no place for it.
             EngineDead: the engine is gone.
         """
-        held = self._by_name.get(name)
-        if held is None:
+        if (public := self.public.get(name)) is None:
             raise UnknownAdapter(name)
-        return await self._claimed(held)
+        try:
+            return await self._claimed(self._held[public.lora_int_id])
+        except NoRoomForAdapter as error:
+            raise Overloaded(error.message) from None
+        except AdapterFailed as error:
+            raise AdapterUnusable(name, error.message) from None
 
     async def stop(self) -> None:
         """End all tasks that wait."""
@@ -195,16 +194,8 @@ class VllmAdapters:
     async def _claimed(self, held: _Held) -> Claim:
         claim = Claim(held)
         held.used = time.monotonic()
-        if held.resident:
-            return claim
         try:
             await self._loaded(held)
-        except NoRoomForAdapter as error:
-            claim.release()
-            raise Overloaded(error.message) from None
-        except AdapterFailed as error:
-            claim.release()
-            raise AdapterUnusable(held.adapter.name, error.message) from None
         except BaseException:
             claim.release()
             raise
@@ -226,8 +217,7 @@ class VllmAdapters:
 
     async def _load(self, held: _Held) -> None:
         async with self._turn:
-            await asyncio.to_thread(self._check, held.adapter.path)
-            await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
+            await asyncio.to_thread(lambda: read_ahead(held.adapter.path, self._max_rank, self._base))
             await self._make_place()
             started = time.monotonic()
             try:
@@ -242,9 +232,6 @@ class VllmAdapters:
                 raise AdapterFailed(_reason(error)) from None
             held.resident, held.used = True, time.monotonic()
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
-
-    def _check(self, directory: Path) -> None:
-        check_adapter(directory, self._max_rank, self._base)
 
     def _check_pins(self, held: _Held) -> None:
         pinned = sum(other.adapter.pin for other in self._held.values() if other is not held)

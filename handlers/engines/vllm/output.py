@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import numpy as np
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import (
@@ -30,7 +30,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
-from handlers.engines.texts import HeldTokens, prompt_tokens
+from handlers.engines.texts import HeldTokens, ModelTexts, prompt_tokens
 from handlers.errors import EngineDead, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -60,12 +60,6 @@ async def end_output_loop(llm: AsyncLLM) -> None:
         await asyncio.wait([loop])
 
 
-def remember_end_token(renderer: Any) -> None:
-    """Look the end token's id up once; vLLM asks its pool of tokenizers for it with each request."""
-    end_token_id = renderer.get_eos_token_id()
-    renderer.get_eos_token_id = lambda: end_token_id
-
-
 class _Recording:
     """A detokenizer that keeps what each token of the step added to the text."""
 
@@ -85,43 +79,66 @@ class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
     """For other tokenizers."""
 
 
-class _StepReader:
-    """A state's `logprobs_processor`: keeps the raw arrays of a step, and how long the sequence was queued."""
+class SequenceMeter:
+    """Counts the tokens of one sequence, and the times between them, in the engine's meter."""
 
-    __slots__ = ("logprobs", "prompt_logprobs", "queue_time", "queued_at")
+    __slots__ = ("_meter", "_queued_at", "last_at", "token_count")
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._queued_at: float | None = None
+        self.token_count = 0
+        self.last_at = time.monotonic()
+        """When the last token came; before the first, when the sequence began."""
+
+    def step(self, output: EngineCoreOutput) -> None:
+        """Take a step of the engine."""
+        if output.events:
+            self._read(output.events)
+        if not output.new_token_ids:
+            return
+        now, count, meter = time.monotonic(), len(output.new_token_ids), self._meter
+        meter.tokens += count
+        if self.token_count:
+            meter.inter_token.observe((now - self.last_at) / count)
+        else:
+            meter.time_to_first_token.observe(now - self.last_at)
+        self.last_at = now
+        self.token_count += count
+
+    def _read(self, events: list[EngineCoreEvent]) -> None:
+        for event in events:
+            if event.type == EngineCoreEventType.QUEUED:
+                self._queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
+                self._meter.queue_time.observe(event.timestamp - self._queued_at)
+                self._queued_at = None
+
+
+class _StepReader(SequenceMeter):
+    """A state's `logprobs_processor`: counts a step, and keeps its raw arrays."""
+
+    __slots__ = ("logprobs", "prompt_logprobs")
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(meter)
         self.logprobs: Any = None
         self.prompt_logprobs: list[Any] = []
-        self.queued_at: float | None = None
-        self.queue_time: float | None = None
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
+        self.step(output)
         self.logprobs = output.new_logprobs
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
-        for event in output.events or ():
-            if event.type == EngineCoreEventType.QUEUED:
-                self.queued_at = event.timestamp
-            elif event.type == EngineCoreEventType.SCHEDULED and self.queued_at is not None and self.queue_time is None:
-                self.queue_time = event.timestamp - self.queued_at
 
 
-class _ErrorQueue:
-    """A state's `queue`: vLLM puts only errors there, since `make_request_output` returns nothing."""
+class _NoQueue:
+    """The `queue` of a sequence that has ended."""
 
-    __slots__ = ("_state",)
-
-    def __init__(self, state: PushedState | None) -> None:
-        """`state`: None once the sequence has ended."""
-        self._state = state
-
-    def put(self, output: Any) -> None:
-        if isinstance(output, Exception) and self._state is not None:
-            self._state.fail(EngineDead())
+    def put(self, output: Any) -> None: ...
 
 
-_ENDED = _ErrorQueue(None)
+_ENDED = _NoQueue()
 
 
 class PushedState(RequestState):
@@ -133,30 +150,27 @@ class PushedState(RequestState):
         sequence: int,
         sink: Sink,
         meter: Meter,
-        tokenizer: Any,
-        special_ids: frozenset[int],
+        texts: ModelTexts,
         request: EngineCoreRequest,
     ) -> None:
         """Set what vLLM's constructor does not know; to be called once, right after `from_new_request`."""
         self.sink, self.meter, self.sequence = sink, meter, sequence
         self.stream, self.want_tokens = generation.stream, generation.want_tokens
-        self.top_tokens, self.special_ids = generation.top_tokens, special_ids
+        self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
-        self.tokenizer = tokenizer
-        self.reader = self.logprobs_processor = _StepReader()
-        self.queue = _ErrorQueue(self)
+        self.tokenizer = texts.tokenizer
+        self.reader = self.logprobs_processor = _StepReader(meter)
+        self.queue: PushedState | _NoQueue = self
         self.pieces: list[str] | None = None
         if self.want_tokens:
-            recording = _RecordingFast if uses_fast_detokenizer(tokenizer) else _RecordingSlow
-            self.detokenizer = recording(tokenizer, request)
+            recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
+            self.detokenizer = recording(texts.tokenizer, request)
             self.detokenizer.pieces = self.pieces = []
         self.may_clip = bool(generation.sampling.stop)
         self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens
-        self.token_count = 0
         self.cumulative_logprob: float | None = None
-        self.started_at = self.last_at = time.monotonic()
         self.ended = False
 
     def make_request_output(
@@ -174,12 +188,25 @@ class PushedState(RequestState):
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             if new_token_ids:
-                self._count(new_token_ids)
+                logprobs = self._logprobs(len(new_token_ids))
+                if self.want_tokens:
+                    self._collect(new_token_ids, logprobs)
             self._advance(finish_reason, stop_reason)
         except Exception:
             logger.exception("request %s: internal error while handling a token", self.external_req_id)
             self.ended = False  # it may have been set just before the last delta failed
             self.fail(GenerationFailed("internal error while handling a token"))
+
+    def put(self, output: Any) -> None:
+        """Take what vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns nothing."""
+        if isinstance(output, Exception):
+            self.fail(EngineDead())
+
+    def cancel(self) -> None:
+        """End the sequence, of which nobody wants to hear any more."""
+        if not self.ended:
+            self.end()
+            self.meter.aborted_requests += 1
 
     def abort(self) -> None:
         """End the sequence with what there is of it, as vLLM's own abort does."""
@@ -199,22 +226,7 @@ class PushedState(RequestState):
     def end(self) -> None:
         """Send nothing more to the sink."""
         self.ended = True
-        self.queue = _ENDED  # the former one refers to this state; without the cycle it is freed at once
-
-    def _count(self, new_token_ids: list[int]) -> None:
-        now, count, meter = time.monotonic(), len(new_token_ids), self.meter
-        meter.tokens += count
-        if self.token_count:
-            meter.inter_token.observe((now - self.last_at) / count)
-        else:
-            meter.time_to_first_token.observe(now - self.started_at)
-            if self.reader.queue_time is not None:
-                meter.queue_time.observe(self.reader.queue_time)
-        self.last_at = now
-        self.token_count += count
-        logprobs = self._logprobs(count)
-        if self.want_tokens:
-            self._collect(new_token_ids, logprobs)
+        self.queue = _ENDED  # without the cycle this state is freed at once
 
     def _logprobs(self, count: int) -> list[float] | None:
         raw = self.reader.logprobs
@@ -258,7 +270,7 @@ class PushedState(RequestState):
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
         delta = TokenDelta(
-            text, tokens, self.sequence, None, self.prompt_len, self.token_count, self.cumulative_logprob
+            text, tokens, self.sequence, None, self.prompt_len, self.reader.token_count, self.cumulative_logprob
         )
         if self.prompt_tokens_due:
             self.prompt_tokens_due = False

@@ -3,7 +3,7 @@
 Importing this module has effects and takes seconds. Only the fork server imports it.
 
 A fork copies one thread only, and a CUDA context not at all. So nothing here may start a thread or initialize CUDA;
-`problem` says what did.
+where something does, the process says so and ends, and vLLM's processes are spawned.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _share_openmp() -> bool:
 
 
 def _import_vllm(openmp: bool) -> str:
+    """Import it; return why this process must not be forked then, "" if it may."""
     try:
         for name in _ANY_DEVICE:
             importlib.import_module(name)
@@ -70,13 +71,20 @@ def _import_vllm(openmp: bool) -> str:
     if torch.cuda.is_initialized():
         return "importing vLLM initializes CUDA"
     threads = len(os.listdir("/proc/self/task"))
-    return f"importing vLLM starts {threads - 1} threads" if threads > 1 else ""
+    if threads > 1:
+        return f"importing vLLM starts {threads - 1} threads"
+    child = os.fork()
+    if not child:
+        os._exit(torch.cuda._is_in_bad_fork())  # only a fork shows that the driver was called before it
+    _, status = os.waitpid(child, 0)
+    return "importing vLLM calls the CUDA driver" if status else ""
 
 
 os.setpgid(0, 0)  # Ctrl-C is for the server; it ends this process in its own time
 end_with_parent()
-problem = _import_vllm(_share_openmp())
-"""Why vLLM's processes must not be forked from this one; empty if they may."""
+if problem := _import_vllm(_share_openmp()):
+    print(f"vLLM's processes are not forked, and take longer to start: {problem}", file=sys.stderr, flush=True)
+    os._exit(1)
 sys.stdout.flush()  # what is in the buffer would be written by each child again
 sys.stderr.flush()
 gc.collect()

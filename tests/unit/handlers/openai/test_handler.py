@@ -14,7 +14,7 @@ from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.handler import App, Names, OpenAIHandler
+from handlers.openai.handler import App, OpenAIHandler
 from tests.unit.collected_reply import CollectedReply
 from tests.waiting import until
 
@@ -256,10 +256,10 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
         await send(part(b"{}"))
 
     async def asked(name: str, body: bytes = b'{"model": "x", "n": 1}') -> Any:
-        writer, names = CollectedReply(), Names("base", {"mine"})
+        writer = CollectedReply()
         headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
         call = replace(CALL, path=path, headers=headers, body=body)
-        running = await OpenAIHandler(app, queue_of(), None, names).handle(call, writer)
+        running = await OpenAIHandler(app, queue_of(), None, "base", {"mine"}).handle(call, writer)
         await until(lambda: writer.whole is not None)
         running.cancel()
         return bodies.pop()
@@ -285,10 +285,11 @@ class Hold:
 def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     call = OpenAICall(queue_of())
     first, second, late = Hold(), Hold(), Hold()
-    assert call.keep("a", first) is first
-    assert call.keep("a", second) is first
+    keep: Any = call.keep
+    assert keep("a", first) is first
+    assert keep("a", second) is first
     assert (first.released, second.released) == (0, 1)
     call.close()
     assert first.released == 1
-    assert call.keep("a", late) is late
+    assert keep("a", late) is late
     assert late.released == 1

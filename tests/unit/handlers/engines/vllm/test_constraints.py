@@ -3,99 +3,95 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 pytest.importorskip("llguidance")
 
-from handlers.engines.vllm import constraints as grammar_trials
-from handlers.engines.vllm.constraints import PROCESSES, TOO_MUCH, GrammarTrials
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from handlers.engines.vllm import constraints
+from handlers.engines.vllm.constraints import TOO_MUCH, GrammarTrials
 from handlers.errors import EngineDead, Overloaded
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
 
-class Asked:
-    """Stands for the processes: keeps what they are asked, and answers when it is told to."""
+class Process:
+    """Stands for the process: keeps what it is asked, and answers when it is told to."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.go_on = asyncio.Event()
+        self.go_on = threading.Event()
+        self.ended = False
 
-    async def error(self, message: dict[str, str]) -> str | None:
+    def exchange(self, process: Process, message: dict[str, str]) -> str:
+        assert process is self
         self.texts.append(message["text"])
-        await self.go_on.wait()
+        self.go_on.wait(10)
+        if self.ended:
+            raise ValueError
+        return ""
+
+    def poll(self) -> int | None:
         return None
 
-    async def stop(self) -> None: ...
+    def kill(self) -> None:
+        self.ended = True
+        self.go_on.set()
+
+    def wait(self) -> int:
+        return -9
 
 
 @pytest.fixture
-def trials() -> GrammarTrials:
-    return GrammarTrials("{}", 1, None)
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    process = Process()
+    monkeypatch.setattr(constraints, "_exchange", process.exchange)
+    return process
 
 
-def scripted(trials: GrammarTrials) -> Asked:
-    asked = Asked()
-    processes: list[Any] = [asked] * PROCESSES
-    trials._processes, trials._idle = processes, list(processes)
-    return asked
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-async def test_so_many_are_tried_at_a_time_and_further_ones_than_may_wait_are_refused(
-    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = scripted(trials)
-    monkeypatch.setattr(grammar_trials, "MOST_WAITING", 3)
-    waiting = [asyncio.create_task(trials.error("regex", str(i))) for i in range(PROCESSES + 3)]
-    await settle()
-    assert asked.texts == ["0", "1"]
-    with pytest.raises(Overloaded, match="wait to be compiled"):
-        await trials.error("regex", "one more")
-    asked.go_on.set()
-    assert await asyncio.gather(*waiting) == [None] * 5
+@pytest.fixture
+def trials(process: Process) -> GrammarTrials:
+    trials = GrammarTrials(Tokenizer(WordLevel({"a": 0}, unk_token="a")), 1, None)
+    own: Any = process
+    trials._process = own
+    return trials
 
 
 async def test_a_constraint_that_has_waited_too_long_is_refused(
-    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+    process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = scripted(trials)
-    monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.05)
-    running = [asyncio.create_task(trials.error("regex", str(i))) for i in range(PROCESSES)]
-    await settle()
+    running = asyncio.create_task(trials.error("regex", "slow"))
+    await until(lambda: process.texts)
+    monkeypatch.setattr(constraints, "WAIT_SECONDS", 0.05)
     with pytest.raises(Overloaded, match=r"has waited 0\.05 s"):
         await trials.error("regex", "late")
-    asked.go_on.set()
-    await asyncio.gather(*running)
-    assert await trials.error("regex", "late") is None
+    process.go_on.set()
+    assert await running == ""
+    assert await trials.error("regex", "late") == ""
+    assert process.texts == ["slow", "late"]
 
 
-async def test_what_nobody_waits_for_any_more_is_not_tried(trials: GrammarTrials) -> None:
-    asked = scripted(trials)
-    tasks = [asyncio.create_task(trials.error("regex", str(i))) for i in range(PROCESSES + 1)]
-    stays = asyncio.create_task(trials.error("regex", "0"))
-    await settle()
-    for task in tasks:
-        task.cancel()
-    again = asyncio.create_task(trials.error("regex", str(PROCESSES)))
-    await settle()
-    assert not again.done()
-    asked.go_on.set()
-    assert await stays is None
-    assert await again is None
-    assert asked.texts == ["0", "1", "2"]
+async def test_what_nobody_waits_for_any_more_is_not_tried_and_the_same_constraint_is_tried_once(
+    process: Process, trials: GrammarTrials
+) -> None:
+    running, gone, same, again = [asyncio.create_task(trials.error("regex", text)) for text in "abcc"]
+    await until(lambda: process.texts)
+    gone.cancel()
+    await asyncio.wait({gone})
+    process.go_on.set()
+    assert await asyncio.gather(running, same, again) == ["", "", ""]
+    assert process.texts == ["a", "c"]
 
 
-async def test_whoever_waits_when_the_engine_stops_is_told_so(trials: GrammarTrials) -> None:
-    scripted(trials)
-    tasks = [asyncio.create_task(trials.error("regex", str(i))) for i in range(PROCESSES + 1)]
-    await settle()
+async def test_whoever_waits_when_the_engine_stops_is_told_so(process: Process, trials: GrammarTrials) -> None:
+    tasks = [asyncio.create_task(trials.error("regex", str(i))) for i in range(3)]
+    await until(lambda: process.texts)
     await trials.stop()
     for task in tasks:
         with pytest.raises(EngineDead):
@@ -104,26 +100,8 @@ async def test_whoever_waits_when_the_engine_stops_is_told_so(trials: GrammarTri
         await trials.error("regex", "late")
 
 
-async def test_a_constraint_that_takes_too_long_is_remembered_as_one(
-    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchanges: list[Any] = []
-
-    class Process:
-        returncode = None
-
-        def kill(self) -> None: ...
-
-        async def wait(self) -> None: ...
-
-    async def exchange(process: Any, message: Any) -> Any:
-        exchanges.append(message)
-        await asyncio.sleep(10)
-
-    monkeypatch.setattr(grammar_trials, "_ANSWER_SECONDS", 0.02)
-    monkeypatch.setattr(grammar_trials, "_exchange", exchange)
-    for process in trials._processes:
-        process._process = Process()  # type: ignore[assignment]
+async def test_a_constraint_that_ends_the_process_is_remembered_as_one(process: Process, trials: GrammarTrials) -> None:
+    process.kill()
     assert await trials.error("regex", "slow") == TOO_MUCH
     assert await trials.error("regex", "slow") == TOO_MUCH
-    assert len(exchanges) == 1
+    assert process.texts == ["slow"]
