@@ -24,7 +24,7 @@ _CHARACTERS_PER_TOKEN = 256
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
     """Return the tokenizer of the library `tokenizers` that a wrapper holds; None for one of another library."""
-    fast = getattr(tokenizer, "_tokenizer", None)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None
 
 

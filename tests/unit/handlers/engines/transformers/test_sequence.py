@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from handlers.engines.texts import TokenTexts
 from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
-from handlers.engines.transformers.sequence import GeneratedSequence, PromptReading, StopStrings
+from handlers.engines.transformers.sequence import GeneratedSequence, StopStrings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 
 
@@ -156,15 +156,13 @@ def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held
         want_tokens=True,
         want_prompt_tokens=True,
         want_logprobs=True,
-        want_ranks=True,
     )
     sequence = GeneratedSequence(request, PROMPT, MODEL)
-    sequence.prompt_reading = PromptReading([-2.0], [7])
+    sequence.prompt_logprobs = [-2.0]
     delta = sequence.add(Choice(ids("a")[0], None))
     assert delta is not None
     assert delta.prompt_tokens is not None
-    tokens = [(token.text, token.logprob, token.rank) for token in delta.prompt_tokens]
-    assert tokens == [("P", None, None), (":", -2.0, 7)]
+    assert [(token.text, token.logprob) for token in delta.prompt_tokens] == [("P", None), (":", -2.0)]
     assert delta.text == ""
 
 
