@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from container.settings import report as config_report
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup
 from container.sources import location as model_location
 from container.sources.location import UrlNotFound, model_place
-from handlers.engines import cpu_memory
-from handlers.engines.cpu_memory import Limit
 
 
 def model(directory: Path, properties: str = "", *, config: bool = True) -> Path:
@@ -57,37 +54,6 @@ def test_each_directory_of_a_store_is_a_model_with_its_own_file_and_the_same_env
     report = json.loads(startup_json(startup))
     assert report["models"].keys() == {"a", "b_1"}
     assert "model b_1 (" in startup_text(startup)
-
-
-def test_the_size_of_the_kv_cache_on_a_cpu_is_shown_with_what_decided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_report, "gpu_count", lambda: 0)
-    monkeypatch.setattr(cpu_memory, "memory_limits", lambda *_: [Limit("NUMA node 0", 3 << 30, 4 << 30)])
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    startup = load_startup(model(tmp_path / "m"), {}, {})
-    line = startup_text(startup).splitlines()[-1]
-    assert line.startswith("KV cache: 0.67 GiB, half of what is left")
-    assert "NUMA node 0 has 3.00 GiB of 4.00 GiB available" in line
-    cache = json.loads(startup_json(startup))["kv_cache"]
-    assert cache == {
-        "bytes": ((3 << 30) - (1700 << 20)) // 2,
-        "limit": "NUMA node 0",
-        "text": line.removeprefix("KV cache: "),
-    }
-    monkeypatch.setattr(cpu_memory, "memory_limits", lambda *_: [Limit("NUMA node 0", 1 << 30, 4 << 30)])
-    assert startup_text(startup).splitlines()[-1].startswith("KV cache: too little memory for ")
-    assert json.loads(startup_json(startup))["kv_cache"]["bytes"] is None
-
-
-@pytest.mark.parametrize("properties", ["option.kv_cache_memory_bytes=1", "option.rolling_batch=disable"])
-def test_where_no_size_is_chosen_for_vllm_none_is_shown(
-    properties: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_report, "gpu_count", lambda: 0)
-    startup = load_startup(model(tmp_path / "m", properties), {}, {})
-    assert "KV cache: " not in startup_text(startup)
-    assert "kv_cache" not in json.loads(startup_json(startup))
 
 
 def test_a_name_belongs_to_one_model(tmp_path: Path) -> None:
