@@ -20,6 +20,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from handlers.engines.protocol import Sink
+from handlers.engines.start_failure import failure_of
 from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice, Sampler
 from handlers.engines.transformers.sequence import GeneratedSequence, read_prompt
@@ -122,7 +123,7 @@ class BatchRunner:
                 self._search(batch, rows)
             return
         except Exception as caught:
-            no_memory = out_of_memory(caught)
+            no_memory = failure_of(caught).out_of_memory
             if not no_memory:
                 logger.exception("a batch of %d has failed", len(rows))
         # Here the exception is gone, and with it the tensors that its traceback held.
@@ -313,14 +314,6 @@ def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[s
         "input_ids": torch.tensor(ids, device=model.device),
         "attention_mask": torch.tensor(mask, device=model.device),
     }
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Tell whether an error says that there is not enough memory, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # PyTorch has no class for running out of the host's memory.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def check_device(device: Any) -> None:

@@ -7,7 +7,6 @@ processor and a stopping criterion, the processors themselves, and configs. `bea
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -240,29 +239,22 @@ def check_quantization(settings: ModelSettings, config: Any) -> None:
 
 def max_model_len(settings: ModelSettings, config: Any) -> int:
     """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
-    wanted = _wanted_context(settings)
     longest = longest_context(config)
-    if longest is None:
-        if wanted is None:
+    text = settings.engine_arguments.get("max_model_len")
+    if text is None:
+        if longest is None:
             raise EngineStartError(
                 f"{settings.model_id} does not say how long its context is; set option.max_model_len"
             )
-        return wanted
-    if wanted is not None and wanted > longest:
+        return longest
+    wanted = int(text) if text.strip().isdecimal() else 0
+    if wanted < 1:
+        raise EngineStartError(f"{source(settings, 'max_model_len')}: {text!r} is not an integer of at least 1")
+    if longest is not None and wanted > longest:
         raise EngineStartError(
             f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
         )
-    return wanted or longest
-
-
-def _wanted_context(settings: ModelSettings) -> int | None:
-    text = settings.engine_arguments.get("max_model_len")
-    if text is None:
-        return None
-    with contextlib.suppress(ValueError):
-        if (wanted := int(text.strip())) >= 1:
-            return wanted
-    raise EngineStartError(f"{source(settings, 'max_model_len')}: {text!r} is not an integer of at least 1")
+    return wanted
 
 
 def longest_context(config: Any) -> int | None:

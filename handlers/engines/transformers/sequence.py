@@ -37,7 +37,7 @@ class GeneratedSequence:
         self.prompt_logprobs: list[float] | None = None
         """To be set before the first token where the request wants the prompt's tokens."""
         self._cumulative_logprob: float | None = None
-        self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens, s.spaces_between_special_tokens)
+        self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
         self._stop = StopStrings(s.stop, s.include_stop_str_in_output)
         self._held = ""
         self._pending = HeldTokens()

@@ -144,7 +144,6 @@ def test_special_tokens_are_shown_only_when_asked_for() -> None:
     token_ids = [*ids("a"), SEP, *ids("b"), END]
     assert text_of(run(token_ids)) == "ab"
     assert text_of(run(token_ids, skip_special_tokens=False)) == "a<sep>b"
-    assert text_of(run([SEP, SEP, END], skip_special_tokens=False, spaces_between_special_tokens=False)) == "<sep><sep>"
 
 
 def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held() -> None:
@@ -202,7 +201,7 @@ class SlowTokenizer:
 
 def test_with_a_slow_tokenizer_hidden_tokens_in_a_row_cost_no_more_and_more() -> None:
     tokenizer = SlowTokenizer()
-    texts = TokenTexts(tokenizer, PROMPT, skip_special=True, spaces=True)
+    texts = TokenTexts(tokenizer, PROMPT, skip_special=True)
     pieces = [texts.add(token_id) for token_id in [*ids("a"), *[SEP] * 200, *ids("é!")]]
     assert "".join(pieces) == "aé!"
     assert tokenizer.most < 20
