@@ -117,21 +117,18 @@ class BatchQueue(Generic[T]):
         """Return the seconds until a batch is due at the latest; None if nothing waits."""
         if not self._waiting:
             return None
-        return max(0.0, self._first().deadline - self._clock())
+        return max(0.0, next(iter(self._waiting.values())).deadline - self._clock())
 
     def _due_key(self) -> Hashable | None:
         if not self._waiting:
             return None
-        first = self._first()
+        first = next(iter(self._waiting.values()))
         if first.deadline <= self._clock():
             return first.key
         weights: dict[Hashable, int] = {}  # in the order in which the keys arrived
         for waiting in self._waiting.values():
             weights[waiting.key] = weights.get(waiting.key, 0) + waiting.weight
         return next((key for key, weight in weights.items() if weight >= self._size), None)
-
-    def _first(self) -> _Waiting:
-        return next(iter(self._waiting.values()))
 
 
 class BatchEngine:

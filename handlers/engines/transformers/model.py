@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from handlers.engines.protocol import EngineStartError
@@ -156,10 +155,8 @@ def _quantized_bits(settings: ModelSettings) -> str | None:
 
     Models that were quantized beforehand say so in their own configuration; for them `quantization` only has to agree.
     """
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if boolean_argument(settings, name):
-            return name
-    return _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
+    wanted = _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
+    return next((name for name in ("load_in_8bit", "load_in_4bit") if boolean_argument(settings, name)), wanted)
 
 
 def _check_parallel_degrees(settings: ModelSettings) -> None:
@@ -195,16 +192,14 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
         EngineStartError: it is an encoder-decoder model, or an encoder.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise EngineStartError(
-            f"{settings.model_id} is an encoder-decoder model ({config.model_type}); only causal language models "
-            "are served"
-        )
-    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
-    if encoder:
-        raise EngineStartError(
-            f"{settings.model_id} is an encoder ({config.model_type} without `is_decoder`); only causal language "
-            "models are served"
-        )
+        kind = "an encoder-decoder model"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
+        kind = "an encoder without `is_decoder`"
+    else:
+        return
+    raise EngineStartError(
+        f"{settings.model_id} is {kind} ({config.model_type}); only causal language models are served"
+    )
 
 
 def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:

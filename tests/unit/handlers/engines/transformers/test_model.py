@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BartConfig, BertConfig, LlamaConfig
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.transformers.model import (
@@ -131,18 +132,18 @@ def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int |
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder model"),
-        ({"model_type": "bert", "is_decoder": False}, "an encoder"),
+        (BartConfig(), "encoder-decoder model"),
+        (BertConfig(), "an encoder"),
     ],
 )
-def test_what_is_no_causal_language_model_is_refused(config: dict[str, Any], message: str) -> None:
+def test_what_is_no_causal_language_model_is_refused(config: Any, message: str) -> None:
     with pytest.raises(EngineStartError, match=message):
-        check_kind(settings(), SimpleNamespace(**config))
+        check_kind(settings(), config)
 
 
 def test_decoders_are_not_refused() -> None:
-    check_kind(settings(), SimpleNamespace(model_type="bert", is_decoder=True, is_encoder_decoder=False))
-    check_kind(settings(), SimpleNamespace(model_type="llama", is_encoder_decoder=False))
+    check_kind(settings(), BertConfig(is_decoder=True))
+    check_kind(settings(), LlamaConfig())
 
 
 def test_a_checkpoint_without_all_weights_is_refused_by_their_names() -> None:
