@@ -11,13 +11,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_daemon_thread(function: Callable[[], T], name: str = "loading") -> Awaitable[T]:
+def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
     """Run `function` in a thread of its own, and return an awaitable of its result.
 
     The awaiting task may be cancelled, and the process may end meanwhile. The interpreter joins the threads of
     `asyncio.to_thread` before it exits; it does not join these.
     """
-    return _begin(function, name)
+    return _begin(function, "loading")
 
 
 class LastingThread:

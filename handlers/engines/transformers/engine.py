@@ -1,7 +1,7 @@
 """Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
 
 The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
-in a daemon thread (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
+in a daemon thread of its own (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
 what clients see of it as "Dynamic Batch/Static Batch Schema".
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -48,7 +50,7 @@ T = TypeVar("T", bound=Hashable)
 STREAMED_TOGETHER = 32
 """Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
 _STUCK_SECONDS = 30.0
-"""How long a batch that was given up may take to end; then its thread counts as lost."""
+"""How long a batch that was given up may take to end; then the engine's thread counts as lost."""
 _STOP_SECONDS = 1.0
 
 
@@ -141,6 +143,9 @@ class BatchEngine:
         streams = settings.enable_streaming != "false"
         size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
         self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._free = asyncio.Event()
+        """The engine's thread has ended its batch."""
         self._running: Batch | None = None
         self._progress = Progress()
         self._given_up_at: float | None = None
@@ -165,6 +170,7 @@ class BatchEngine:
         except TimeoutError:
             self._abandoned = True
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        threading.Thread(target=self._serve, name="batches", daemon=True).start()
         self._dispatcher = asyncio.create_task(self._dispatch())
         self._watchdog.start()
 
@@ -175,7 +181,7 @@ class BatchEngine:
             del model
             release_memory()
             raise TimeoutError
-        runner = BatchRunner(model, self._post)
+        runner = BatchRunner(model, partial(self._call, self._deliver))
         try:
             runner.try_out()
         except Exception as error:
@@ -216,24 +222,36 @@ class BatchEngine:
         return msgspec.msgpack.encode((request, None if self._runner.pads else len(job.prompt_ids)))
 
     async def _dispatch(self) -> None:
-        """Run one batch after the other, each in a thread."""
+        """Hand one batch after the other to the engine's thread."""
         while not self._stopped:
             batch = self._running = Batch(await self._waiting.take())
             for job in batch.jobs:
                 self.meter.queue_time.observe(batch.moved_at - job.arrived_at)
-            try:
-                await in_daemon_thread(partial(self._runner.run, batch), "batches")
-            except Exception as error:
-                logger.exception("the engine has died")
-                self._die(f"the engine has died: {error}")
-                return
+            self._free.clear()
+            self._batches.put(batch)
+            await self._free.wait()
             for job in batch.jobs:
                 self.fail(job, GenerationFailed("generation ended without an answer"))
             self._running = self._given_up_at = None
 
-    def _post(self, step: Step) -> None:
+    def _serve(self) -> None:
+        """Run batches in the engine's thread, until there is None instead of one.
+
+        In one thread, as PyTorch starts threads of its own for each that it is called from.
+        """
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._runner.run(batch)
+            except BaseException as error:
+                logger.exception("the engine's thread ends")
+                self._call(self._die, f"the engine has died: {error}")
+                return
+            self._call(self._free.set)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Have the event loop call a function."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._deliver, step)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, step: Step) -> None:
         for row in step.rows:
@@ -359,6 +377,7 @@ class BatchEngine:
         self._stopped = True
         self._watchdog.stop()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        self._batches.put(None)
         if self._dispatcher is not None:
             if self._running is not None:  # it ends before its next step
                 await asyncio.wait([self._dispatcher], timeout=_STOP_SECONDS)
