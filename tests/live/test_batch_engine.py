@@ -296,6 +296,7 @@ def test_a_batch_that_outlives_the_drain_leaves_the_exit_code_as_it_is(tmp_path:
         "model_id": sample_model,
         "rolling_batch": "disable",
         "batch_size": 32,
+        "max_batch_delay": 10000,
         "dtype": "fp32",
         "max_model_len": 1024,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import Demand, Limit, node_limits, planned_size, smaller_size, worker_nodes
+from handlers.engines.cpu_memory import Demand, Limit, memory_limits, smaller_size
 from handlers.engines.protocol import EngineOutOfMemory
 from handlers.model_settings import ModelSettings
-
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -28,16 +25,14 @@ def resources() -> Any:
 
 def test_a_node_has_what_vllm_says_it_has(resources: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: None)
-    cpus = resources.get_allowed_cpu_list()
-    (node,) = set(worker_nodes(1, 1, {}, sorted(os.sched_getaffinity(0))))
-    assert node == resources.get_visible_memory_node()[0]
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    assert worker_nodes(1, 1, bound, sorted(os.sched_getaffinity(0))) == [min(cpus, key=lambda cpu: cpu.id).numa_node]
-    for limit in node_limits([node]):
-        theirs = resources.get_memory_node_info(node)
-        # The machine is at work meanwhile, and a virtual one may be given more memory.
-        assert abs(theirs.total_memory - limit.total) <= limit.total / 4
-        assert abs(theirs.available_memory - limit.available) <= limit.total / 4
+    nodes = [limit for limit in memory_limits(64) if limit.name.startswith("NUMA")]
+    if not nodes:
+        pytest.skip("needs a machine with NUMA nodes")
+    theirs = [resources.get_memory_node_info(node) for node in resources.get_visible_memory_node()]
+    # The machine is at work meanwhile, and a virtual one may be given more memory.
+    total = nodes[0].total
+    assert abs(sum(node.total_memory for node in theirs) - total) <= total / 4
+    assert abs(sum(node.available_memory for node in theirs) - nodes[0].available) <= total / 4
 
 
 def test_what_vllm_refuses_names_a_figure_that_a_second_try_is_below(resources: Any) -> None:
@@ -48,9 +43,9 @@ def test_what_vllm_refuses_names_a_figure_that_a_second_try_is_below(resources: 
     )
     with pytest.raises(ValueError) as refused:
         CPUWorker.determine_available_memory(worker)
-    size = smaller_size(Demand(model="m", weights=0, one_sequence=MIB), str(refused.value))
+    size = smaller_size(Demand("m", 0, 0), str(refused.value))
     assert size is not None
-    assert MIB <= size < resources.get_memory_node_info(0).total_memory
+    assert 0 < size < resources.get_memory_node_info(0).total_memory
 
 
 def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
@@ -69,25 +64,18 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
     assert resources.get_memory_node_info(0).available_memory > 0
 
 
-def test_slipway_config_and_the_engine_find_the_same_figures(sample_model: Path, monkeypatch: Any) -> None:
+def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from handlers.engines.vllm.arguments import engine_arguments
     from handlers.engines.vllm.loading import cache_demand
 
-    settings = ModelSettings(
-        name="m",
-        model_dir=sample_model,
-        model_id=str(sample_model),
-        max_rolling_batch_size=4,
-        engine_arguments={"max_model_len": "1000"},
-    )
-    demand = cache_demand(AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config(), settings)
-    planned = planned_size(settings, {})
-    assert planned is not None
-    assert (planned.bytes, planned.limit) == (demand.all_sequences, "max_num_seqs")
-    assert demand.one_sequence == 8 * 128 * 30 * 3 * 64 * 2 * 2
+    arguments = {"max_model_len": "1000"}
+    settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
+    demand = cache_demand(AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config())
+    assert demand.sequence == 1000 * 30 * 3 * 64 * 2 * 2
     assert demand.weights == (sample_model / "model.safetensors").stat().st_size
+    assert demand.workers == 1
 
 
 def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
@@ -99,12 +87,12 @@ def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample
         raise AssertionError("vLLM was started")
 
     settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model))
-    monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node 0", 1 << 30, 2 << 30)])
+    monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node0", 1 << 30, 2 << 30)])
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", nothing_starts)
     thread = LastingThread("loading")
     try:
         with pytest.raises(
-            EngineOutOfMemory, match=r"too little memory for .* and NUMA node 0 has 1\.00 GiB of 2\.00 GiB"
+            EngineOutOfMemory, match=r"too little memory for .* and NUMA node0 has 1\.00 GiB of 2\.00 GiB"
         ):
             asyncio.run(vllm_loading.VllmLoader(settings, thread).load())
     finally:

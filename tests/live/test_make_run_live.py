@@ -172,7 +172,7 @@ def test_make_run_answers_where_the_node_has_little_and_less_still_when_vllm_loo
     node = tmp_path / "meminfo"
     node.write_text(meminfo(int(2.2 * GIB)))
     with make_run(tmp_path, f"mount --bind {shlex.quote(str(node))} {MEMINFO}") as server:
-        assert "NUMA node 0 has 2.20 GiB of 4.00 GiB available" in server.wait_for("KV cache: ")
+        assert "NUMA node0 has 2.20 GiB of 4.00 GiB available" in server.wait_for("KV cache: ")
         node.write_text(meminfo(GIB // 4))
         refused = server.wait_for("trying once more with a KV cache of 0.1")
         assert "Available memory on node 0 (0.25/4.0 GiB) on kv cache allocation is less than" in refused

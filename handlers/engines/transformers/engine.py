@@ -15,10 +15,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import (
     EngineHealth,
     EngineStartError,
@@ -32,10 +34,11 @@ from handlers.engines.protocol import (
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
 from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, beam_deltas
-from handlers.engines.transformers.model import load_in_thread, load_model, warn_of_arguments_without_effect
-from handlers.engines.transformers.sampling import TokenChooser, check_prompt, check_request, prepare
+from handlers.engines.transformers.model import load_model, warn_of_arguments_without_effect
+from handlers.engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
 from handlers.engines.transformers.sequence import GeneratedSequence
-from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, RequestError
+from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from handlers.memory_release import release_memory
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -46,9 +49,6 @@ T = TypeVar("T", bound=Hashable)
 
 STREAMED_TOGETHER = 32
 """Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
-_SEQUENCES_PER_TURN = 16
-"""After so many sequences others get their turn on the event loop."""
-_MAX_TOP_TOKENS = 20
 _STUCK_SECONDS = 30.0
 """How long a batch that was given up may take to end; then the engine's thread counts as lost."""
 _STOP_SECONDS = 1.0
@@ -119,21 +119,18 @@ class BatchQueue(Generic[T]):
         """Return the seconds until a batch is due at the latest; None if nothing waits."""
         if not self._waiting:
             return None
-        return max(0.0, self._first().deadline - self._clock())
+        return max(0.0, next(iter(self._waiting.values())).deadline - self._clock())
 
     def _due_key(self) -> Hashable | None:
         if not self._waiting:
             return None
-        first = self._first()
+        first = next(iter(self._waiting.values()))
         if first.deadline <= self._clock():
             return first.key
         weights: dict[Hashable, int] = {}  # in the order in which the keys arrived
         for waiting in self._waiting.values():
             weights[waiting.key] = weights.get(waiting.key, 0) + waiting.weight
         return next((key for key, weight in weights.items() if weight >= self._size), None)
-
-    def _first(self) -> _Waiting:
-        return next(iter(self._waiting.values()))
 
 
 class BatchEngine:
@@ -147,34 +144,44 @@ class BatchEngine:
         size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
         self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._free = asyncio.Event()
+        """The engine's thread has ended its batch."""
         self._running: Batch | None = None
         self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
+        self._abandoned = False
+        """Nobody waits for the model any more that a thread still loads."""
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None
         self.meter = Meter()
         self.max_sequences = settings.batch_size
-        self.max_top_tokens = _MAX_TOP_TOKENS
+        self.max_top_tokens = MAX_TOP_TOKENS
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         limit = self._settings.model_loading_timeout
         try:
-            await asyncio.wait_for(load_in_thread(self._load), limit)
+            await asyncio.wait_for(in_daemon_thread(self._load), limit)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            raise
         except TimeoutError:
+            self._abandoned = True
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
-        self._free = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, name="batches", daemon=True).start()
         self._dispatcher = asyncio.create_task(self._dispatch())
         self._watchdog.start()
 
     def _load(self) -> None:
         warn_of_arguments_without_effect(self._settings)
         model = load_model(self._settings)
-        runner = BatchRunner(model, lambda step: self._post(self._deliver, step))
+        if self._abandoned:
+            del model
+            release_memory()
+            raise TimeoutError
+        runner = BatchRunner(model, partial(self._call, self._deliver))
         try:
             runner.try_out()
         except Exception as error:
@@ -188,67 +195,63 @@ class BatchEngine:
         """Check all that can be wrong with a request, before it shares a batch, and queue it."""
         self._check_alive()
         check_request(request, self._model)
-        if request.top_tokens > _MAX_TOP_TOKENS:
-            raise InvalidParameter("top_n_tokens", f"must be at most {_MAX_TOP_TOKENS}, got {request.top_tokens}")
-        prompt_ids = await self.prompt_token_ids(request)
-        job = await self._job(request, prompt_ids, sink)
+        job = self._job(request, await self.prompt_token_ids(request), sink)
         self._check_alive()
         self.meter.started_requests += 1
-        self.meter.prompt_tokens += len(prompt_ids)
-        self._waiting.put(job, _key(request), request.sequences_in_engine)
+        self.meter.prompt_tokens += len(job.prompt_ids)
+        self._waiting.put(job, self._key(job), request.sequences_in_engine)
         return _Generation(self, job)
 
     def _check_alive(self) -> None:
-        if self._stopped or self._dead is not None or self._watchdog.failure:
+        if not self.health().alive:
             raise EngineDead
 
-    async def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
-        if request.beam_search is not None:
-            limit = GeneratedSequence(request, prompt_ids, self._model).limit
-            return Job(request, prompt_ids, sink, limit, time.monotonic(), open_sequences=request.beam_search.width)
+    def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
         if request.candidates > 1:
             sink = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
-        job = Job(request, prompt_ids, sink, 0, time.monotonic())
-        prepared = await prepare(request, prompt_ids, self._model)
+        job = Job(request, prompt_ids, sink, request.sequences_in_engine)
         for index in range(request.candidates):
-            if index % _SEQUENCES_PER_TURN == _SEQUENCES_PER_TURN - 1:
-                await asyncio.sleep(0)
-            chooser = TokenChooser(prepared, index)
-            job.rows.append(Row(job, chooser, GeneratedSequence(request, prompt_ids, self._model, index)))
-        job.open_sequences = len(job.rows)
+            numbers = random_numbers(request.sampling.seed, index, self._model.device)
+            job.rows.append(Row(job, GeneratedSequence(request, prompt_ids, self._model, index), numbers))
         return job
 
+    def _key(self, job: Job) -> bytes:
+        """Return what the jobs of one batch have in common: all but prompt, seed and limit, each sequence's own."""
+        sampling = msgspec.structs.replace(job.request.sampling, seed=None, max_tokens=None)
+        request = msgspec.structs.replace(job.request, request_id="", prompt="", sampling=sampling)
+        return msgspec.msgpack.encode((request, None if self._runner.pads else len(job.prompt_ids)))
+
     async def _dispatch(self) -> None:
-        while True:
-            jobs = await self._waiting.take()
-            self._running = Batch(jobs)
-            for job in jobs:
-                self.meter.queue_time.observe(self._running.moved_at - job.arrived_at)
+        """Hand one batch after the other to the engine's thread."""
+        while not self._stopped:
+            batch = self._running = Batch(await self._waiting.take())
+            for job in batch.jobs:
+                self.meter.queue_time.observe(batch.moved_at - job.arrived_at)
             self._free.clear()
-            self._batches.put(self._running)
+            self._batches.put(batch)
             await self._free.wait()
-            self._running = None
+            for job in batch.jobs:
+                self.fail(job, GenerationFailed("generation ended without an answer"))
+            self._running = self._given_up_at = None
 
     def _serve(self) -> None:
-        """Run one batch after the other, in the engine's thread, until there is None instead of one."""
+        """Run batches in the engine's thread, until there is None instead of one.
+
+        In one thread, as PyTorch starts threads of its own for each that it is called from.
+        """
         while (batch := self._batches.get()) is not None:
             try:
                 self._runner.run(batch)
             except BaseException as error:
                 logger.exception("the engine's thread ends")
-                self._post(self._die, f"the engine has died: {error}")
+                self._call(self._die, f"the engine has died: {error}")
                 return
-            self._post(self._free_for_next, batch)
+            self._call(self._free.set)
 
-    def _post(self, function: Callable[..., None], argument: Any) -> None:
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Have the event loop call a function."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(function, argument)
-
-    def _free_for_next(self, batch: Batch) -> None:
-        for job in batch.jobs:
-            self.fail(job, GenerationFailed("generation ended without an answer"))
-        self._given_up_at = None
-        self._free.set()
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, step: Step) -> None:
         for row in step.rows:
@@ -307,7 +310,7 @@ class BatchEngine:
         if not self._waiting.discard(job):
             return
         if job.request.beam_search is not None:
-            found = beam_deltas(job.request, job.prompt_ids, self._model, ())
+            found = beam_deltas(job, (), self._model)
         else:
             found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
         for delta in found:
@@ -344,7 +347,12 @@ class BatchEngine:
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         token_ids = await self._prompts.token_ids(request)
-        check_prompt(token_ids, self._model)
+        size = self._model.vocabulary_size
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
+        if wrong is not None:  # a tokenizer may have more tokens than its model
+            raise InvalidRequest(
+                f"the prompt has the token id {wrong}, which is not below the vocabulary's size of the model ({size})"
+            )
         return token_ids
 
     def detokenize(
@@ -354,12 +362,9 @@ class BatchEngine:
         return split_text(model.tokenizer, token_ids, model.special_ids, skip_special_tokens, prompt_ids)
 
     def health(self) -> EngineHealth:
-        if self._stopped:
-            return EngineHealth(False, "the engine is stopped")
-        if self._dead is not None:
-            return EngineHealth(False, self._dead)
-        if self._watchdog.failure:
-            return EngineHealth(False, self._watchdog.failure)
+        fault = "the engine is stopped" if self._stopped else self._dead or self._watchdog.failure
+        if fault:
+            return EngineHealth(False, fault)
         return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
 
     def status(self) -> EngineStatus:
@@ -371,12 +376,12 @@ class BatchEngine:
             return
         self._stopped = True
         self._watchdog.stop()
-        if self._dispatcher is not None:
-            self._dispatcher.cancel()
         self._fail_all(EngineDead("the server is stopping; the request was not completed"))
         self._batches.put(None)
         if self._dispatcher is not None:
-            await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+            if self._running is not None:  # it ends before its next step
+                await asyncio.wait([self._dispatcher], timeout=_STOP_SECONDS)
+            self._dispatcher.cancel()
 
 
 class _Generation:
@@ -388,19 +393,3 @@ class _Generation:
 
     def abort(self) -> None:
         self._engine.abort(self._job)
-
-
-def _key(request: GenerationRequest) -> bytes:
-    """Return what requests of one batch must have in common: all that decides how tokens are chosen.
-
-    The seed and the limit on new tokens are each sequence's own, and change nothing for the others.
-    """
-    options = (
-        msgspec.structs.replace(request.sampling, seed=None, max_tokens=None),
-        request.beam_search,
-        request.truncate_prompt_tokens,
-        request.adapter,
-        request.sequences,
-        request.candidates,
-    )
-    return msgspec.msgpack.encode(options)

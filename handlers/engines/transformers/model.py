@@ -1,30 +1,28 @@
-"""Loads a causal language model with transformers, for the dynamic batch, which runs it in this process."""
+"""Loads a causal language model with transformers, for the dynamic batch, which runs it in this process.
+
+Of transformers this package uses what its documentation describes: `from_pretrained`, `generate` with a logits
+processor and a stopping criterion, the processors themselves, and configs. `beam_indices` of a beam search's result has
+-1 behind a beam's own tokens, which tests/unit/handlers/engines/transformers/test_engine.py holds.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
-from handlers.memory_release import release_memory
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 LOADING_ARGUMENTS = frozenset(
     {
         *("max_model_len", "attn_implementation", "device_map", "tokenizer", "quantization"),
@@ -32,14 +30,10 @@ LOADING_ARGUMENTS = frozenset(
     }
 )
 """The engine arguments that `load_model` reads."""
-_TRUE = frozenset({"true", "1", "yes", "on"})
-_FALSE = frozenset({"false", "0", "no", "off", ""})
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False, "": False}
 _BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
 _STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
 """Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Kinds of RoPE scaling that change for a whole batch as soon as one of its sequences is long."""
-_SHOWN_WEIGHTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +86,11 @@ def load_model(settings: ModelSettings) -> TransformersModel:
         model = model.to(device)
     model.eval()
     config = model.config.get_text_config()
-    context = max_model_len(settings, config)
-    check_rope(settings, config, context)
     return TransformersModel(
         model=model,
         tokenizer=tokenizer,
         device=model.device,
-        max_model_len=context,
+        max_model_len=max_model_len(settings, config),
         vocabulary_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         special_ids=frozenset(tokenizer.all_special_ids),
@@ -163,10 +155,8 @@ def _quantized_bits(settings: ModelSettings) -> str | None:
 
     Models that were quantized beforehand say so in their own configuration; for them `quantization` only has to agree.
     """
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if boolean_argument(settings, name):
-            return name
-    return _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
+    wanted = _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
+    return next((name for name in ("load_in_8bit", "load_in_4bit") if boolean_argument(settings, name)), wanted)
 
 
 def _check_parallel_degrees(settings: ModelSettings) -> None:
@@ -184,12 +174,10 @@ def boolean_argument(settings: ModelSettings, name: str) -> bool:
     Raises:
         EngineStartError: it is neither true nor false.
     """
-    text = settings.engine_arguments.get(name, "false").strip()
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
+    text = settings.engine_arguments.get(name, "").strip()
+    if text.lower() not in _SWITCHES:
+        raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
+    return _SWITCHES[text.lower()]
 
 
 def source(settings: ModelSettings, name: str) -> str:
@@ -204,16 +192,14 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
         EngineStartError: it is an encoder-decoder model, or an encoder.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise EngineStartError(
-            f"{settings.model_id} is an encoder-decoder model ({config.model_type}); only causal language models "
-            "are served"
-        )
-    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
-    if encoder:
-        raise EngineStartError(
-            f"{settings.model_id} is an encoder ({config.model_type} without `is_decoder`); only causal language "
-            "models are served"
-        )
+        kind = "an encoder-decoder model"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
+        kind = "an encoder without `is_decoder`"
+    else:
+        return
+    raise EngineStartError(
+        f"{settings.model_id} is {kind} ({config.model_type}); only causal language models are served"
+    )
 
 
 def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
@@ -230,13 +216,9 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
         ("has weights of a wrong shape", mismatched),
     ):
         if names:
-            raise EngineStartError(f"{settings.model_id} {what}: {_shown(names)}")
-
-
-def _shown(names: Collection[str]) -> str:
-    first = sorted(names)[:_SHOWN_WEIGHTS]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
+            shown = ", ".join(sorted(names)[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise EngineStartError(f"{settings.model_id} {what}: {shown}{more}")
 
 
 def check_quantization(settings: ModelSettings, config: Any) -> None:
@@ -252,29 +234,22 @@ def check_quantization(settings: ModelSettings, config: Any) -> None:
 
 def max_model_len(settings: ModelSettings, config: Any) -> int:
     """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
-    wanted = _wanted_context(settings)
     longest = longest_context(config)
-    if longest is None:
-        if wanted is None:
+    text = settings.engine_arguments.get("max_model_len")
+    if text is None:
+        if longest is None:
             raise EngineStartError(
                 f"{settings.model_id} does not say how long its context is; set option.max_model_len"
             )
-        return wanted
-    if wanted is not None and wanted > longest:
+        return longest
+    wanted = int(text) if text.strip().isdecimal() else 0
+    if wanted < 1:
+        raise EngineStartError(f"{source(settings, 'max_model_len')}: {text!r} is not an integer of at least 1")
+    if longest is not None and wanted > longest:
         raise EngineStartError(
             f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
         )
-    return wanted or longest
-
-
-def _wanted_context(settings: ModelSettings) -> int | None:
-    text = settings.engine_arguments.get("max_model_len")
-    if text is None:
-        return None
-    with contextlib.suppress(ValueError):
-        if (wanted := int(text.strip())) >= 1:
-            return wanted
-    raise EngineStartError(f"{source(settings, 'max_model_len')}: {text!r} is not an integer of at least 1")
+    return wanted
 
 
 def longest_context(config: Any) -> int | None:
@@ -291,37 +266,6 @@ def longest_context(config: Any) -> int | None:
     return max(length, int(trained * float(rope.get("factor") or 1.0)))
 
 
-def check_rope(settings: ModelSettings, config: Any, max_model_len: int) -> None:
-    """Refuse a context in which a text would depend on how long its batch mates are.
-
-    Raises:
-        EngineStartError: it says which context can be served.
-    """
-    for rope in _rope_parameters(config):
-        if rope.get("rope_type") not in _LENGTH_DEPENDENT_ROPE:
-            continue
-        trained = (
-            rope.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or config.max_position_embeddings
-        )
-        if max_model_len > trained:
-            raise EngineStartError(
-                f"{settings.model_id}: with {rope['rope_type']} RoPE scaling, sequences of more than {trained} tokens "
-                f"would change the answers of others in their batch; set option.max_model_len={trained}, or use "
-                "option.rolling_batch=vllm"
-            )
-
-
-def _rope_parameters(config: Any) -> Iterable[Mapping[str, Any]]:
-    """Return one mapping, or one for each kind of layer."""
-    rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, Mapping):
-        return ()
-    nested = [value for value in rope.values() if isinstance(value, Mapping)]
-    return nested or (rope,)
-
-
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     generation_config = getattr(model, "generation_config", None)
     configured = getattr(generation_config, "eos_token_id", None)
@@ -336,36 +280,3 @@ def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
         if token_id is not None and 0 <= token_id < vocabulary_size:
             return int(token_id)
     return 0
-
-
-async def load_in_thread(load: Callable[[], T]) -> T:
-    """Run `load` in a thread of its own; other tasks go on meanwhile.
-
-    A thread cannot be interrupted: one that is given up, as the caller is cancelled, goes on to its end. What it has
-    loaded by then is freed there; the reference cycles of a model would keep it until somebody looks for them.
-
-    Raises:
-        Exception: whatever `load` raises.
-    """
-    given_up = threading.Event()
-    once = [load]
-    del load  # while it is being freed, nothing here may hold the engine that it belongs to
-
-    def run() -> T:
-        try:
-            loaded = once.pop()()
-        except BaseException:
-            if not given_up.is_set():
-                raise
-        else:
-            if not given_up.is_set():
-                return loaded
-            del loaded
-        release_memory()
-        raise TimeoutError("nobody waits for this model any more")
-
-    try:
-        return await in_daemon_thread(run)
-    except asyncio.CancelledError:
-        given_up.set()
-        raise

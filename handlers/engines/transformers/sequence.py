@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
-_CHUNK_ON_CPU, _CHUNK_ON_GPU = 128, 512
+_CHUNK = 256
 """Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes."""
 
 
@@ -33,12 +32,12 @@ class GeneratedSequence:
         room = model.max_model_len - len(prompt_ids)
         self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
         """Tokens after which it ends for its length."""
-        self.token_count = 0
+        self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.prompt_reading: PromptReading | None = None
-        """Done; to be set before the first token where the request wants the prompt's tokens."""
+        self.prompt_logprobs: list[float] | None = None
+        """To be set before the first token where the request wants the prompt's tokens."""
         self._cumulative_logprob: float | None = None
-        self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens, s.spaces_between_special_tokens)
+        self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
         self._stop = StopStrings(s.stop, s.include_stop_str_in_output)
         self._held = ""
         self._pending = HeldTokens()
@@ -49,7 +48,7 @@ class GeneratedSequence:
 
         The last delta has a `finish_reason`, and `last` set as for a request of a single sequence.
         """
-        self.token_count += 1
+        self.token_ids.append(choice.token_id)
         if choice.logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
         self.finish_reason = self._reason(choice.token_id)
@@ -57,7 +56,7 @@ class GeneratedSequence:
         self._held += piece
         if self._request.want_tokens:
             self._pending.add(self._token(choice, piece))
-        surplus = self._stop.add(piece, count=self.token_count > self._request.sampling.min_tokens)
+        surplus = self._stop.add(piece, count=len(self.token_ids) > self._request.sampling.min_tokens)
         if surplus is not None:
             self.finish_reason = FinishReason.STOP
             self._held = self._held[: len(self._held) - surplus]
@@ -80,7 +79,7 @@ class GeneratedSequence:
             return FinishReason.EOS
         if token_id in s.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.token_count >= self.limit else None
+        return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
 
     def _piece(self, token_id: int) -> str:
         stopped = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
@@ -95,33 +94,26 @@ class GeneratedSequence:
             Token(i, self._model.tokenizer.decode([i]), value, i in special, (), place if ranked else None)
             for place, (i, value) in enumerate(choice.top, start=1)
         )
-        return Token(choice.token_id, piece, choice.logprob, choice.token_id in special, top, choice.rank)
+        rank = choice.rank if ranked else None
+        return Token(choice.token_id, piece, choice.logprob, choice.token_id in special, top, rank)
 
     def _delta(self) -> TokenDelta | None:
         finished = self.finish_reason is not None
-        text = self._let_go(finished)
+        end = len(self._held) - (0 if finished else self._stop.held())
+        text, self._held = self._held[:end], self._held[end:]
         tokens = self._pending.release(len(text), finished)
         if not (text or tokens or finished or self._prompt_tokens_due):
             return None
-        delta = TokenDelta(text, tokens, self._sequence, None, len(self._prompt_ids), self.token_count)
+        delta = TokenDelta(text, tokens, self._sequence, None, len(self._prompt_ids), len(self.token_ids))
         delta.cumulative_logprob = self._cumulative_logprob
         if self._prompt_tokens_due:
             self._prompt_tokens_due = False
-            delta.prompt_tokens = self._prompt_tokens()
+            model, logprobs = self._model, self.prompt_logprobs or ()
+            delta.prompt_tokens = prompt_tokens(model.tokenizer, self._prompt_ids, model.special_ids, logprobs)
         if finished:
             delta.finish_reason = self.finish_reason
             delta.last = True
         return delta
-
-    def _let_go(self, finished: bool) -> str:
-        keep = 0 if finished else self._stop.held()
-        end = len(self._held) - keep
-        text, self._held = self._held[:end], self._held[end:]
-        return text
-
-    def _prompt_tokens(self) -> list[Token]:
-        reading, model = self.prompt_reading or PromptReading(), self._model
-        return prompt_tokens(model.tokenizer, self._prompt_ids, model.special_ids, reading.values, reading.ranks)
 
 
 class StopStrings:
@@ -170,30 +162,17 @@ class StopStrings:
         return len(whole) - (end if self._include else start)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptReading:
-    """The log probabilities of a prompt's tokens, from the second on."""
-
-    values: list[float] = field(default_factory=list)
-    """The log probability of each, given those before."""
-    ranks: list[int] = field(default_factory=list)
-    """The place of each by probability, from 1; empty unless wanted."""
-
-
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def read_prompt(model: TransformersModel, prompt_ids: Sequence[int], want_ranks: bool) -> PromptReading:
-    """Pass over the prompt in chunks; blocks for as long as the model takes."""
-    reading, cache = PromptReading(), None
+def read_prompt(model: TransformersModel, prompt_ids: Sequence[int]) -> list[float]:
+    """Return the log probabilities of a prompt's tokens, from the second on, each given those before."""
+    values: list[float] = []
+    cache = None
     ids = torch.tensor([list(prompt_ids)], device=model.device)
-    chunk = _CHUNK_ON_CPU if model.device.type == "cpu" else _CHUNK_ON_GPU
     last = len(prompt_ids) - 1
-    for begin in range(0, last, chunk):
-        end = min(begin + chunk, last)
+    for begin in range(0, last, _CHUNK):
+        end = min(begin + _CHUNK, last)
         output: Any = model.model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         logprobs = output.logits[0].float().log_softmax(dim=-1)
-        own = logprobs.gather(-1, ids[0, begin + 1 : end + 1, None])
-        reading.values.extend(own.squeeze(-1).tolist())
-        if want_ranks:
-            reading.ranks.extend(((logprobs > own).sum(dim=-1) + 1).tolist())
-    return reading
+        values += logprobs.gather(-1, ids[0, begin + 1 : end + 1, None])[:, 0].tolist()
+    return values

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import vllm.platforms
@@ -21,7 +20,7 @@ from vllm.utils import func_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import Demand, demand_of, engine_weights, kv_cache_size, memory_limits, smaller_size
+from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
 from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
@@ -127,12 +126,9 @@ class VllmLoader:
 
     def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
         """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
-        demand = cache_demand(config, self._settings)
-        parallel = config.parallel_config
-        engines = max(parallel.data_parallel_size_local, 1)
-        chosen = kv_cache_size(demand, memory_limits(parallel.local_world_size, engines, os.environ))
-        logger.info("KV cache: %s", chosen)
-        config.cache_config.kv_cache_memory_bytes = chosen.bytes
+        demand = cache_demand(config)
+        limits = memory_limits(config.parallel_config.local_world_size)
+        config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
         try:
             return self._start(config)
         except EngineOutOfMemory as error:
@@ -247,34 +243,23 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
     )
 
 
-def cache_demand(config: VllmConfig, settings: ModelSettings) -> Demand:
-    """Tell what one of vLLM's CPU workers will need, by vLLM's own reading of the model."""
-    model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
-    text = model.hf_text_config
+def cache_demand(config: VllmConfig) -> Demand:
+    """Tell what each of vLLM's CPU workers will need."""
+    model, parallel = config.model_config, config.parallel_config
     item = model.dtype.itemsize
-    layers = model.get_num_layers(parallel)
-    kv_elements = layers * model.get_head_size() * (1 if model.use_mla else 2 * model.get_num_kv_heads(parallel))
-    kinds = getattr(text, "layer_types", None) or ()
-    uneven = model.is_hybrid or model.has_noops or model.is_attention_free or bool(model.get_sliding_window())
-    weights = engine_weights(settings, model.hf_config.to_dict(), item)
-    if not weights and not Path(settings.model_id).exists():
-        weights = hub_weight_bytes(settings.model_id, settings.revision)
-    return demand_of(
-        # A draft model has layers of its own, which are not known yet.
-        kv_elements=kv_elements if config.speculative_config is None else 0,
-        uniform=not uneven and all(kind == "full_attention" for kind in kinds),
-        layers=layers,
-        hidden=model.get_hidden_size(),
-        intermediate=getattr(text, "intermediate_size", None) or 4 * model.get_hidden_size(),
-        vocabulary=model.get_vocab_size(),
-        model=settings.model_id,
-        weights=weights // parallel.world_size,
-        item=item,
-        kv_item=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
-        context=model.max_model_len,
-        sequences=config.scheduler_config.max_num_seqs,
-        step_tokens=config.scheduler_config.max_num_batched_tokens,
-        block=config.cache_config.block_size,
-        lora=(lora.max_loras, lora.max_lora_rank) if lora is not None else None,
-        processes=max(parallel.data_parallel_size_local, 1),
+    stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
+    files = weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision)
+    weights = files if model.quantization else files * item // stored
+    memory = ModelMemory(
+        model.hf_config.to_dict(),
+        weights,
+        stages=parallel.pipeline_parallel_size,
+        max_model_len=model.max_model_len,
+        cache_element_bytes=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
+    )
+    return Demand(
+        model.model,
+        weights // parallel.world_size,
+        memory.sequence_bytes(parallel.tensor_parallel_size),
+        parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
     )

@@ -1,31 +1,27 @@
-"""Settings that are read before a model is loaded, and loading in a thread that may be given up."""
+"""Settings that are read before a model is loaded, and what of a model is refused."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import BartConfig, BertConfig, LlamaConfig
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.transformers.model import (
     boolean_argument,
     check_kind,
     check_quantization,
-    check_rope,
     check_weights,
-    load_in_thread,
     longest_context,
     max_model_len,
     model_arguments,
     pad_token_id,
 )
 from handlers.model_settings import ModelSettings
-from tests.freed import when_freed
 
 
 def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelSettings:
@@ -46,7 +42,7 @@ def test_what_is_no_integer_of_that_size_is_refused_by_name(text: str) -> None:
 
 
 def test_a_switch_is_true_or_false_or_refused() -> None:
-    read = [boolean_argument(settings({"load_in_8bit": text}), "load_in_8bit") for text in ("True", "off")]
+    read = [boolean_argument(settings({"load_in_8bit": text}), "load_in_8bit") for text in ("True", "0")]
     assert read == [True, False]
     with pytest.raises(EngineStartError, match=r"option\.load_in_8bit"):
         boolean_argument(settings({"load_in_8bit": "maybe"}), "load_in_8bit")
@@ -136,18 +132,18 @@ def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int |
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder model"),
-        ({"model_type": "bert", "is_decoder": False}, "an encoder"),
+        (BartConfig(), "encoder-decoder model"),
+        (BertConfig(), "an encoder"),
     ],
 )
-def test_what_is_no_causal_language_model_is_refused(config: dict[str, Any], message: str) -> None:
+def test_what_is_no_causal_language_model_is_refused(config: Any, message: str) -> None:
     with pytest.raises(EngineStartError, match=message):
-        check_kind(settings(), SimpleNamespace(**config))
+        check_kind(settings(), config)
 
 
 def test_decoders_are_not_refused() -> None:
-    check_kind(settings(), SimpleNamespace(model_type="bert", is_decoder=True, is_encoder_decoder=False))
-    check_kind(settings(), SimpleNamespace(model_type="llama", is_encoder_decoder=False))
+    check_kind(settings(), BertConfig(is_decoder=True))
+    check_kind(settings(), LlamaConfig())
 
 
 def test_a_checkpoint_without_all_weights_is_refused_by_their_names() -> None:
@@ -156,63 +152,3 @@ def test_a_checkpoint_without_all_weights_is_refused_by_their_names() -> None:
         check_weights(settings(), {"missing_keys": set("edcba")})
     with pytest.raises(EngineStartError, match=r"wrong shape: head"):
         check_weights(settings(), {"missing_keys": set(), "mismatched_keys": {("head", (2, 3), (3, 2))}})
-
-
-@pytest.mark.parametrize(
-    ("rope", "trained"),
-    [
-        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
-        ({"rope_type": "dynamic", "factor": 4.0}, 128),
-        ({"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic", "factor": 2.0}}, 128),
-    ],
-)
-def test_a_context_in_which_batch_mates_change_the_text_is_refused(rope: dict[str, Any], trained: int) -> None:
-    config = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
-    check_rope(settings(), config, trained)
-    with pytest.raises(EngineStartError, match=rf"set option\.max_model_len={trained}"):
-        check_rope(settings(), config, trained + 1)
-
-
-def test_rope_that_is_the_same_for_all_lengths_is_not_refused() -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    check_rope(settings(), SimpleNamespace(max_position_embeddings=256, rope_parameters=rope), 256)
-    check_rope(settings(), SimpleNamespace(max_position_embeddings=256), 256)
-
-
-class Model:
-    """As models are, one that only the collector of reference cycles frees."""
-
-    def __init__(self) -> None:
-        self.layers = [self]
-
-
-@pytest.mark.asyncio
-@pytest.mark.usefixtures("no_collection_by_itself")
-async def test_it_gives_what_was_loaded_or_raises_what_was_raised() -> None:
-    def broken() -> Model:
-        raise ValueError("no such file")
-
-    assert isinstance(await load_in_thread(Model), Model)
-    with pytest.raises(ValueError, match="no such file"):
-        await load_in_thread(broken)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.asyncio
-@pytest.mark.usefixtures("no_collection_by_itself")
-async def test_what_a_load_that_was_given_up_has_made_is_freed_when_it_ends(fails: bool) -> None:
-    may_end, freed = threading.Event(), []
-
-    def load() -> Model:
-        model = Model()
-        freed.append(when_freed(model))
-        assert may_end.wait(10)
-        if fails:
-            raise ValueError("too late")
-        return model
-
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(load_in_thread(load), 0.05)
-    assert not freed[0].is_set()
-    may_end.set()
-    assert await asyncio.to_thread(freed[0].wait, 10)

@@ -1,4 +1,4 @@
-"""The sampler against transformers' own warpers, and against a direct computation."""
+"""The sampler against transformers' own processors, and against a direct computation."""
 
 from __future__ import annotations
 
@@ -13,129 +13,124 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
-from handlers.engines.transformers.sampling import (
-    Choice,
-    PreparedSampling,
-    TokenChooser,
-    _weights,
-    check_prompt,
-    choose_rows,
-)
-from handlers.errors import GenerationFailed, InvalidParameter, InvalidRequest
+from handlers.engines.transformers.sampling import Choice, Sampler, check_request, random_numbers
+from handlers.errors import GenerationFailed, InvalidParameter
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
 from tests.unit.handlers.engines.transformers.test_sequence import END, MODEL, SEP, ids
 
 SIZE = MODEL.vocabulary_size
+CPU = torch.device("cpu")
 
 
 def logits(seed: int) -> Any:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def chooser(prompt_ids: tuple[int, ...] = (1, 2, 3), sequence: int = 0, **fields: Any) -> TokenChooser:
+def request_of(**fields: Any) -> GenerationRequest:
     names = GenerationRequest.__struct_fields__
     request_fields = {name: fields.pop(name) for name in list(fields) if name in names}
-    request = GenerationRequest(
-        request_id="r", **{"prompt": prompt_ids, **request_fields}, sampling=SamplingParameters(**fields)
+    return GenerationRequest(
+        request_id="r", **{"prompt": (1, 2, 3), **request_fields}, sampling=SamplingParameters(**fields)
     )
-    return TokenChooser(PreparedSampling(request, prompt_ids, MODEL), sequence)
 
 
-def token(value: Choice | Any) -> int:
-    assert isinstance(value, Choice), value
-    return value.token_id
+class Sequences:
+    """A batch of sequences, one for each prompt, that go on with what is chosen."""
+
+    def __init__(
+        self, *prompts: tuple[int, ...], seeds: tuple[int, ...] = (), model: Any = MODEL, **fields: Any
+    ) -> None:
+        self.prompts = prompts or ((1, 2, 3),)
+        self.generated: list[list[int]] = [[] for _ in self.prompts]
+        generators = [random_numbers(seed, 0, CPU) for seed in seeds or (0,) * len(self.prompts)]
+        self.sampler = Sampler(request_of(**fields), model, self.prompts, self.generated, generators)
+
+    def choose(self, *rows: Any) -> list[Any]:
+        texts = [[*prompt, *ids] for prompt, ids in zip(self.prompts, self.generated, strict=True)]
+        longest = max(map(len, texts))
+        input_ids = torch.tensor([[END] * (longest - len(text)) + text for text in texts])
+        choices = self.sampler.choose(input_ids, torch.stack(rows))
+        for token_ids, choice in zip(self.generated, choices, strict=True):
+            if isinstance(choice, Choice):
+                token_ids.append(choice.token_id)
+        return choices
+
+    def next(self, row: Any) -> int:
+        """The next token of a batch of one."""
+        (choice,) = self.choose(row)
+        assert isinstance(choice, Choice), choice
+        return choice.token_id
 
 
-def kept(weights: Any) -> set[int]:
-    return set(weights.nonzero().flatten().tolist())
+def drawn(row: Any, draws: int, **fields: Any) -> Counter[int]:
+    sequences = Sequences(seeds=(11,), **fields)
+    return Counter(sequences.next(row) for _ in range(draws))
 
 
-def finite(scores: Any) -> set[int]:
-    return set(torch.isfinite(scores).nonzero().flatten().tolist())
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    ("parameters", "warper"),
-    [
-        ({"top_k": 7}, TopKLogitsWarper(7)),
-        ({"top_p": 0.8}, TopPLogitsWarper(0.8)),
-        ({"min_p": 0.1}, MinPLogitsWarper(0.1)),
-        ({"typical_p": 0.7}, TypicalLogitsWarper(0.7)),
-    ],
-)
-def test_each_way_of_cutting_keeps_the_tokens_that_transformers_keeps(
-    parameters: dict[str, Any], warper: Any, seed: int
-) -> None:
-    row = logits(seed)
-    weights = _weights(row, SamplingParameters(temperature=1.0, **parameters))
-    expected = warper(None, row[None])[0]
-    assert kept(weights) == finite(expected)
-    torch.testing.assert_close(weights / weights.sum(), expected.softmax(-1))
-
-
-def test_the_cuts_apply_one_after_the_other_to_what_the_one_before_has_left() -> None:
-    row = logits(1)
+def test_the_cuts_are_those_of_transformers_one_after_the_other() -> None:
+    row = logits(1) / 2
     scores = row[None] / 0.7
     for warper in (MinPLogitsWarper(0.02), TypicalLogitsWarper(0.9), TopKLogitsWarper(12), TopPLogitsWarper(0.6)):
         scores = warper(None, scores)
-    s = SamplingParameters(temperature=0.7, min_p=0.02, typical_p=0.9, top_k=12, top_p=0.6)
-    weights = _weights(row, s)
-    torch.testing.assert_close(weights / weights.sum(), scores[0].softmax(-1))
-
-
-def test_a_wide_nucleus_is_found_beyond_the_tokens_that_are_looked_at_first() -> None:
-    row = torch.zeros(4000)
-    weights = _weights(row, SamplingParameters(temperature=1.0, top_p=0.5))
-    assert len(kept(weights)) in (2000, 2001)
-
-
-@pytest.mark.parametrize("mass", [0.001, 0.2, 0.9])
-def test_a_nucleus_of_any_width_is_that_of_transformers(mass: float) -> None:
-    row = torch.randn(20_000, generator=torch.Generator().manual_seed(4)) * 0.3
-    weights = _weights(row, SamplingParameters(temperature=1.0, top_p=mass))
-    expected = finite(TopPLogitsWarper(mass)(None, row[None])[0])
-    assert len(kept(weights) ^ expected) <= 2, "rounding of a sum over thousands of tokens"
+    expected = scores[0].softmax(-1)
+    found = drawn(row, 2000, temperature=0.7, min_p=0.02, typical_p=0.9, top_k=12, top_p=0.6)
+    assert 2 <= len(found) < 12
+    assert found.keys() <= set(expected.nonzero().flatten().tolist())
+    assert all(count / 2000 == pytest.approx(expected[i].item(), abs=0.05) for i, count in found.items())
 
 
 def test_penalties_are_vllms() -> None:
-    chosen, prompt = 5, (1, 2)
+    """A bias makes every token but one as improbable, so that the one's logit can be read from its log probability."""
     row = torch.zeros(SIZE)
     row[[1, 2, 5]] = torch.tensor([4.0, -4.0, 3.0])
-    one = chooser(prompt, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
-    one.remember(chosen)
-    one.remember(chosen)
-    adjusted = one._adjusted(row)
-    assert adjusted[[1, 2, 5, 6]].tolist() == [2.0, -8.0, 3.0 / 2 - 0.5 - 0.25 * 2, 0.0]
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    sequences = Sequences((1, 2), **penalties)
+    sequences.generated[0] += [5, 5]
+    # 1: 2.0, 2: -8.0, 5: 3 / 2 - 0.5 - 0.25 * 2 = 0.5
+    assert sequences.next(row) == 1
     assert row[1] == 4.0, "the model's logits stay as they are: log probabilities come of them"
+    for rival, wins in ((0.4, 5), (0.6, 9)):
+        sequences = Sequences((1, 2), allowed_token_ids=(5, 9), **penalties)
+        sequences.generated[0] += [5, 5]
+        row[9] = rival
+        assert sequences.next(row) == wins
+
+
+def test_a_repetition_penalty_does_not_see_padding() -> None:
+    row = torch.zeros(SIZE)
+    row[END], row[9] = 3.0, 2.0
+    short, long = Sequences((1,), (1, 2, 3, 4), repetition_penalty=2.0).choose(row, row)
+    assert short.token_id == long.token_id == END
 
 
 def test_bias_allowed_tokens_and_bad_words_steer_the_choice() -> None:
     row = torch.zeros(SIZE)
     a, b, c = ids("abc")
     row[a], row[b] = 2.0, 1.0
-    assert chooser().choose(row).token_id == a
-    assert chooser(logit_bias={c: 5.0}).choose(row).token_id == c
-    assert chooser(allowed_token_ids=(b, c)).choose(row).token_id == b
-    forbidden = chooser(bad_words=("ab",))
+    assert Sequences().next(row) == a
+    assert Sequences(logit_bias={c: 5.0}).next(row) == c
+    assert Sequences(allowed_token_ids=(b, c)).next(row) == b
+    assert Sequences(allowed_token_ids=(b, c), logit_bias={c: 5.0, a: 9.0}).next(row) == c
+    forbidden = Sequences(bad_words=("ab",))
     row[b] = 3.0
-    assert forbidden.choose(row).token_id == b, "alone it is no bad word"
-    forbidden.remember(a)
-    assert forbidden.choose(row).token_id == a
+    assert forbidden.next(row) == b, "alone it is no bad word"
+    forbidden.generated[0].append(a)
+    assert forbidden.next(row) == a
 
 
 def test_no_end_before_min_tokens() -> None:
     row = torch.zeros(SIZE)
     row[END], row[SEP] = 5.0, 4.0
-    one = chooser(min_tokens=1, stop_token_ids=(SEP,))
-    assert one.choose(row).token_id not in (END, SEP)
-    assert one.choose(row).token_id == END
+    one = Sequences(min_tokens=1, stop_token_ids=(SEP,))
+    assert one.next(row) not in (END, SEP)
+    assert one.next(row) == END
 
 
 def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     row = logits(3)
     expected = row.log_softmax(-1)
-    choice = chooser(temperature=0.3, top_k=1, want_logprobs=True, top_tokens=3, repetition_penalty=5.0).choose(row)
+    fields = {"temperature": 0.3, "top_k": 1, "want_logprobs": True, "top_tokens": 3, "repetition_penalty": 5.0}
+    (choice,) = Sequences(**fields).choose(row)
     assert choice.logprob == pytest.approx(expected[choice.token_id].item(), abs=1e-5)
     values, best = expected.topk(3)
     assert [i for i, _ in choice.top] == best.tolist()
@@ -144,26 +139,28 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
 
 def test_log_probabilities_are_computed_only_where_something_needs_them() -> None:
     row = logits(3)
-    assert chooser().choose(row).logprob is None
-    assert chooser(candidates=2, sequences=1).choose(row).logprob is not None
-    assert chooser(candidates=2, sequences=2, stream=True).choose(row).logprob is None
+    for fields, needed in (
+        ({}, False),
+        ({"candidates": 2, "sequences": 1}, True),
+        ({"candidates": 2, "sequences": 2, "stream": True}, False),
+    ):
+        (choice,) = Sequences(**fields).choose(row)
+        assert (choice.logprob is not None) is needed
 
 
 def test_sampling_follows_the_probabilities() -> None:
     row = torch.full((SIZE,), -math.inf)
     row[[3, 9, 27]] = torch.tensor([0.5, 0.3, 0.2]).log()
-    one = chooser(temperature=1.0, seed=11)
-    counts = Counter(one.choose(row).token_id for _ in range(4000))
+    counts = drawn(row, 4000, temperature=1.0)
     assert counts.keys() == {3, 9, 27}
     assert [counts[i] / 4000 for i in (3, 9, 27)] == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
 
 
 def test_sequences_of_one_request_draw_differently_and_each_the_same_again() -> None:
-    def drawn(sequence: int) -> list[int]:
-        one = chooser(temperature=5.0, seed=7, sequence=sequence)
-        return [one.choose(logits(step)).token_id for step in range(8)]
+    def numbers(sequence: int) -> list[float]:
+        return torch.rand(8, generator=random_numbers(7, sequence, CPU)).tolist()
 
-    assert drawn(0) == drawn(0) != drawn(1)
+    assert numbers(0) == numbers(0) != numbers(1)
 
 
 PARAMETERS = st.fixed_dictionaries(
@@ -175,6 +172,7 @@ PARAMETERS = st.fixed_dictionaries(
         "typical_p": st.floats(0.1, 1.0),
         "repetition_penalty": st.floats(0.5, 2.0),
         "frequency_penalty": st.floats(-2.0, 2.0),
+        "bad_words": st.just(("ab", "c")),
         "want_logprobs": st.booleans(),
         "top_tokens": st.integers(0, 3),
     },
@@ -182,35 +180,36 @@ PARAMETERS = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(PARAMETERS, min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_a_sequence_draws_the_same_tokens_alone_and_at_any_place_of_a_batch(requests: list[Any], random: Any) -> None:
-    numbered = list(enumerate(requests))
-    alone = {}
-    for number, parameters in numbered:
-        one = chooser(seed=number, **parameters)
-        alone[number] = [token(choose_rows([one], logits(100 * step + number)[None])[0]) for step in range(4)]
-    random.shuffle(numbered)
-    together = [chooser(seed=number, **parameters) for number, parameters in numbered]
+@given(PARAMETERS, st.permutations(range(5)), st.integers(1, 5))
+def test_a_sequence_draws_the_same_tokens_alone_and_at_any_place_of_a_batch(
+    parameters: dict[str, Any], order: list[int], size: int
+) -> None:
+    numbers = order[:size]
+    prompts = [(number, 7) * (number + 1) for number in numbers]
+    alone = [Sequences(prompt, seeds=(number,), **parameters) for prompt, number in zip(prompts, numbers, strict=True)]
+    together = Sequences(*prompts, seeds=tuple(numbers), **parameters)
     for step in range(4):
-        rows = torch.stack([logits(100 * step + number) for number, _ in numbered])
-        choices = choose_rows(together, rows)
-        assert [token(choice) for choice in choices] == [alone[number][step] for number, _ in numbered]
-        for (_, parameters), choice in zip(numbered, choices, strict=True):
-            assert isinstance(choice, Choice)
-            assert len(choice.top) == parameters.get("top_tokens", 0)
+        rows = [logits(100 * step + number) for number in numbers]
+        single = [one.choose(row)[0] for one, row in zip(alone, rows, strict=True)]
+        choices = together.choose(*rows)
+        assert [choice.token_id for choice in choices] == [choice.token_id for choice in single]
+        assert all(len(choice.top) == parameters.get("top_tokens", 0) for choice in choices)
 
 
 def test_one_sequence_without_a_choice_fails_alone() -> None:
-    rows = torch.zeros(4, SIZE)
-    rows[1, 5] = math.nan
-    rows[3, 9] = 1.0
-    choices = choose_rows(
-        [chooser(), chooser(), chooser(allowed_token_ids=(END,), min_tokens=1), chooser(temperature=1.0, top_k=1)], rows
-    )
-    assert isinstance(choices[1], GenerationFailed)
-    assert isinstance(choices[2], GenerationFailed)
-    assert "forbid every token" in choices[2].message
-    assert [token(choices[0]), token(choices[3])] == [0, 9]
+    good, bad = torch.zeros(SIZE), torch.zeros(SIZE)
+    good[9], bad[5] = 1.0, math.nan
+    for temperature in (0.0, 1.0):
+        first, second, third = Sequences((1,), (2,), (3,), temperature=temperature, top_k=1).choose(good, bad, good)
+        assert first.token_id == third.token_id == 9
+        assert isinstance(second, GenerationFailed)
+        assert "not numbers" in second.message
+
+
+def test_parameters_that_forbid_every_token_are_an_error() -> None:
+    (choice,) = Sequences(allowed_token_ids=(END,), min_tokens=1).choose(torch.zeros(SIZE))
+    assert isinstance(choice, GenerationFailed)
+    assert "forbid every token" in choice.message
 
 
 @pytest.mark.parametrize(
@@ -218,78 +217,42 @@ def test_one_sequence_without_a_choice_fails_alone() -> None:
     [
         ({"adapter": "a"}, "adapter"),
         ({"priority": 1}, "priority"),
-        ({"top_tokens": SIZE + 1}, "top_n_tokens"),
+        ({"top_tokens": 21}, "top_n_tokens"),
         ({"stop_token_ids": (SIZE,)}, "stop_token_ids"),
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
-        ({"allowed_token_ids": (-1,)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (SIZE,)}, "allowed_token_ids"),
         ({"logit_bias": {SIZE: 1.0}}, "logit_bias"),
         ({"bad_words": (" ",)}, "bad_words"),
-        ({"bad_words": ("x" * 2000,)}, "bad_words"),
+        ({"bad_words": ("x" * 20000,)}, "bad_words"),
         ({"bad_words": ("x",) * 2000}, "bad_words"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
-        chooser(**fields)
+        check_request(request_of(**fields), MODEL)
     assert refused.value.parameter == parameter
 
 
-@pytest.mark.parametrize("wrong", [SIZE, -1])
-def test_a_prompt_with_a_token_that_the_model_does_not_have_is_refused(wrong: int) -> None:
-    check_prompt([0, SIZE - 1], MODEL)
-    with pytest.raises(InvalidRequest, match=f"token id {wrong}"):
-        check_prompt([0, wrong, 1], MODEL)
+def test_a_constraint_is_refused_by_the_name_that_the_client_gave_it() -> None:
+    constraint = Constraint(parameter="response_pool", choice=("yes", "no"))
+    with pytest.raises(InvalidParameter, match=r"`response_pool` needs the vLLM engine \(option.rolling_batch=vllm\)"):
+        check_request(request_of(constraint=constraint), MODEL)
 
 
 def test_rounding_hardly_ever_changes_what_a_seed_draws() -> None:
     size, draws = 2000, 300
     row = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 3
     noise = torch.randn(draws, size, generator=torch.Generator().manual_seed(2)) * 0.01
-    sampling = SamplingParameters(temperature=1.0, seed=5)
-    prepared = PreparedSampling(
-        GenerationRequest(request_id="r", prompt=(1,), sampling=sampling), (1,), replace(MODEL, vocabulary_size=size)
-    )
-    exact, rounded = TokenChooser(prepared), TokenChooser(prepared)
-    changed = sum(exact.choose(row).token_id != rounded.choose(row + noise[i]).token_id for i in range(draws))
+    model = replace(MODEL, vocabulary_size=size)
+    exact, rounded = (Sequences(seeds=(5,), model=model, temperature=1.0) for _ in range(2))
+    changed = sum(exact.next(row) != rounded.next(row + noise[i]) for i in range(draws))
     assert changed <= draws // 50
-
-
-def test_the_sequences_of_a_request_share_what_was_prepared_but_not_what_they_have_seen() -> None:
-    sampling = SamplingParameters(bad_words=("ab",), logit_bias={3: 1.0}, repetition_penalty=2.0)
-    prepared = PreparedSampling(GenerationRequest(request_id="r", prompt=(1, 2), sampling=sampling), (1, 2), MODEL)
-    first, second = TokenChooser(prepared, 0), TokenChooser(prepared, 1)
-    row = torch.full((SIZE,), 2.0)
-    before = second._adjusted(row)
-    first.remember(9)
-    assert torch.equal(second._adjusted(row), before)
-    assert first._adjusted(row)[9] == 1.0
-
-
-def test_bad_words_are_refused_by_their_length_before_they_are_tokenized() -> None:
-    class Untouched:
-        def encode(self, *_: Any, **__: Any) -> Any:
-            raise AssertionError("it has been asked to tokenize")
-
-    request = GenerationRequest(request_id="r", prompt=(1,), sampling=SamplingParameters(bad_words=("x" * 10**6,)))
-    with pytest.raises(InvalidParameter, match="characters together"):
-        PreparedSampling(request, (1,), replace(MODEL, tokenizer=Untouched()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 @pytest.mark.parametrize("bias", [None, {7: 100.0}])
 def test_a_rank_counts_the_tokens_that_are_more_probable(temperature: float, bias: dict[int, float] | None) -> None:
     row = logits(3)
-    asked = chooser(temperature=temperature, seed=1, logit_bias=bias, want_logprobs=True, want_ranks=True)
-    (choice,) = choose_rows([asked], row[None])
-    assert isinstance(choice, Choice)
+    (choice,) = Sequences(temperature=temperature, logit_bias=bias, want_logprobs=True).choose(row)
     order = row.argsort(descending=True).tolist()
     assert choice.rank == order.index(choice.token_id) + 1
-    (quiet,) = choose_rows([chooser(temperature=temperature, seed=1, logit_bias=bias, want_logprobs=True)], row[None])
-    assert isinstance(quiet, Choice)
-    assert (quiet.token_id, quiet.rank) == (choice.token_id, None)
-
-
-def test_a_constraint_is_refused_by_the_name_that_the_client_gave_it() -> None:
-    constraint = Constraint(parameter="response_pool", choice=("yes", "no"))
-    with pytest.raises(InvalidParameter, match=r"`response_pool` needs the vLLM engine \(option.rolling_batch=vllm\)"):
-        chooser(constraint=constraint)

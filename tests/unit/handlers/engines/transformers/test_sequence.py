@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from handlers.engines.texts import TokenTexts
 from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
-from handlers.engines.transformers.sequence import GeneratedSequence, PromptReading, StopStrings
+from handlers.engines.transformers.sequence import GeneratedSequence, StopStrings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 
 
@@ -144,7 +144,6 @@ def test_special_tokens_are_shown_only_when_asked_for() -> None:
     token_ids = [*ids("a"), SEP, *ids("b"), END]
     assert text_of(run(token_ids)) == "ab"
     assert text_of(run(token_ids, skip_special_tokens=False)) == "a<sep>b"
-    assert text_of(run([SEP, SEP, END], skip_special_tokens=False, spaces_between_special_tokens=False)) == "<sep><sep>"
 
 
 def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held() -> None:
@@ -156,15 +155,13 @@ def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held
         want_tokens=True,
         want_prompt_tokens=True,
         want_logprobs=True,
-        want_ranks=True,
     )
     sequence = GeneratedSequence(request, PROMPT, MODEL)
-    sequence.prompt_reading = PromptReading([-2.0], [7])
+    sequence.prompt_logprobs = [-2.0]
     delta = sequence.add(Choice(ids("a")[0], None))
     assert delta is not None
     assert delta.prompt_tokens is not None
-    tokens = [(token.text, token.logprob, token.rank) for token in delta.prompt_tokens]
-    assert tokens == [("P", None, None), (":", -2.0, 7)]
+    assert [(token.text, token.logprob) for token in delta.prompt_tokens] == [("P", None), (":", -2.0)]
     assert delta.text == ""
 
 
@@ -204,7 +201,7 @@ class SlowTokenizer:
 
 def test_with_a_slow_tokenizer_hidden_tokens_in_a_row_cost_no_more_and_more() -> None:
     tokenizer = SlowTokenizer()
-    texts = TokenTexts(tokenizer, PROMPT, skip_special=True, spaces=True)
+    texts = TokenTexts(tokenizer, PROMPT, skip_special=True)
     pieces = [texts.add(token_id) for token_id in [*ids("a"), *[SEP] * 200, *ids("é!")]]
     assert "".join(pieces) == "aé!"
     assert tokenizer.most < 20
