@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.gpu.conftest import ON_CPU, used_gpu_memory
-from tests.live.bare_asyncllm import texts_of_bare_engine
+from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.lora import make_adapter
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, serving
@@ -47,7 +47,7 @@ def adapters(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bare(vllm_arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What AsyncLLM alone generates; it has ended before the server takes the GPU."""
-    return texts_of_bare_engine(**vllm_arguments)
+    return texts_of_bare_vllm(**vllm_arguments)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_it_starts_and_says_what_took_how_long(server: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_its_texts_are_those_of_bare_asyncllm(server: Server, bare: dict[str, dict[str, Any]], prompt: str) -> None:
+def test_its_texts_are_those_of_bare_vllm(server: Server, bare: dict[str, dict[str, Any]], prompt: str) -> None:
     assert text(server, prompt) == bare[prompt]["text"]
 
 

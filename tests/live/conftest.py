@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from filelock import FileLock
 
 from container.sources.sample_model import prepare
 from handlers.memory_release import release_memory
-from tests.live.bare_asyncllm import texts_of_bare_engine
-from tests.live.server import Server, serving
+from tests.live.bare_vllm import texts_of_bare_vllm
+from tests.live.server import START_SECONDS, Server, serving
 
 # float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
@@ -69,17 +70,22 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def tgi_server(
-    tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
-) -> Iterator[Server]:
-    """A server with TGI's answers under `/invocations`."""
-    with serving(tmp_path_factory.mktemp("tgi"), rolling_batch=engine, tgi_compat="true", **engine_options) as running:
-        yield running
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server without a model, for tests that bring theirs (`hosted`)."""
+    directory = tmp_path_factory.mktemp("host")
+    environment = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODULES_CACHE": str(directory / "modules")}
+    server = Server(None, directory / "server.log", environment, name=None)
+    server.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
 def bare_texts(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What bare AsyncLLM generates greedily for each of PROMPTS; found once for all processes that run tests."""
+    """What bare vLLM generates greedily for each of PROMPTS; found once for all processes that run tests."""
     directory = tmp_path_factory.getbasetemp()
     found = (directory.parent if worker else directory) / "bare_texts.json"
     with FileLock(found.with_suffix(".lock")):
@@ -91,5 +97,5 @@ def bare_texts(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def _bare_texts(sample_model: Path) -> str:
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
-    texts = texts_of_bare_engine(model=str(sample_model), dtype="float32", enforce_eager=True, **arguments)
+    texts = texts_of_bare_vllm(model=str(sample_model), dtype="float32", enforce_eager=True, **arguments)
     return json.dumps(texts)

@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from handlers.engines.choice import begin_import, engine_factory
 from handlers.engines.protocol import generate
 from handlers.errors import RequestError
 from handlers.model_settings import ModelSettings
@@ -76,9 +77,9 @@ async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
 
 
 async def main(directory: str, cases: dict[str, dict[str, Any]]) -> None:
-    from handlers.engines.vllm.engine import VllmEngine
-
-    engine = VllmEngine(settings_for(directory))
+    settings = settings_for(directory)
+    begin_import(settings)
+    engine = engine_factory(settings)(settings)
     await engine.start()
     try:
         stop = asyncio.Event()

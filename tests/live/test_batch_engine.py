@@ -28,7 +28,7 @@ from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
-from tests.live.server import Server, serving
+from tests.live.server import Server, hosted, serving, write_model
 from tests.recorder import Recorder
 from tests.unit.collected_reply import CollectedReply
 from tests.waiting import until
@@ -248,17 +248,17 @@ def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
         assert reply.json()["detail"][0]["loc"] == ["body", name]
 
 
-def test_over_http_a_stream_has_a_record_for_each_step(tmp_path: Path, sample_model: Path) -> None:
+def test_over_http_a_stream_has_a_record_for_each_step(host: Server, tmp_path: Path, sample_model: Path) -> None:
     options: dict[str, Any] = {
         "model_id": sample_model,
         "rolling_batch": "disable",
         "dtype": "fp32",
         "max_model_len": 1024,
     }
-    with serving(tmp_path, enable_streaming="true", **options) as server:
+    with hosted(host, write_model(tmp_path / "model", enable_streaming="true", **options)) as model:
         prompts = list(PROMPTS[:2])
         document = {"inputs": prompts, "parameters": {"max_new_tokens": 8}}
-        with httpx.stream("POST", f"{server.url}/invocations", json=document, timeout=120) as reply:
+        with model.client.stream("POST", "/invocations", json=document) as reply:
             lines = list(reply.iter_lines())
             assert (reply.status_code, reply.headers["content-type"]) == (200, "application/jsonlines")
         records = [json.loads(line)["outputs"] for line in lines]

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.server import Server, serving_copy, start_copy
+from tests.live.server import Server, copy_model, hosted, start_copy
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
 PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("both")
-    with serving_copy(FIXTURES / "formatters" / "both", directory, rolling_batch="vllm", **engine_options) as running:
-        yield running
+def both(host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("both") / "model"
+    with hosted(host, copy_model(FORMATTERS / "both", directory, rolling_batch="vllm", **engine_options)) as model:
+        yield model
 
 
 def test_both_formatters_speak_the_customers_own_format(both: Server) -> None:
@@ -58,25 +58,31 @@ def test_formatted_requests_do_not_mix(both: Server) -> None:
         assert list(pool.map(ask, range(8))) == alone
 
 
-def test_an_older_formatter_gets_tokens_one_by_one(tmp_path: Path, engine_options: dict[str, object]) -> None:
-    with serving_copy(FIXTURES / "formatters" / "older", tmp_path, rolling_batch="vllm", **engine_options) as server:
+def test_an_older_formatter_gets_tokens_one_by_one(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    model = copy_model(FORMATTERS / "older", tmp_path / "model", rolling_batch="vllm", **engine_options)
+    with hosted(host, model) as server:
         body = server.invoke(PROMPT, max_new_tokens=3, details=True).text
         assert body == "< Paris><.><\n>| Paris.\n|length"
         assert server.invoke(PROMPT, max_new_tokens=3).text == "< Paris><.><\n>| Paris.\n|None"
 
 
-def test_a_formatter_may_be_named_in_the_settings(tmp_path: Path, engine_options: dict[str, object]) -> None:
-    fixture = FIXTURES / "formatters" / "named"
+def test_a_formatter_may_be_named_in_the_settings(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
     options = {**engine_options, "rolling_batch": "vllm", "output_formatter": "shout"}
-    with serving_copy(fixture, tmp_path, **options) as server:
+    with hosted(host, copy_model(FORMATTERS / "named", tmp_path / "model", **options)) as server:
         assert server.invoke(PROMPT, max_new_tokens=3).text == " PARIS.\n"
         asked = server.invoke(PROMPT, max_new_tokens=3, output_formatter="json")
         assert asked.json() == {"generated_text": " Paris.\n"}
 
 
-def test_errors_of_formatters_fail_their_own_request_alone(tmp_path: Path, engine_options: dict[str, object]) -> None:
-    fixture = FIXTURES / "formatters" / "failing"
-    with serving_copy(fixture, tmp_path, rolling_batch="vllm", **engine_options) as server:
+def test_errors_of_formatters_fail_their_own_request_alone(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    model = copy_model(FORMATTERS / "failing", tmp_path / "model", rolling_batch="vllm", **engine_options)
+    with hosted(host, model) as server:
         with ThreadPoolExecutor(8) as pool:
             good = [pool.submit(server.invoke, PROMPT, stream=True, max_new_tokens=20) for _ in range(4)]
             unread = pool.submit(server.invoke, "read this")
@@ -97,11 +103,10 @@ def test_errors_of_formatters_fail_their_own_request_alone(tmp_path: Path, engin
 
 
 def test_a_formatter_that_hangs_fails_its_request_and_stops_nothing_else(
-    tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    fixture = FIXTURES / "formatters" / "hanging"
-    options = {**engine_options, "rolling_batch": "vllm", "predict_timeout": 6}
-    with serving_copy(fixture, tmp_path, **options) as server, ThreadPoolExecutor(2) as pool:
+    model = copy_model(FORMATTERS / "hanging", tmp_path / "model", predict_timeout=6, **engine_options)
+    with hosted(host, model) as server, ThreadPoolExecutor(2) as pool:
         stuck = pool.submit(server.invoke, "hang here")
         assert server.ping() == 200
         assert stuck.result().status_code == 424

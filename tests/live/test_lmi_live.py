@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,22 +13,32 @@ import pytest
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Forwards
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
-from tests.live.server import Server, records
+from tests.live.server import Server, hosted, records, write_model
 
 GREEDY = {"max_new_tokens": MAX_NEW_TOKENS}
 
 
+@pytest.fixture(scope="module")
+def tgi_model(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    """A model with TGI's answers under `/invocations`."""
+    options = engine_options | {"rolling_batch": engine, "tgi_compat": "true"}
+    with hosted(host, write_model(tmp_path_factory.mktemp("tgi") / "model", **options)) as model:
+        yield model
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_every_format_gives_the_text_that_bare_asyncllm_gives(
-    server: Server, tgi_server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+def test_every_format_gives_the_text_that_bare_vllm_gives(
+    server: Server, tgi_model: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
 ) -> None:
     expected = bare_texts[prompt]
     answers = {
         "json": server.invoke(prompt, **GREEDY).json()["generated_text"],
         "jsonlines": records(server.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
         "sse": records(server.invoke(prompt, output_formatter="sse", **GREEDY).text)[-1]["generated_text"],
-        "tgi": tgi_server.invoke(prompt, **GREEDY).json()[0]["generated_text"],
-        "tgi stream": records(tgi_server.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
+        "tgi": tgi_model.invoke(prompt, **GREEDY).json()[0]["generated_text"],
+        "tgi stream": records(tgi_model.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
     }
     assert answers == dict.fromkeys(answers, expected["text"])
 
@@ -212,10 +223,10 @@ def test_text_and_forms_and_the_model_route_are_understood(server: Server) -> No
     assert server.client.post("/invocations", data={"inputs": "Tell me"}).json() == expected
 
 
-def test_tgi_answers_have_details_by_default(tgi_server: Server) -> None:
-    (answer,) = tgi_server.invoke("Hello", max_new_tokens=3).json()
+def test_tgi_answers_have_details_by_default(tgi_model: Server) -> None:
+    (answer,) = tgi_model.invoke("Hello", max_new_tokens=3).json()
     assert set(answer["details"]["tokens"][0]) == {"id", "text", "logprob"}
-    stream = tgi_server.invoke("Hello", stream=True, max_new_tokens=3)
+    stream = tgi_model.invoke("Hello", stream=True, max_new_tokens=3)
     assert stream.headers["content-type"] == "text/event-stream"
     assert records(stream.text)[-1]["details"]["generated_tokens"] == 3
 

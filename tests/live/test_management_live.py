@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,18 +29,11 @@ def directories(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[s
 
 
 @pytest.fixture(scope="module")
-def multi_model(tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path]) -> Iterator[Server]:
-    """A multi-model endpoint, with one model on vLLM."""
-    log = tmp_path_factory.mktemp("multi") / "server.log"
-    server = Server(directories["echo"].parent, log, {"SAGEMAKER_MULTI_MODEL": "true"}, name=None)
-    server.client.timeout = httpx.Timeout(280)
-    try:
-        server.wait_until_ready()
-        assert (server.client.get("/ping").content, server.client.get("/models").content) == (b"{}\n", b'{"models":[]}')
-        load(server, "v", directories["vllm"])
-        yield server
-    finally:
-        server.stop()
+def multi_model(host: Server, directories: dict[str, Path]) -> Server:
+    """A multi-model endpoint, with one model on vLLM; the last test that uses it unloads that."""
+    assert (host.client.get("/ping").content, host.client.get("/models").content) == (b"{}\n", b'{"models":[]}')
+    load(host, "v", directories["vllm"])
+    return host
 
 
 def load(server: Server, name: str, directory: Path) -> None:

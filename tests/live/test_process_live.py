@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,10 +22,10 @@ from tests.waiting import wait_until
 ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
 
 
-def open_stream(server: Server) -> socket.socket:
+def open_stream(server: Server, path: str = "/invocations") -> socket.socket:
     """A client that has asked for a long stream."""
     body = json.dumps({"inputs": "Once upon a time", "stream": True, "parameters": ENDLESS}).encode()
-    head = f"POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(head.encode() + b"\r\n\r\n" + body)
     return client
@@ -87,34 +88,39 @@ def test_prompts_are_not_logged(server: Server) -> None:
     assert "very secret" not in server.log_text()
 
 
-def test_a_body_over_the_limit_is_413_and_a_full_queue_503(tmp_path: Path, engine_options: dict[str, object]) -> None:
-    environment = {"SERVING_MAX_REQUEST_SIZE": "2000", "SERVING_JOB_QUEUE_SIZE": "2", "SERVING_LOG_FORMAT": "json"}
-    options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
-    with serving(tmp_path, environment, **options) as server:
-        assert server.client.post("/invocations", content=b"x" * 3000).status_code == 413
-        with ThreadPoolExecutor(12) as pool:
-            calls = [pool.submit(server.invoke, "Once", max_new_tokens=100, ignore_eos_token=True) for _ in range(12)]
-            answers = [call.result() for call in calls]
-        assert sorted({answer.status_code for answer in answers}) == [200, 503]
-        refused = next(answer for answer in answers if answer.status_code == 503)
-        assert refused.json()["type"] == "WlmCapacityException"
-        own = [json.loads(line) for line in server.log_text().splitlines() if line.startswith("{")]
-        assert any(line["logger"] == "slipway.access" and line["request_id"] for line in own)
-        drain(server)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+    """A server with low limits and JSON logs; its last test ends it."""
+    # vLLM's sockets are here: pytest's directories are too long for their paths.
+    with TemporaryDirectory(prefix="slipway-test-") as temporary:
+        environment = {
+            "SERVING_MAX_REQUEST_SIZE": "2000",
+            "SERVING_JOB_QUEUE_SIZE": "2",
+            "SERVING_LOG_FORMAT": "json",
+            "TMPDIR": temporary,
+        }
+        options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
+        with serving(tmp_path_factory.mktemp("small"), environment, **options) as server:
+            yield server
 
 
-def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_nothing(
-    tmp_path: Path, engine_options: dict[str, object]
-) -> None:
-    options = engine_options | {"rolling_batch": "vllm"}
-    # Not below `tmp_path`, which is too long for the paths of sockets.
-    with (
-        TemporaryDirectory(prefix="slipway-test-") as temporary,
-        serving(tmp_path, environment={"TMPDIR": temporary}, **options) as server,
-    ):
-        assert [path for path in Path(temporary).rglob("*") if path.is_socket()], "vLLM has its sockets elsewhere now"
-        drain(server, signal.SIGINT)
-        assert not [path for path in Path(temporary).rglob("*") if path.is_socket()]
+def test_a_body_over_the_limit_is_413_and_a_full_queue_503(small: Server) -> None:
+    assert small.client.post("/invocations", content=b"x" * 3000).status_code == 413
+    with ThreadPoolExecutor(12) as pool:
+        calls = [pool.submit(small.invoke, "Once", max_new_tokens=100, ignore_eos_token=True) for _ in range(12)]
+        answers = [call.result() for call in calls]
+    assert sorted({answer.status_code for answer in answers}) == [200, 503]
+    refused = next(answer for answer in answers if answer.status_code == 503)
+    assert refused.json()["type"] == "WlmCapacityException"
+    own = [json.loads(line) for line in small.log_text().splitlines() if line.startswith("{")]
+    assert any(line["logger"] == "slipway.access" and line["request_id"] for line in own)
+
+
+def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_nothing(small: Server) -> None:
+    temporary = Path(small.environment["TMPDIR"])
+    assert [path for path in temporary.rglob("*") if path.is_socket()], "vLLM has its sockets elsewhere now"
+    drain(small, signal.SIGINT)
+    assert not [path for path in temporary.rglob("*") if path.is_socket()]
 
 
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.live.server import serving
+from tests.live.server import Server, hosted, write_model
 
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -60,9 +60,10 @@ def own_model(directory: Path, sample_model: Path) -> Path:
 
 
 def test_the_scheduler_runs_on_vllm_with_transformers_code_and_its_own_parameters(
-    tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    with serving(tmp_path, **engine_options | {"rolling_batch": "scheduler"}) as server:
+    model = write_model(tmp_path / "model", **engine_options | {"rolling_batch": "scheduler"})
+    with hosted(host, model) as server:
         greedy = server.invoke("The capital of France is", max_new_tokens=4, details=True).json()
         assert greedy["generated_text"] == " Paris.\n\n"
         sampled = {"do_sample": True, "typical_p": 0.001, "seed": 3, "temperature": 2.0, "max_new_tokens": 12}
@@ -73,10 +74,9 @@ def test_the_scheduler_runs_on_vllm_with_transformers_code_and_its_own_parameter
     assert "TransformersForCausalLM" in log, "vLLM says so too"
 
 
-def test_a_model_for_which_vllm_has_no_code_runs_with_its_own(tmp_path: Path, sample_model: Path) -> None:
-    model = own_model(tmp_path / "own", sample_model)
-    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    options = {"model_id": model, "trust_remote_code": "true", "dtype": "fp32", "kv_cache_memory_bytes": 64 << 20}
-    with serving(tmp_path, environment, rolling_batch="auto", **options) as server:
+def test_a_model_for_which_vllm_has_no_code_runs_with_its_own(host: Server, tmp_path: Path, sample_model: Path) -> None:
+    weights = own_model(tmp_path / "own", sample_model)
+    options = {"model_id": weights, "trust_remote_code": "true", "dtype": "fp32", "kv_cache_memory_bytes": 64 << 20}
+    with hosted(host, write_model(tmp_path / "model", rolling_batch="auto", **options)) as server:
         answer = server.invoke("Hello", max_new_tokens=5, ignore_eos_token=True, details=True).json()
         assert answer["details"]["generated_tokens"] == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live.server import METRIC_SECONDS, Server, records, serving
+from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, records, serving
 from tests.live.test_process_live import ENDLESS, open_stream
 from tests.waiting import wait_until
 
@@ -46,21 +45,16 @@ def two_heads(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return directory
 
 
-@contextlib.contextmanager
-def two_workers(directory: Path, model: Path, engine_options: dict[str, object]) -> Iterator[Server]:
-    cores = sorted(os.sched_getaffinity(0))
-    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    options = engine_options | {"model_id": model, "rolling_batch": "vllm", "enable_prefix_caching": "false"}
-    workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
-    with serving(directory, environment, **options, **workers) as server:
-        yield server
-
-
 @pytest.fixture(scope="module")
 def server(
     tmp_path_factory: pytest.TempPathFactory, two_heads: Path, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    with two_workers(tmp_path_factory.mktemp("server"), two_heads, engine_options) as running:
+    """A server with two workers; the last test ends it."""
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    options = engine_options | {"model_id": two_heads, "rolling_batch": "vllm", "enable_prefix_caching": "false"}
+    workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
+    with serving(tmp_path_factory.mktemp("server"), environment, **options, **workers) as running:
         yield running
 
 
@@ -113,10 +107,11 @@ def test_a_worker_that_is_killed_ends_requests_with_an_error_and_the_server_is_u
     wait_until_ended(list(processes.values()))
 
 
-def test_nothing_outlives_a_killed_server_with_two_workers(
-    tmp_path: Path, two_heads: Path, engine_options: dict[str, object]
-) -> None:
-    with two_workers(tmp_path, two_heads, engine_options) as server, open_stream(server) as client:
+def test_nothing_outlives_a_killed_server_with_two_workers(server: Server) -> None:
+    assert server.client.delete("/models/model").status_code == 200
+    again = {"model_name": "model", "url": str(server.model_dir)}
+    assert server.client.post("/models", json=again, timeout=START_SECONDS).status_code == 200
+    with open_stream(server, "/predictions/model") as client:
         assert client.recv(64).startswith(b"HTTP/1.1 200")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}

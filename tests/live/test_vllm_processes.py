@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.live.server import Server, serving
+from tests.live.server import Server, hosted, serving, write_model
+from tests.live.test_process_live import drain
 
 
 def titled(server: Server, title: str) -> psutil.Process:
@@ -18,10 +19,9 @@ def titled(server: Server, title: str) -> psutil.Process:
 
 
 def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_model_leaves_none(
-    tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    options = engine_options | {"rolling_batch": "vllm"}
-    with serving(tmp_path, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, **options) as server:
+    with hosted(host, write_model(tmp_path / "model", rolling_batch="vllm", **engine_options)) as server:
         fork_server, engine, worker = [titled(server, name) for name in ("ForkServer", "EngineCore", "Worker")]
         assert fork_server.ppid() == server.process.pid
         assert (engine.ppid(), worker.ppid()) == (fork_server.pid, fork_server.pid)
@@ -33,24 +33,24 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
         assert engine.cpu_affinity() == psutil.Process(server.process.pid).cpu_affinity()
 
         metrics = server.client.get("/metrics").text
-        phases = dict(re.findall(r'slipway_startup_seconds\{phase="([\w ]+)"\} ([\d.]+)', metrics))
+        phases = dict(re.findall(r'slipway_startup_seconds\{model="[^"]+",phase="([\w ]+)"\} ([\d.]+)', metrics))
         assert list(phases) == ["import", "engine", "front end", "first token"]
         ready = re.search(r"is ready after ([\d.]+) s: import [\d.]+ s, .*first token [\d.]+ s", server.log_text())
         assert ready is not None
         assert sum(map(float, phases.values())) <= float(ready[1]) + 0.1
 
         os.kill(worker.pid, signal.SIGSTOP)  # it cannot end by itself
-        assert server.client.delete("/models/model").status_code == 200
+        assert server.client.delete(f"/models/{server.name}").status_code == 200
         worker.wait(60)
         assert not engine.is_running()
         assert fork_server.is_running()
 
 
-def test_processes_are_spawned_where_the_environment_asks_for_it(
+def test_processes_are_spawned_where_the_environment_asks_for_it_and_drain_as_well(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
     options = engine_options | {"rolling_batch": "vllm"}
     with serving(tmp_path, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, **options) as server:
         engine, worker = titled(server, "EngineCore"), titled(server, "Worker")
         assert (engine.ppid(), worker.ppid()) == (server.process.pid, engine.pid)
-        assert server.invoke("Once", max_new_tokens=4).status_code == 200
+        drain(server)
