@@ -12,9 +12,9 @@ import threading
 
 _THRESHOLDS = (20_000, 50, 50)
 """Requests leave no reference cycles behind, so there is little to look for."""
+_LONGEST_COLLECTION_SECONDS = 60.0
 
 _collecting = threading.Lock()
-"""`gc.collect` returns at once, and frees nothing, while another thread is in the middle of it."""
 
 
 def exempt_loaded_model() -> None:
@@ -23,7 +23,7 @@ def exempt_loaded_model() -> None:
     Holds up all threads, for a second where vLLM is loaded.
     """
     with _collecting:
-        gc.collect()
+        _collect()
         gc.freeze()
         gc.set_threshold(*_THRESHOLDS)
 
@@ -35,8 +35,31 @@ def release_memory() -> None:
     """
     with _collecting:
         gc.unfreeze()
-        gc.collect()
+        _collect()
         gc.freeze()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def _collect() -> None:
+    """Run a whole collection; if another thread is in the middle of one, wait for its end first.
+
+    `gc.collect` returns at once in that case, without a word. `gc.callbacks` tell whether it has done anything.
+    """
+    caller, ran, ended = threading.get_ident(), False, threading.Event()
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal ran
+        if phase == "stop":
+            ran = ran or threading.get_ident() == caller
+            ended.set()
+
+    gc.callbacks.append(note)
+    try:
+        gc.collect()
+        if not ran:
+            ended.wait(_LONGEST_COLLECTION_SECONDS)
+            gc.collect()
+    finally:
+        gc.callbacks.remove(note)

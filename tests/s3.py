@@ -74,17 +74,28 @@ def refuse(status: int, code: str, times: int = 1_000_000) -> Fault:
 
 def cut_short(times: int) -> Fault:
     """Half of the bytes that were announced, then the end of the connection."""
+    return _other_bytes(times, lambda body: body[: len(body) // 2])
+
+
+def alter(times: int) -> Fault:
+    """As many bytes as there should be, and other ones, so many times."""
+    return _other_bytes(times, lambda body: bytes(len(body)))
+
+
+def _other_bytes(times: int, sent: Callable[[bytes], bytes]) -> Fault:
     left = [times]
 
     def fault(passing: Passing) -> bool:
         left[0] -= 1
         if left[0] < 0:
             return False
+        data = sent(passing.body)
         passing.handler.send_response(206)
         passing.handler.send_header("Content-Length", str(len(passing.body)))
         passing.handler.end_headers()
-        passing.handler.wfile.write(passing.body[: len(passing.body) // 2])
-        passing.handler.close_connection = True
+        passing.handler.wfile.write(data)
+        if len(data) < len(passing.body):
+            passing.handler.close_connection = True
         return True
 
     return fault

@@ -293,7 +293,7 @@ class _Download:
                     self._progress.log(self._copy.url)
                     ended = [file for file, future in running.items() if future.done()]
                     for file in ended:
-                        self._folder.check(file, running.pop(file))
+                        self._folder.check(file, running.pop(file), paths[file], self._check)
                         self._copy.put(file, paths[file])
                     if not ended:
                         self._stop.wait(_CHECK_SECONDS)

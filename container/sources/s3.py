@@ -6,13 +6,16 @@ container or machine; AWS_ENDPOINT_URL_S3 names another S3. boto3 is imported wh
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import itertools
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
@@ -55,6 +58,8 @@ class RemoteFile:
     """Bytes."""
     etag: str
     """In quotes, as S3 gives it; another one means another content."""
+    checksums: tuple[str, ...] = field(default=(), compare=False)
+    """Algorithms of the checksums that S3 has of the whole object."""
 
     @property
     def is_weights(self) -> bool:
@@ -137,7 +142,9 @@ class S3Folder:
             for found in page.get("Contents", ()):
                 path = found["Key"].removeprefix(self.url.key_prefix)
                 if path and not path.endswith("/"):
-                    yield RemoteFile(check_path(path), found["Size"], found["ETag"])
+                    of_parts = found.get("ChecksumType") == "COMPOSITE"
+                    checksums = () if of_parts else tuple(found.get("ChecksumAlgorithm", ()))
+                    yield RemoteFile(check_path(path), found["Size"], found["ETag"], checksums)
 
     @contextlib.contextmanager
     def transfers(self, on_bytes: Callable[[int], None]) -> Iterator[Callable[[RemoteFile, Path], TransferFuture]]:
@@ -176,19 +183,41 @@ class S3Folder:
                 future.cancel()
             threading.Thread(target=manager.shutdown, name="download-end", daemon=True).start()
 
-    def check(self, file: RemoteFile, download: TransferFuture) -> None:
-        """Raise what went wrong with a download that has ended.
+    def check(self, file: RemoteFile, download: TransferFuture, path: Path, go_on: Callable[[], None]) -> None:
+        """Raise what went wrong with a download that has ended, and compare what came with S3's checksum of it.
+
+        `go_on` is called for each block of the file; what it raises ends the comparison.
 
         Raises:
-            SourceError: S3 refuses or cannot be reached, or the object is not the one that was listed.
-            OSError: the file cannot be written.
+            SourceError: S3 refuses or cannot be reached, or what came is not the object that was listed.
+            OSError: the file cannot be written or read.
         """
+        algorithm = next((name for name in _CHECKSUMS if name in file.checksums), None)
         try:
             download.result()
+            expected = None if algorithm is None else self._checksum(file, algorithm)
         except OSError:
             raise
         except Exception as error:
             raise self._explained(error, file.path) from error
+        if algorithm is None or expected is None:
+            return
+        found = _CHECKSUMS[algorithm]()
+        with path.open("rb", buffering=0) as content:
+            while block := content.read(_BLOCK):
+                go_on()
+                found.update(block)
+        if base64.b64encode(found.digest()).decode() != expected:
+            raise SourceError(f"{self.url}: {file.path} came with another {algorithm} checksum than S3 has of it")
+
+    def _checksum(self, file: RemoteFile, algorithm: str) -> str | None:
+        key = self.url.key_prefix + file.path
+        answer: Any = self._client.head_object(
+            Bucket=self.url.bucket, Key=key, IfMatch=file.etag, ChecksumMode="ENABLED"
+        )
+        checksum: str | None = answer.get(f"Checksum{algorithm}")
+        # "...-7" is of a multipart upload's seven checksums.
+        return None if checksum is None or "-" in checksum else checksum
 
     def _explained(self, error: Exception, path: str = "") -> SourceError:
         """Return the error in plain words, with the folder's URL."""
@@ -208,6 +237,23 @@ class _Subscriber:
 
     def on_progress(self, bytes_transferred: int, **_: Any) -> None:
         self.on_bytes(bytes_transferred)
+
+
+class _Crc32:
+    """CRC-32, with the methods of hashlib's classes."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: bytes) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
+
+
+_CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
+"""What can be computed fast without AWS's C library; S3 also has CRC32C and CRC64NVME."""
 
 
 def _client(url: S3Url) -> S3Client:

@@ -35,6 +35,24 @@ def test_what_is_exempt_from_collection_is_released() -> None:
     assert gone() is None
 
 
+def test_memory_is_released_also_where_another_thread_collects_at_the_same_time() -> None:
+    slow = Slow()
+    begun, may_end = slow.begun, slow.may_end
+    collecting = threading.Thread(target=gc.collect)
+    del slow
+    collecting.start()
+    assert begun.wait(60)
+    left = Cycle()
+    gone = weakref.ref(left)
+    del left
+    gc.collect()
+    assert gone() is not None, "a collector beside another does something now"
+    threading.Timer(0.1, may_end.set).start()
+    release_memory()
+    assert gone() is None
+    collecting.join()
+
+
 def test_threads_that_release_memory_at_the_same_time_take_turns() -> None:
     slow = Slow()
     begun, may_end = slow.begun, slow.may_end

@@ -18,7 +18,7 @@ import pytest
 from container.sources import s3
 from container.sources.download import FetchStopped, LocalCopy, open_model
 from container.sources.location import FetchTimeout, S3Url, SourceError
-from tests.s3 import Gate, cut_short, delete, put, refuse, slow
+from tests.s3 import Gate, alter, cut_short, delete, put, refuse, slow
 from tests.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 4096 * 3  # 3 MiB
@@ -121,6 +121,17 @@ def test_a_body_that_ends_too_early_is_read_again(model: Gate, url: str, downloa
     opened.fetch_weights(60)
     assert contents(opened.directory) == WANTED
     assert opened.progress.bytes == opened.progress.total_bytes
+
+
+def test_a_file_that_was_altered_on_its_way_is_never_kept(model: Gate, url: str, downloads: Path) -> None:
+    opened = open_model(url, downloads)
+    model.fault = alter(times=1)
+    with pytest.raises(SourceError, match=r"model-\d.safetensors came with another CRC32 checksum than S3 has of it"):
+        opened.fetch_weights(60)
+    with pytest.raises(SourceError, match="no whole copy is here"):
+        open_model(url, downloads, offline=True)
+    model.fault = None
+    assert contents(fetch(url, downloads)) == WANTED
 
 
 def test_an_object_that_is_replaced_in_the_middle_is_never_mixed_of_both_by_an_s3_that_knows_no_conditions(
