@@ -6,12 +6,14 @@ import asyncio
 import logging
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from container.http.protocol import Cork
-from container.models.registry import Model
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
+
+if TYPE_CHECKING:
+    from container.models.registry import Model
 
 logger = logging.getLogger(__name__)
 

@@ -39,20 +39,20 @@ class HuggingFace:
     all_special_tokens: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.backend_tokenizer = tokenizer
 
     def __len__(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
+        return int(self.backend_tokenizer.get_vocab_size())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
+        return [self.backend_tokenizer.id_to_token(token_id) for token_id in ids]
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tools: Any, tokenize: bool, add_generation_prompt: bool

@@ -42,10 +42,10 @@ class FakeTokenizer:
         fast.normalizer = normalizers.NFC()
         fast.pre_tokenizer = pre_tokenizers.Whitespace()
         fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        self._tokenizer = fast
+        self.backend_tokenizer = fast
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
