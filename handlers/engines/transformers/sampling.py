@@ -214,19 +214,23 @@ def _warpers(s: SamplingParameters) -> list[LogitsProcessor]:
     return warpers
 
 
-class _TopP(TopPLogitsWarper):
+class _TopP:
     """transformers' top-p, which sorts the vocabulary, the slowest part of a choice, only where it has to."""
+
+    def __init__(self, top_p: float) -> None:
+        self._top_p, self._sorting = top_p, TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         values, ids = scores.topk(min(_FEW, scores.shape[-1]), dim=-1)
         probabilities = (values - scores.logsumexp(dim=-1, keepdim=True)).exp()
         before = probabilities.cumsum(dim=-1) - probabilities
-        # False also where the scores are no numbers.
-        if not bool((before[:, -1] >= self.top_p).all()):
-            return super().__call__(input_ids, scores)
-        kept = values.masked_fill(before >= self.top_p, self.filter_value)
+        kept = values.masked_fill(before >= self._top_p, _NEVER)
         kept[:, 0] = values[:, 0]
-        return torch.full_like(scores, self.filter_value).scatter(1, ids, kept)
+        cut = torch.full_like(scores, _NEVER).scatter(1, ids, kept)
+        few = before[:, -1] >= self._top_p  # false also where the scores are no numbers
+        if not bool(few.all()):
+            cut[~few] = self._sorting(input_ids, scores[~few])
+        return cut
 
 
 def _draw(scores: Any, generators: Sequence[torch.Generator]) -> Any:
