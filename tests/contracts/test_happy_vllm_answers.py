@@ -209,7 +209,6 @@ def test_an_error_before_the_first_byte_has_its_status(error: RequestError, stat
     expected = Reply(status, "application/json", body)
     assert parse(PROMPT).answer.fail(error) == expected
     assert parse(PROMPT, stream=True).answer.fail(error) == expected
-    assert HappyVllmContract(stream=True).refusal(error) == expected
     assert HAPPY_VLLM.refuse(error) == expected
 
 

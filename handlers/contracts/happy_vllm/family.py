@@ -17,7 +17,6 @@ from handlers.contracts.happy_vllm.request import BodyReader, document, read_gen
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import RequestError
 
 
 class HappyVllmContract:
@@ -35,9 +34,6 @@ class HappyVllmContract:
             return Exchange((request,), WholeAnswer(generation))
         answer = StreamAnswer(generation)
         return Exchange((request,), answer, cumulative=answer)
-
-    def refusal(self, error: RequestError) -> Reply:
-        return refuse(error)
 
 
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:

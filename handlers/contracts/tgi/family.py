@@ -28,7 +28,7 @@ from handlers.contracts.tgi.errors import (
 )
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
 from handlers.contracts.tgi.request import Body, Parameters, Signed32, Unsigned32, Unsigned64, read, validate
-from handlers.errors import InvalidRequest, RequestError
+from handlers.errors import InvalidRequest
 from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"
@@ -88,9 +88,6 @@ class TgiContract:
             return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
         return Exchange(requests, GenerationAnswer(options), notes)
 
-    def refusal(self, error: RequestError) -> Reply:
-        return refuse(error)
-
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
         values = document.get("parameters")
         unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
@@ -142,9 +139,6 @@ class VertexContract:
             self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
         )
         return Exchange(requests, PredictionsAnswer(len(requests)))
-
-    def refusal(self, error: RequestError) -> Reply:
-        return refuse(error)
 
     def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
         shape: type[_TextInstance | _ChatInstance] = _TextInstance if "inputs" in document else _ChatInstance

@@ -16,7 +16,7 @@ from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import InvalidParameter, RequestError
+from handlers.errors import InvalidParameter
 
 
 class TritonContract:
@@ -45,9 +45,6 @@ class TritonContract:
             answer = CollectedAnswer(model, request, events=self._events)
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
         return Exchange((request.for_engine(call.request_id),), answer, notes)
-
-    def refusal(self, error: RequestError) -> Reply:
-        return refusal(error)
 
 
 Answers = dict[str, tuple[str, Mapping[str, Schema]]]
