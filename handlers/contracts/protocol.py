@@ -118,6 +118,7 @@ class Contract(Protocol):
 
         Raises:
             ContractError: it is answered without inference.
+            RequestError: likewise, with the reply of the family's `refuse`.
         """
 
 
