@@ -16,8 +16,8 @@ _SHARED = re.compile(r"\[lmi-dist[-\]]")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the servers that many files share come last, so that these do not stand by all the time."""
-    items.sort(key=lambda item: _is_shared(item.nodeid))
+    """Tests of the servers that many files share come first: one process runs them all, and others should not wait."""
+    items.sort(key=lambda item: not _is_shared(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)

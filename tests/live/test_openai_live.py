@@ -17,7 +17,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.live.server import Server, records, serving
+from tests.live.server import Server, hosted, records, write_model
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY = {"model": "model", "temperature": 0.0, "max_tokens": 8}
@@ -319,8 +319,10 @@ def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """A small server in the asynchronous mode, with a parser of tool calls, under other names."""
+def small(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    """A model in the asynchronous mode, with a small queue and a parser of tool calls, under other names."""
     options = engine_options | {
         "rolling_batch": "disable",
         "async_mode": "true",
@@ -330,12 +332,15 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
         "tool_call_parser": "hermes",
         "served_model_name": "first,second",
     }
-    with serving(tmp_path_factory.mktemp("small"), {"SERVING_JOB_QUEUE_SIZE": "1"}, **options) as running:
+    model = write_model(tmp_path_factory.mktemp("small") / "model", **options)
+    with (model / "serving.properties").open("a") as file:
+        file.write("job_queue_size=1\n")
+    with hosted(host, model) as running:
         yield running
 
 
 class TestSmall:
-    """One server for all of it; the last test kills its engine."""
+    """One model for all of it; the last test kills its engine."""
 
     def test_served_names_are_the_models_names(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
@@ -376,7 +381,7 @@ class TestSmall:
         assert (refused.status_code, refused.json()["code"]) == (400, 400)
 
     def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(self, small: Server) -> None:
-        document = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True}
+        document = {"model": "first", "prompt": "Once", "max_tokens": 200, "ignore_eos": True}
         with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=small.url, timeout=60) as client:
             for _ in range(3):
                 pool.submit(client.post, "/v1/completions", json=document)
@@ -387,13 +392,18 @@ class TestSmall:
         assert full.status_code == 503
         assert full.json()["error"]["type"] == "Service Unavailable"
         assert lmi.json()["type"] == "WlmCapacityException"
-        assert small.client.post("/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1}).status_code == 400
+        assert (
+            small.client.post(
+                "/v1/completions", json={"model": "first", "prompt": ["a"] * 4, "max_tokens": 1}
+            ).status_code
+            == 400
+        )
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_an_engine_that_hangs_ends_its_requests(self, small: Server, stream: bool) -> None:
         failed = small.metric("slipway_generations_failed_total")
         pid = small.engine_process()
-        document = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+        document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": stream}
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(small.client.post, "/v1/completions", json=document)
             time.sleep(1)
@@ -407,7 +417,7 @@ class TestSmall:
         small.wait_for_metric("slipway_engine_running", 0)
 
     def test_a_dead_engine_ends_its_requests(self, small: Server) -> None:
-        document = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
+        document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
         with ThreadPoolExecutor(2) as pool:
             whole = pool.submit(small.client.post, "/v1/completions", json=document)
             stream = pool.submit(small.client.post, "/v1/completions", json=document | {"stream": True})

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
-from tests.live.server import START_SECONDS, Server, records, serving, write_model
+from tests.live.server import START_SECONDS, Server, hosted, records, serving, write_model
 from tests.waiting import wait_until
 
 ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
@@ -145,9 +145,10 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
-    tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    with serving(tmp_path, {"SERVING_FAIL_FAST": "false"}, **engine_options) as server, ThreadPoolExecutor(4) as pool:
+    model = write_model(tmp_path / "model", **engine_options)
+    with hosted(host, model) as server, ThreadPoolExecutor(4) as pool:
         plain = pool.submit(server.invoke, "Once", **ENDLESS)
         stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
         beams = pool.submit(server.invoke, "Once", num_beams=2, **ENDLESS)
@@ -163,7 +164,7 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         assert last["details"]["finish_reason"] == "error"
         assert time.monotonic() - killed < 1.0 + 4.0, "a second, and more for a busy machine"
         assert server.ping() == 500
-        assert server.client.get("/ping").json() == {"model": {"status": "FAILED", "reason": "the engine has died"}}
+        assert server.client.get("/ping").json() == {server.name: {"status": "FAILED", "reason": "the engine has died"}}
         assert server.invoke("Once").status_code == 500
         server.wait_for_metric("slipway_engine_running", 0)
         worker.wait(60)
@@ -200,21 +201,18 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "exit_code", "message"),
+    ("options", "exit_code", "message"),
     [
-        ({"model_id": "{broken}", "rolling_batch": "vllm"}, {}, 1, "the model cannot be served: vLLM cannot load"),
-        ({"model_id": "{broken}", "rolling_batch": "disable"}, {}, 1, "transformers cannot load"),
-        ({"max_model_len": "many"}, {}, 1, "option.max_model_len"),
-        ({}, {"OPTION_GPU_MEMORY_UTILIZATION": "lots"}, 1, "OPTION_GPU_MEMORY_UTILIZATION"),
-        ({"model_id": "/nowhere/at/all"}, {}, 2, "option.model_id"),
-        ({"dtype": "fp7"}, {}, 2, "option.dtype"),
+        ({"model_id": "{broken}", "rolling_batch": "vllm"}, 1, "the model cannot be served: vLLM cannot load"),
+        ({"model_id": "{broken}", "rolling_batch": "disable"}, 1, "transformers cannot load"),
+        ({"model_id": "/nowhere/at/all"}, 2, "option.model_id"),
+        ({"dtype": "fp7"}, 2, "option.dtype"),
     ],
 )
 def test_a_model_that_cannot_be_served_ends_the_process_and_says_why(
     tmp_path: Path,
     engine_options: dict[str, object],
     options: dict[str, str],
-    environment: dict[str, str],
     exit_code: int,
     message: str,
 ) -> None:
@@ -223,7 +221,7 @@ def test_a_model_that_cannot_be_served_ends_the_process_and_says_why(
     (broken / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchForCausalLM"]}')
     given = {name: value.replace("{broken}", str(broken)) for name, value in options.items()}
     model_dir = write_model(tmp_path / "model", **(engine_options | given))
-    server = Server(model_dir, tmp_path / "server.log", environment)
+    server = Server(model_dir, tmp_path / "server.log")
     try:
         assert server.process.wait(120) == exit_code
         assert message in server.log_text()

@@ -163,7 +163,7 @@ def test_a_model_that_is_unloaded_is_imported_from_no_more(tmp_path: Path) -> No
     IMPORTS[-1].remove()
     IMPORTS[-1].remove()
     assert sys.path == path
-    assert not {name for name in set(sys.modules) - modules if name == "beside" or name.startswith("slipway_model_")}
+    assert not {name for name in set(sys.modules) - modules if name == "beside" or name.startswith("ns_")}
 
 
 def test_a_model_that_is_changed_and_loaded_again_gets_its_new_modules(tmp_path: Path) -> None:
