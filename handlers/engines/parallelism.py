@@ -5,11 +5,9 @@ All of it is arithmetic on a model's config.json, so that it is known before an 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -44,15 +42,6 @@ _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "m
 """Kinds of layers that keep a state of fixed size for a sequence, or nothing."""
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """One layer in so many sees the whole context, in families whose config.json does not list its layers."""
-
-
-def read_config(model: Path | str) -> dict[str, Any]:
-    """Return the config.json of a local directory; {} where there is none, such as for a hub id."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:

@@ -245,9 +245,8 @@ class VllmEngine:
     def _fail_all(self, error: EngineDead) -> None:
         for state in self._own_states():
             state.fail(error)
-        self.async_llm.output_processor.propagate_error(
-            EngineDeadError()
-        )  # to requests that were given to AsyncLLM itself
+        # To requests that were given to AsyncLLM itself.
+        self.async_llm.output_processor.propagate_error(EngineDeadError())
 
     def _own_states(self) -> list[PushedState]:
         states = self.async_llm.output_processor.request_states.values()

@@ -32,14 +32,6 @@ def texts(layer: dict[str, Value]) -> dict[str, str]:
     return {key: value.text for key, value in layer.items()}
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
-
-
 @pytest.mark.parametrize(
     ("environ", "field", "value"),
     [

@@ -21,14 +21,6 @@ SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[Healt
 NOT_SERVED = "not served by this version of Slipway"
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
-
-
 def load(
     model_dir: Path | None,
     properties: str = "",

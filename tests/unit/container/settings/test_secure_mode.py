@@ -16,14 +16,6 @@ from container.settings.values import Value
 ON = {"SAGEMAKER_SECURE_MODE": "true"}
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
-
-
 def load(model_dir: Path, *controls: str, properties: str = "", **environ: str) -> Settings:
     (model_dir / "serving.properties").write_text(properties)
     # Each case has another control on as well: a check that was always on would be seen.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.parallelism import ModelMemory, read_config, tensor_parallel_sizes
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.weight_files import hub_weight_bytes
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[3] / "fixtures" / "model_configs.json").read_bytes())
@@ -140,14 +140,6 @@ def test_kv_heads_that_are_copied_and_latent_attention_need_no_less_on_more_gpus
     qwen, deepseek = ModelMemory(config("Qwen2.5-1.5B"), 0), ModelMemory(config("DeepSeek-V3"), 0)
     assert qwen.sequence_bytes(1) == 2 * qwen.sequence_bytes(2) == 2 * qwen.sequence_bytes(4)
     assert deepseek.sequence_bytes(8) == deepseek.sequence_bytes(1) == 61 * 163840 * (512 + 64) * 2
-
-
-def test_a_config_is_read_from_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B["config"]))
-    assert read_config(tmp_path) == LLAMA_8B["config"]
-    assert read_config("meta-llama/Llama-3.1-8B") == {}
-    (tmp_path / "config.json").write_text("[")
-    assert read_config(tmp_path) == {}
 
 
 def test_the_size_of_weights_on_the_hub_is_that_of_their_headers(monkeypatch: pytest.MonkeyPatch) -> None:
