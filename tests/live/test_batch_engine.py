@@ -28,10 +28,10 @@ from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
-from tests.live.server import Server, hosted, serving, write_model
+from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
 from tests.recorder import Recorder
 from tests.unit.collected_reply import CollectedReply
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
 
@@ -198,7 +198,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Iter
         "dtype": "fp32",
         "max_model_len": 1024,
     }
-    with serving(tmp_path_factory.mktemp("dynamic"), batch_size=4, max_batch_delay=100, **options) as running:
+    with serving(tmp_path_factory.mktemp("dynamic"), batch_size=4, **options) as running:
         yield running
 
 
@@ -296,14 +296,13 @@ def test_a_batch_that_outlives_the_drain_leaves_the_exit_code_as_it_is(tmp_path:
         "model_id": sample_model,
         "rolling_batch": "disable",
         "batch_size": 32,
-        "max_batch_delay": 10000,
         "dtype": "fp32",
         "max_model_len": 1024,
     }
     with serving(tmp_path, {"SERVING_DRAIN_TIMEOUT": "0.1"}, **options) as server, ThreadPoolExecutor(1) as clients:
         document = {"inputs": ["hello " * 900] * 32}  # one step of it takes many seconds
         call = clients.submit(post, server, document)
-        server.wait_for_metric("slipway_engine_running", 32)
+        wait_until(lambda: server.metric("slipway_engine_running") > 0, METRIC_SECONDS)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         assert "the server is stopping" in call.result().text

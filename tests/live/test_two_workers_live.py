@@ -11,11 +11,14 @@ import psutil
 import pytest
 
 from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, records, serving
-from tests.live.test_process_live import ENDLESS, open_stream
+from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
 
 PROMPTS = ("Once upon a time", "The capital of France is")
 TOKENS = 16
+MAX_MODEL_LEN = 16384
+ENDLESS = {"max_new_tokens": 16000, "ignore_eos_token": True}
+"""Half a minute for the small model; a slow client must not find it finished."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def two_heads(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         dtype=torch.float32,
@@ -53,8 +56,8 @@ def server(
     cores = sorted(os.sched_getaffinity(0))
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     options = engine_options | {"model_id": two_heads, "rolling_batch": "vllm", "enable_prefix_caching": "false"}
-    workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
-    with serving(tmp_path_factory.mktemp("server"), environment, **options, **workers) as running:
+    workers = {"max_model_len": MAX_MODEL_LEN, "tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
+    with serving(tmp_path_factory.mktemp("server"), environment, **options | workers) as running:
         yield running
 
 
