@@ -24,6 +24,7 @@ from handlers.engines.protocol import Engine, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import InvocationsHandler
+from handlers.memory_release import no_collection
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
@@ -128,7 +129,7 @@ async def _load_engine(
             f"runs with option.rolling_batch={settings.rolling_batch}"
         )
     begin_import(settings)
-    with times.phase("import"):
+    with times.phase("import"), no_collection():
         make_engine = await asyncio.to_thread(engine_factory, settings)
     with times.phase("engine"):
         engine = make_engine(settings)

@@ -80,6 +80,7 @@ def _import_vllm(openmp: bool) -> str:
     return "importing vLLM calls the CUDA driver" if status else ""
 
 
+gc.disable()  # collections find nothing in an import, and take a quarter of its time
 os.setpgid(0, 0)  # Ctrl-C is for the server; it ends this process in its own time
 end_with_parent()
 if problem := _import_vllm(_share_openmp()):
@@ -87,5 +88,5 @@ if problem := _import_vllm(_share_openmp()):
     os._exit(1)
 sys.stdout.flush()  # what is in the buffer would be written by each child again
 sys.stderr.flush()
-gc.collect()
 gc.freeze()  # children share the memory of what is here now; a collection in one of them would copy it
+gc.enable()
