@@ -39,7 +39,11 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        self._writer.reply(self.shape.reply(reply))
+        if reply.status == 200 and reply.content_type.startswith("text/event-stream"):  # a stream that came whole
+            self.start(reply.status, reply.content_type, reply.headers)
+            self.end(reply.body)
+        else:
+            self._writer.reply(self.shape.reply(reply))
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Wait for the first event: if that is an error, the reply is no stream."""
@@ -168,7 +172,7 @@ class InvocationsHandler:
             )
         shape = self._shape(body)
         try:
-            return self._openai.begin(
+            return await self._openai.begin(
                 replace(call, method="POST", content_type=JSON, query=()),
                 writer if shape is None else ShapedReply(writer, shape),
                 _PATHS[body.kind],

@@ -47,6 +47,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """A text of this grammar, which is written in the engine's EBNF."""
     any_whitespace: bool = True
     """JSON may have any white space; otherwise it is written on one line."""
+    as_is: bool = False
+    """The engine takes it as vLLM's own clients mean it: a schema is not tightened, and `any_whitespace` is not set."""
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +131,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The first delta carries the prompt's tokens with their log probabilities."""
     top_tokens: int = 0
     """How many of the most probable alternatives each token carries."""
+    tokens_apart: bool = False
+    """A token's text is its own, whatever stands around it, and tokens do not wait for text that is held back."""
     adapter: str | None = None
     priority: int = 0
 
@@ -171,6 +175,9 @@ class TokenDelta(msgspec.Struct, gc=False):
     """On the first delta, if the request wants them."""
     last: bool = False
     """No further delta of this request follows."""
+    stop_reason: int | str | None = None
+    """With the finish reason: the stop string or the stop token that ended the sequence. The model's end tokens beyond
+    its first count as stop tokens here."""
 
 
 class GeneratedSequence(msgspec.Struct):

@@ -1,4 +1,8 @@
-"""OpenAI's routes: vLLM's own front end as an ASGI application in this process, around our engine."""
+"""OpenAI's routes: our own contract for what is common, and for all else vLLM's front end around our engine.
+
+vLLM's front end is an ASGI application in this process. It also answers what our contract understands but the engine
+refuses, so that errors are vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.family import ALIASED, error_reply
-from handlers.contracts.protocol import LONG_BODY, Call, Reply, ReplyWriter, Running, adapter_header
-from handlers.engine_handler import EngineQueue
+from handlers.contracts.openai.contract import CHAT, OpenAIContract
+from handlers.contracts.openai.family import ALIASED, error_reply, refuse
+from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
+from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
-from handlers.errors import UnknownAdapter
+from handlers.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
@@ -26,7 +31,6 @@ App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Aw
 """An ASGI application."""
 
 EVENTS = "text/event-stream"
-_CHAT = "/v1/chat/completions"
 _MESSAGES = "/v1/messages"
 """Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
@@ -35,7 +39,7 @@ _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
 """Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
-_CONVERSATIONS = frozenset({_CHAT, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
+_CONVERSATIONS = frozenset({CHAT, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
 _MARKS = (b"{", b"[", b",")
 """What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
@@ -57,30 +61,41 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
-    from handlers.openai.vllm_app import build
+    from handlers.openai.vllm_app import build, front_end
 
     engine: Any = queue.engine
     adapters = engine.adapters
     accepted = frozenset({*aliases, settings.name, settings.model_id})
+    names, public = settings.public_names, adapters.public if adapters is not None else {}
     app = await build(
         EngineClient(engine, settings),
         engine.frontend_arguments,
-        names=settings.public_names,
+        names=names,
         accepts=lambda name: name in accepted or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
     )
-    return OpenAIHandler(
-        app, queue, engine.async_llm, settings.public_names[0], adapters.public if adapters is not None else ()
-    )
+    served = accepted.union(names)
+    common = front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)
+    contract = OpenAIContract(common) if common is not None else None
+    return OpenAIHandler(app, queue, engine.async_llm, names[0], public, contract)
 
 
 class OpenAIHandler:
-    """Implements `Handler`: hands calls to vLLM's own front end."""
+    """Implements `Handler`: answers common calls by our contract, and hands the others to vLLM's front end."""
 
-    def __init__(self, app: Any, queue: EngineQueue, llm: Any, model: str = "", adapters: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: Any,
+        queue: EngineQueue,
+        llm: Any,
+        model: str = "",
+        adapters: Collection[str] = (),
+        contract: OpenAIContract | None = None,
+    ) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers. `model`, `adapters`: names in bodies;
-        adapters come and go."""
+        adapters come and go. `contract`: None: everything goes to vLLM's front end."""
         self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
+        self._contract = contract
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
@@ -101,9 +116,9 @@ class OpenAIHandler:
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
         path = call.path.removeprefix(ALIASED)
-        return self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
+        return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
-    def begin(
+    async def begin(
         self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
     ) -> Running:
         """Answer the call as one to `path`.
@@ -114,11 +129,43 @@ class OpenAIHandler:
         Raises:
             UnknownAdapter: it is not registered.
         """
+        if adapter and call.body and adapter not in self._adapters:
+            raise UnknownAdapter(adapter)
+        if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
+            running = RunningCall(self._queue, exchange, writer, call.request_id)
+            if await self._submitted(running, writer):
+                return running
         if adapter is not None and call.body:
-            if adapter and adapter not in self._adapters:
-                raise UnknownAdapter(adapter)
             call = with_model(call, adapter or self._model)
         return _RunningCall(self._app, OpenAICall(self._queue, any_model), without_nulls(call, path), writer, path)
+
+    async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
+        if self._contract is None:
+            return None
+        if len(call.body) < LONG_BODY:
+            return self._contract.parse(call, path, any_model=any_model, adapter=adapter)
+        if hopeless(call.body, path, self._queue.engine.max_model_len) is not None:
+            return None
+        return await asyncio.to_thread(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
+
+    async def _submitted(self, running: RunningCall, writer: ReplyWriter) -> bool:
+        """Submit a call; False if vLLM's front end is to say why it is refused."""
+        try:
+            await running.submit()
+        except RequestError as error:
+            if running.begun:  # with what an earlier prompt of this call has made
+                running.on_error(error)
+            if running.answered:
+                return True
+            running.cancel()
+            if not isinstance(error, Overloaded):
+                return False
+            self._queue.engine.meter.calls.count(0.0, failed=True)
+            writer.reply(refuse(error))
+        except BaseException:
+            running.cancel()
+            raise
+        return True
 
 
 def _belongs(known: str, request_id: str) -> bool:
@@ -282,7 +329,7 @@ def without_nulls(call: Call, path: str) -> Call:
     TGI's Python client sends every field of a message, and TGI takes null for absent, as our contracts do; vLLM does
     not. A null `content` stays: a message with tool calls may have it.
     """
-    if path != _CHAT or b"null" not in call.body:
+    if path != CHAT or b"null" not in call.body:
         return call
     try:
         document = _decode(call.body)

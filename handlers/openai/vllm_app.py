@@ -9,7 +9,9 @@ It relies on internals of vLLM, which are looked for as the model is loaded, and
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;
 - `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here, unless its
-  `lora_requests` have the name.
+  `lora_requests` have the name;
+- what `front_end` reads of the serving objects, and `OnlineRenderer.preprocess_chat`, whose way from messages to a
+  prompt it repeats.
 """
 
 from __future__ import annotations
@@ -19,20 +21,25 @@ import importlib
 import logging
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import vllm.envs as envs
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.renderers import merge_kwargs
+from vllm.renderers.hf import HfRenderer
 
+from handlers.contracts.openai.contract import FrontEnd
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.vllm.seam import unknown_vllm
 
@@ -126,6 +133,83 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def front_end(
+    app: FastAPI, config: Any, model: str, accepts: Callable[[str], bool], adapters: Collection[str]
+) -> FrontEnd | None:
+    """What an application of `build` makes of common requests; None where its answers have more than ours show.
+
+    `config`: vLLM's whole configuration. The rest as in `build`.
+
+    Raises:
+        EngineStartError: this vLLM is not one that we know.
+    """
+    try:
+        chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
+        if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
+            return None
+        return FrontEnd(
+            model=model,
+            accepts=accepts,
+            adapters=adapters,
+            fingerprint=completions.system_fingerprint,
+            role=chat.response_role,
+            default_sampling=completions.default_sampling_params,
+            most_new_tokens=completions.override_max_tokens,
+            max_model_len=completions.model_config.max_model_len,
+            most_prompts=envs.VLLM_MAX_COMPLETION_PROMPTS,
+            most_sequences=envs.VLLM_MAX_N_SEQUENCES,
+            most_stop_strings=envs.VLLM_MAX_STOP_STRINGS,
+            # An answer that is parsed, for tool calls or reasoning, is more than its text.
+            render=_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
+        )
+    except AttributeError as error:
+        raise unknown_vllm(f"its front end has moved ({error})") from error
+
+
+def _shows_more(serving: Any, config: Any) -> bool:
+    """Whether options add to what answers have, or to what is generated."""
+    model = config.model_config
+    return any(
+        (
+            serving.enable_prompt_tokens_details,
+            serving.enable_force_include_usage,
+            serving.enable_per_request_metrics,
+            serving.return_tokens_as_token_ids,
+            serving.request_logger is not None,
+            model.enable_prompt_embeds,
+            model.enable_return_routed_experts,
+            model.return_sampling_mask,
+            model.is_encoder_decoder,
+            model.is_diffusion,
+            (model.encoder_config or {}).get("do_lower_case", False),
+            config.speculative_config,
+            config.kv_transfer_config,
+            config.ec_transfer_config,
+            config.watermark_config,
+            config.observability_config.otlp_traces_endpoint,
+            config.scheduler_config.stream_interval != 1,
+        )
+    )
+
+
+def _renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
+    """What makes a prompt of text messages, as `OnlineRenderer.preprocess_chat` does for a request without options."""
+    online, renderer = chat.online_renderer, chat.renderer
+    media = chat.model_config.multimodal_config
+    plain = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
+    params = plain.build_chat_params(online.chat_template, online.chat_template_content_format).with_defaults(
+        merge_kwargs(online.default_chat_template_kwargs, {"tools": None, "tokenize": False}),
+        default_media_io_kwargs=media.media_io_kwargs if media else None,
+    )
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        _, prompt = renderer.render_messages(messages, params)
+        text: str = prompt["prompt"]
+        return text
+
+    return render
 
 
 def answer_stumbling_validators(app: FastAPI) -> None:

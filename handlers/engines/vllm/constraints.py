@@ -79,6 +79,10 @@ class ConstraintTranslator:
         constraint = sampling.constraint
         if constraint is None:
             return None
+        if constraint.as_is:
+            outputs = _as_is(constraint)
+            await self.check(constraint.parameter, outputs)
+            return outputs
         _check_company(constraint, sampling)
         kind, text = self._spelled(constraint)
         await self._try(constraint.parameter, kind, text)
@@ -124,6 +128,17 @@ class ConstraintTranslator:
         """End the process that tries constraints out."""
         if self._trials is not None:
             await self._trials.stop()
+
+
+def _as_is(constraint: Constraint) -> StructuredOutputsParams:
+    """Return what vLLM's own front end makes of the same constraint."""
+    return StructuredOutputsParams(
+        json=json.loads(constraint.json_schema) if constraint.json_schema is not None else None,
+        regex=constraint.regex,
+        choice=list(constraint.choice) if constraint.choice is not None else None,
+        grammar=constraint.grammar,
+        json_object=constraint.json_object or None,
+    )
 
 
 def _check_company(constraint: Constraint, sampling: SamplingParameters) -> None:

@@ -28,7 +28,7 @@ from handlers.engines.vllm.beam_search import BeamSearchTask
 from handlers.engines.vllm.constraints import ConstraintTranslator
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
-from handlers.engines.vllm.output import PushedState, use_lean_decoder
+from handlers.engines.vllm.output import PushedState, TokensApart, use_lean_decoder
 from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
@@ -82,6 +82,7 @@ class VllmEngine:
         self._tasks = await llm.get_supported_tasks()
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
+        self._apart = TokensApart(self.texts.tokenizer)
         self.eos_token_ids = end_token_ids(llm)
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         """The model's own generation config, as far as it differs from vLLM's defaults."""
@@ -200,7 +201,7 @@ class VllmEngine:
             log_stats=False,
             stream_interval=1,
         )
-        state.attach(request, index, sink, self.meter, self.texts, core_request)
+        state.attach(request, index, sink, self.meter, self.texts, self._apart, core_request)
         # Registered before the engine hears of it, so that no output can come before its state.
         llm.output_processor.request_states[core_request.request_id] = state
         llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)

@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,6 +28,7 @@ from vllm.v1.engine.detokenizer import (
     SlowIncrementalDetokenizer,
     uses_fast_detokenizer,
 )
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
@@ -77,6 +80,29 @@ class _RecordingFast(_Recording, FastIncrementalDetokenizer):
 
 class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
     """For other tokenizers."""
+
+
+class TokensApart:
+    """The texts of tokens by themselves, as vLLM shows them beside log probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._processor = LogprobsProcessor(tokenizer, None, None, None, None, None)
+
+    def text(self, token_id: int, before: Sequence[int]) -> str:
+        """The text of a token that follows `before`: "" within a character, which comes whole with its last token."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
+        if not text.endswith("\ufffd"):
+            return text
+        corrected: str = self._processor._correct_decoded_token(token_id, list(before[-_CHARACTER_TOKENS:]))
+        return corrected
+
+
+_CHARACTER_TOKENS = 4
+"""That vLLM looks at in front of a token to find the character that it ends."""
 
 
 class SequenceMeter:
@@ -151,6 +177,7 @@ class PushedState(RequestState):
         sink: Sink,
         meter: Meter,
         texts: ModelTexts,
+        apart: TokensApart,
         request: EngineCoreRequest,
     ) -> None:
         """Set what vLLM's constructor does not know; to be called once, right after `from_new_request`."""
@@ -163,11 +190,12 @@ class PushedState(RequestState):
         self.reader = self.logprobs_processor = _StepReader(meter)
         self.queue: PushedState | _NoQueue = self
         self.pieces: list[str] | None = None
-        if self.want_tokens:
+        self.apart = apart if generation.tokens_apart else None
+        if self.want_tokens and self.apart is None:
             recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
             self.detokenizer = recording(texts.tokenizer, request)
             self.detokenizer.pieces = self.pieces = []
-        self.may_clip = bool(generation.sampling.stop)
+        self.may_clip = bool(generation.sampling.stop) and self.apart is None
         self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
@@ -190,7 +218,7 @@ class PushedState(RequestState):
             if new_token_ids:
                 logprobs = self._logprobs(len(new_token_ids))
                 if self.want_tokens:
-                    self._collect(new_token_ids, logprobs)
+                    (self._collect if self.apart is None else self._collect_apart)(new_token_ids, logprobs)
             self._advance(finish_reason, stop_reason)
         except Exception:
             logger.exception("request %s: internal error while handling a token", self.external_req_id)
@@ -250,6 +278,21 @@ class PushedState(RequestState):
             self.pending.add(Token(token_id, piece, logprob, token_id in special, top, rank))
         pieces.clear()
 
+    def _collect_apart(self, token_ids: list[int], logprobs: list[float] | None) -> None:
+        apart, reader = self.apart, self.reader
+        assert apart is not None
+        assert logprobs is not None
+        generated = self.detokenizer.output_token_ids
+        for i, token_id in enumerate(token_ids):
+            place = max(reader.token_count - len(token_ids) + i, 0)
+            before = generated[max(place - _CHARACTER_TOKENS, 0) : place]
+            top: tuple[Token, ...] = ()
+            if self.top_tokens:
+                ids = reader.logprobs.logprob_token_ids[i, 1 : 1 + self.top_tokens].tolist()
+                values = reader.logprobs.logprobs[i, 1 : 1 + self.top_tokens].tolist()
+                top = tuple([Token(t, apart.text(t, before), v) for t, v in zip(ids, values, strict=True)])
+            self.pending.add(Token(token_id, apart.text(token_id, before), logprobs[i], False, top))
+
     def _top(self, row: int) -> tuple[Token, ...]:
         raw = self.reader.logprobs
         ids = raw.logprob_token_ids[row, 1 : 1 + self.top_tokens].tolist()
@@ -281,7 +324,7 @@ class PushedState(RequestState):
                 return
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
-            delta.last = True
+            delta.last, delta.stop_reason = True, stop_reason
             if delta.finish_reason is FinishReason.ABORT:
                 self.meter.aborted_requests += 1
             else:
