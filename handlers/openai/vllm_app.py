@@ -179,7 +179,7 @@ def _shows_more(serving: Any, config: Any) -> bool:
             serving.return_tokens_as_token_ids,
             serving.request_logger is not None,
             model.enable_prompt_embeds,
-            model.enable_return_routed_experts,
+            config.aux_output_config.enabled,
             model.return_sampling_mask,
             model.is_encoder_decoder,
             model.is_diffusion,

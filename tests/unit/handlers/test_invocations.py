@@ -52,7 +52,7 @@ class OpenAI(Lmi):
         self.any_model = False
         self.adapter: str | None = None
 
-    def begin(
+    async def begin(
         self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
     ) -> Running:
         self.calls.append(call)
