@@ -26,6 +26,7 @@ from handlers.contracts.openai.body import (
 from handlers.contracts.openai.chat import ChatDocument, ChatStream
 from handlers.contracts.openai.completions import CompletionDocument, CompletionStream
 from handlers.contracts.protocol import Answer, Call, Exchange
+from handlers.contracts.vllm_parameters import GREEDY_BELOW
 from handlers.request import GenerationRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -159,10 +160,13 @@ class OpenAIContract:
             raise LeftToVllm("stream_options")
         limits = (front_end.default_sampling.get("max_tokens") if max_tokens is None else max_tokens,)
         known = [limit for limit in (*limits, front_end.most_new_tokens) if limit is not None]
+        sampling = sampling_of(body, front_end.default_sampling, min(known, default=None))
+        if sequences > 1 and sampling.temperature < GREEDY_BELOW:
+            raise LeftToVllm("n")
         return GenerationRequest(
             request_id="",
             prompt="",
-            sampling=sampling_of(body, front_end.default_sampling, min(known, default=None)),
+            sampling=sampling,
             # Several sequences come in their order, where the engine would otherwise sort them by probability.
             stream=bool(body.stream) or sequences > 1,
             sequences=sequences,
