@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -142,11 +143,27 @@ class OpenAIHandler:
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
             return None
+        parsed = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
         if len(call.body) < LONG_BODY:
-            return self._contract.parse(call, path, any_model=any_model, adapter=adapter)
-        if hopeless(call.body, path, self._queue.engine.max_model_len) is not None:
+            exchange = parsed()
+        elif hopeless(call.body, path, self._queue.engine.max_model_len) is not None:
             return None
-        return await asyncio.to_thread(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
+        else:
+            exchange = await asyncio.to_thread(parsed)
+        if exchange is None or len(exchange.requests) == 1:
+            return exchange
+        return await self._tokenized(exchange)
+
+    async def _tokenized(self, exchange: Exchange) -> Exchange | None:
+        """The same with token ids for prompts; None if one is refused, which must show before another has begun."""
+        tokenize = self._queue.engine.prompt_token_ids
+        try:
+            prompts = [tuple(await tokenize(request)) for request in exchange.requests]
+        except RequestError:
+            return None
+        pairs = zip(exchange.requests, prompts, strict=True)
+        requests = tuple([msgspec.structs.replace(request, prompt=prompt) for request, prompt in pairs])
+        return replace(exchange, requests=requests)
 
     async def _submitted(self, running: RunningCall, writer: ReplyWriter) -> bool:
         """Submit a call; False if vLLM's front end is to say why it is refused."""
