@@ -32,6 +32,8 @@ App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Aw
 """An ASGI application."""
 
 EVENTS = "text/event-stream"
+_LONG_CHAT = 16 * 1024
+"""Bytes; a template may be slow, so that longer ones are parsed in a thread."""
 _MESSAGES = "/v1/messages"
 """Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
@@ -97,6 +99,8 @@ class OpenAIHandler:
         adapters come and go. `contract`: None: everything goes to vLLM's front end."""
         self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
         self._contract = contract
+        self._long = asyncio.Lock()
+        """One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it."""
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
@@ -144,12 +148,13 @@ class OpenAIHandler:
         if self._contract is None:
             return None
         parsed = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
-        if len(call.body) < LONG_BODY:
+        if len(call.body) < (_LONG_CHAT if path == CHAT else LONG_BODY):
             exchange = parsed()
         elif hopeless(call.body, path, self._queue.engine.max_model_len) is not None:
             return None
         else:
-            exchange = await asyncio.to_thread(parsed)
+            async with self._long:
+                exchange = await asyncio.to_thread(parsed)
         if exchange is None or len(exchange.requests) == 1:
             return exchange
         return await self._tokenized(exchange)

@@ -149,6 +149,8 @@ def front_end(
         chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
         if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
             return None
+        if getattr(app.state.args, "sse_keep_alive_interval", 0):
+            return None
         return FrontEnd(
             model=model,
             accepts=accepts,

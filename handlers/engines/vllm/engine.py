@@ -80,6 +80,9 @@ class VllmEngine:
         use_lean_decoder(llm.engine_core)
         llm._run_output_handler()
         self._tasks = await llm.get_supported_tasks()
+        # vLLM asks for each request, and the tokenizer looks the token up in its vocabulary.
+        eos_token_id = llm.renderer.get_eos_token_id()
+        llm.renderer.get_eos_token_id = lambda: eos_token_id
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self._apart = TokensApart(self.texts.tokenizer)
