@@ -1,0 +1,146 @@
+"""Which of the two ways a call of OpenAI's routes takes, and what comes of a call that the engine refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from handlers.contracts.openai.contract import OpenAIContract
+from handlers.contracts.protocol import Call
+from handlers.engine_handler import EngineQueue
+from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
+from handlers.openai.handler import OpenAIHandler
+from handlers.request import FinishReason, GenerationRequest, TokenDelta
+from tests.contracts.test_openai_contract import FRONT_END
+from tests.unit.collected_reply import CollectedReply
+from tests.unit.handlers.test_engine_handler import ScriptedEngine
+from tests.waiting import until
+
+COMPLETION, CHAT = "/v1/completions", "/openai/v1/chat/completions"
+TURNS = b'"messages": [{"role": "user", "content": "Hi"}]'
+
+
+class Engine(ScriptedEngine):
+    """Keeps its requests, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[GenerationRequest] = []
+
+    async def submit(self, request: GenerationRequest, sink: Any) -> Any:
+        generation = await super().submit(request, sink)
+        self.requests.append(request)
+        return generation
+
+
+class Ways:
+    """A handler on a scripted engine, and an application that answers 418 to whatever reaches it."""
+
+    def __init__(self, limit: int = 4) -> None:
+        self.engine = Engine()
+        self.queue = EngineQueue(self.engine, limit)  # type: ignore[arg-type]
+        self.bodies: list[bytes] = []
+        self.writer = CollectedReply()
+        contract = OpenAIContract(FRONT_END)
+        self.handler = OpenAIHandler(self._app, self.queue, None, "m", FRONT_END.adapters, contract)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.bodies.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 418, "headers": []})
+        await send({"type": "http.response.body", "body": b"vLLM's"})
+
+    async def ask(self, body: bytes, path: str = COMPLETION, **how: Any) -> Any:
+        call = Call(body=body, content_type="application/json", request_id="r", path=path, **how)
+        return await self.handler.handle(call, self.writer)
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return self.engine.requests
+
+    async def asked_vllm(self) -> bool:
+        await until(lambda: self.writer.whole is not None)
+        assert self.writer.whole is not None
+        return self.writer.whole.status == 418
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "body"), [(COMPLETION, b'{"prompt": "Hi"}'), (CHAT, b'{"model": "x", %b}' % TURNS)])
+async def test_a_common_call_is_answered_without_vllms_classes(path: str, body: bytes) -> None:
+    ways = Ways()
+    await ways.ask(body, path)
+    ways.engine.sinks[0].on_delta(TokenDelta("a", finish_reason=FinishReason.EOS, token_count=1, last=True))
+    assert ways.writer.whole is not None
+    assert (ways.writer.whole.status, ways.bodies) == (200, [])
+    assert b'"a"' in ways.writer.whole.body
+    assert ways.queue.open_sequences == 0
+
+
+@pytest.mark.asyncio
+async def test_any_other_call_goes_to_vllms_classes_as_it_came() -> None:
+    ways = Ways()
+    await ways.ask(b'{"prompt": "Hi", "echo": false}')
+    assert await ways.asked_vllm()
+    assert (ways.bodies, ways.requests) == ([b'{"prompt": "Hi", "echo": false}'], [])
+
+
+@pytest.mark.asyncio
+async def test_what_the_engine_refuses_is_vllms_to_refuse() -> None:
+    ways = Ways()
+    ways.engine.failures = {0: InvalidRequest("too long")}
+    await ways.ask(b'{"prompt": "Hi"}')
+    assert await ways.asked_vllm()
+    assert ways.queue.open_sequences == 0
+
+
+@pytest.mark.asyncio
+async def test_prompts_are_refused_together_before_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tokenize(request: GenerationRequest) -> list[int]:
+        if request.prompt == "long":
+            raise InvalidRequest("too long")
+        return [1, 2]
+
+    ways = Ways()
+    monkeypatch.setattr(ways.engine, "prompt_token_ids", tokenize)
+    await ways.ask(b'{"prompt": ["short", "long"]}')
+    assert await ways.asked_vllm()
+    assert ways.requests == []
+    ways = Ways()
+    monkeypatch.setattr(ways.engine, "prompt_token_ids", tokenize)
+    await ways.ask(b'{"prompt": ["short", "shorter"]}')
+    assert [request.prompt for request in ways.requests] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.asyncio
+async def test_a_full_queue_is_refused_at_once() -> None:
+    ways = Ways(limit=1)
+    ways.queue.admit(1)
+    await ways.ask(b'{"prompt": "Hi", "stream": true}')
+    assert ways.writer.whole is not None
+    assert (ways.writer.whole.status, ways.bodies) == (503, [])
+    assert b'"Service Unavailable"' in ways.writer.whole.body
+    assert ways.engine.meter.calls.failed == 1
+    with pytest.raises(Overloaded):
+        ways.queue.admit(1)
+
+
+@pytest.mark.asyncio
+async def test_a_long_body_is_parsed_in_a_thread() -> None:
+    ways = Ways()
+    await ways.ask(b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 20_000), CHAT)
+    assert len(ways.requests) == 1
+    await ways.ask(b'{"prompt": "%b"}' % (b"x" * 300_000))
+    assert len(ways.requests) == 2
+
+
+@pytest.mark.asyncio
+async def test_sagemakers_header_names_the_adapter() -> None:
+    def named(name: str) -> Any:
+        return {"headers": (("X-Amzn-SageMaker-Adapter-Identifier", name),)}
+
+    ways = Ways()
+    await ways.ask(b'{"prompt": "Hi"}', **named("a"))
+    await ways.ask(b'{"prompt": "Hi", "model": "a"}', **named(""))
+    assert [request.adapter for request in ways.requests] == ["a", None]
+    with pytest.raises(UnknownAdapter):
+        await ways.ask(b'{"prompt": "Hi"}', **named("other"))
