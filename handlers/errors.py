@@ -113,6 +113,13 @@ class GenerationFailed(RequestError):
     """The engine failed at this request; others are not affected."""
 
 
+class EngineFault(GenerationFailed):
+    """The engine ended this request with an error, and says no more."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine reported an internal error for this request")
+
+
 class InternalError(GenerationFailed):
     """A fault in this server; the log has more under the request's id."""
 

@@ -198,7 +198,7 @@ def _shows_more(serving: Any, config: Any) -> bool:
 
 def _renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     """What makes a prompt of text messages, as `OnlineRenderer.preprocess_chat` does for a request without options."""
-    online, renderer = chat.online_renderer, chat.renderer
+    online, render_messages = chat.online_renderer, chat.renderer.render_messages
     media = chat.model_config.multimodal_config
     plain = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
     params = plain.build_chat_params(online.chat_template, online.chat_template_content_format).with_defaults(
@@ -207,7 +207,7 @@ def _renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     )
 
     def render(messages: list[dict[str, Any]]) -> str:
-        _, prompt = renderer.render_messages(messages, params)
+        _, prompt = render_messages(messages, params)
         text: str = prompt["prompt"]
         return text
 

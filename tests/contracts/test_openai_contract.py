@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from handlers.contracts.openai.answer import in_document, in_stream
 from handlers.contracts.openai.contract import CHAT, COMPLETIONS, FrontEnd, OpenAIContract
 from handlers.contracts.protocol import Call, Exchange
-from handlers.errors import EngineDead, GenerationFailed
+from handlers.errors import EngineDead, EngineFault, GenerationFailed
 from handlers.request import Constraint, FinishReason, GenerationRequest, Token, TokenDelta
 
 FRONT_END = FrontEnd(
@@ -301,6 +301,7 @@ def test_failures_are_vllms() -> None:
         200,
         "text/event-stream; charset=utf-8",
     )
+    assert b'"Internal server error"' in stream.fail(EngineFault()).body
     reply = understood({"messages": HI}, CHAT).answer.fail(EngineDead())
     assert (reply.status, reply.body) == (
         500,

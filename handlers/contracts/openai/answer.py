@@ -13,7 +13,7 @@ import msgspec
 
 from handlers.contracts.openai.family import refuse
 from handlers.contracts.protocol import Reply
-from handlers.errors import EngineDead, RequestError
+from handlers.errors import EngineDead, EngineFault, GenerationFailed, RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
@@ -21,7 +21,8 @@ DONE = "data: [DONE]\n\n"
 _LEAST = -9999.0
 """In the place of minus infinity."""
 _DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""vLLM's message when its engine has died."""
+_FAULT = "Internal server error"
+"""vLLM's messages when its engine has died, or has failed at a request."""
 
 FINISH_REASONS = {
     None: "null",
@@ -97,7 +98,13 @@ def alternatives(token: Token) -> list[Token]:
 
 def failure(error: RequestError) -> Reply:
     """The reply of a call that failed before its answer began, in vLLM's words."""
-    return refuse(EngineDead(_DEAD) if isinstance(error, EngineDead) else error)
+    match error:
+        case EngineDead():
+            return refuse(EngineDead(_DEAD))
+        case EngineFault():
+            return refuse(GenerationFailed(_FAULT))
+        case _:
+            return refuse(error)
 
 
 def failure_in_stream(error: RequestError) -> bytes:

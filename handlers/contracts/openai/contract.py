@@ -136,14 +136,12 @@ class OpenAIContract:
 
     def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
         """The adapter that a call names, if it names one."""
-        name, front_end = body.model if adapter is None else adapter, self._front_end
-        if not name or front_end.accepts(name):
-            return None
-        if name in front_end.adapters:
+        name = body.model if adapter is None else adapter
+        if name and name in self._front_end.adapters:
             return name
-        if any_model:
-            return None
-        raise LeftToVllm("model")
+        if name and not any_model and not self._front_end.accepts(name):
+            raise LeftToVllm("model")
+        return None
 
     def _request(
         self, body: Body, sequences: int, max_tokens: int | None, adapter: str | None, logprobs: int | None

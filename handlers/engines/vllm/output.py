@@ -34,7 +34,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
 from handlers.engines.texts import HeldTokens, ModelTexts, prompt_tokens
-from handlers.errors import EngineDead, GenerationFailed
+from handlers.errors import EngineDead, EngineFault, GenerationFailed
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
@@ -320,7 +320,7 @@ class PushedState(RequestState):
             delta.prompt_tokens = self._prompt_tokens()
         if finished:
             if finish_reason == VllmFinishReason.ERROR:
-                self.fail(GenerationFailed("the engine reported an internal error for this request"))
+                self.fail(EngineFault())
                 return
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)

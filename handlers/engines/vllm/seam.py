@@ -30,6 +30,7 @@ _PARAMETERS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (RequestState, "from_new_request", _STATE),
     (RequestState, "make_request_output", ("new_token_ids", "pooling_output", "finish_reason", "stop_reason")),
     (OutputProcessor, "abort_requests", ("request_ids", "internal")),
+    (LogprobsProcessor, "_correct_decoded_token", ("token_id", "context_token_ids")),
     # handlers.engines.vllm.lora
     (AsyncLLM, "add_lora", ("lora_request",)),
     (AsyncLLM, "remove_lora", ("lora_id",)),
