@@ -17,9 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as example_settings
-from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Call
 from handlers.engines.protocol import Engine, generate
@@ -140,40 +137,6 @@ async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(s
         assert ["".join(delta.text for delta in kept.deltas)] == alone
         assert len(gone.deltas) == seen < MAX_NEW_TOKENS
         assert engine.meter.aborted_requests == 1
-
-
-SAMPLINGS = (
-    SamplingParameters(max_tokens=6),
-    SamplingParameters(max_tokens=9, repetition_penalty=1.3),
-    SamplingParameters(max_tokens=9, stop=("e",)),
-    SamplingParameters(max_tokens=7, temperature=0.8, seed=5),
-)
-REQUESTS = st.builds(
-    request_for,
-    st.one_of(st.sampled_from(PROMPTS), st.text("ab é你.\n", min_size=1, max_size=60)),
-    st.sampled_from(SAMPLINGS),
-    stream=st.booleans(),
-    truncate_prompt_tokens=st.sampled_from([None, None, 5]),
-)
-
-
-@pytest.fixture(scope="module")
-def runner(sample_model: Path) -> Iterator[tuple[asyncio.Runner, Engine, Engine]]:
-    """A loop with an engine that batches, and one that takes each request alone."""
-    with asyncio.Runner() as loop:
-        batching, single = engine_with(sample_model, batch_size=4), engine_with(sample_model, batch_size=1)
-        yield loop, loop.run(batching.__aenter__()), loop.run(single.__aenter__())
-        for engine in (batching, single):
-            loop.run(engine.__aexit__(None, None, None))
-
-
-@example_settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(REQUESTS, min_size=1, max_size=8))
-def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
-    runner: tuple[asyncio.Runner, Engine, Engine], requests: list[GenerationRequest]
-) -> None:
-    loop, batching, single = runner
-    assert loop.run(texts(batching, *requests)) == loop.run(texts(single, *requests))
 
 
 @pytest.mark.asyncio
