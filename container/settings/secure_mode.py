@@ -101,7 +101,9 @@ class SecureMode:
         return found
 
     def adapter_faults(self, directory: Path) -> list[str]:
-        """What is refused of an adapter's directory, a line each."""
+        """What is refused of an adapter's directory, a line each; what is no directory cannot be looked into."""
+        if not directory.is_dir():
+            return [f"`src` must be a directory in the secure mode; there is none at {directory}"]
         checks = {SCRIPTS: _model_code, REQUIREMENTS: _requirements, PICKLES: _pickles}
         return [fault for control, check in checks.items() if control in self.controls for fault in check((directory,))]
 
