@@ -76,7 +76,8 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
     `configs` has the model's settings, such as a `Properties`. `rolling_batch` is needed where `configs.rolling_batch`
     is not `disable`. These and all others (`tokenizer`, `adapter_registry`, ...) are given to the formatter.
     """
-    configs, rolling_batch = kwargs.get("configs"), kwargs.get("rolling_batch")
+    configs = kwargs.get("configs")
+    rolling_batch: Any = kwargs.get("rolling_batch")
     rolling = kwargs["is_rolling_batch"] = rolling_batch is not None if configs is None else _is_rolling(configs)
     if rolling and inputs.get_property("reset_rollingbatch"):
         rolling_batch.reset()

@@ -160,7 +160,7 @@ class Service:
     """A handler with a rolling batch of its own, written as LMI's handlers are."""
 
     def __init__(self, **properties: Any) -> None:
-        configs = Properties(model_dir="/m", **properties)
+        configs = Properties(**{"model_dir": "/m", **properties})
         self.rolling_batch = Spelling(configs.model_id_or_path, configs)
         self.arguments: dict[str, Any] = {"configs": configs, "tokenizer": Chatting()}
         self.arguments |= {"rolling_batch": self.rolling_batch, "adapter_registry": {"red": "the red one"}}
@@ -237,7 +237,7 @@ def test_a_request_gets_what_the_registry_has_of_its_adapter() -> None:
 
 
 def test_the_details_of_a_dynamic_batch() -> None:
-    configs = Properties(model_id="m", rolling_batch="disable")
+    configs = Properties.model_validate({"model_id": "m", "rolling_batch": "disable"})
     bodies = [{"inputs": "a", "parameters": {"k": 1}}, {"inputs": "x", "parameters": 5}]
     bodies.append({"inputs": ["b", "c"], "parameters": {"k": 1}})
     parsed = parse_input_with_formatter(create_concurrent_batch_request(bodies), configs=configs)
@@ -253,15 +253,20 @@ def test_properties_are_those_of_the_model_and_may_be_extended() -> None:
     class More(Properties):
         beams: int = 1
 
-    more = More(model_id="m", model_dir="/d", batch_size="2", tgi_compat="true", beams="4")  # type: ignore[arg-type]
+    given = {"model_id": "m", "model_dir": "/d", "batch_size": "2", "tgi_compat": "true", "beams": "4", "more": "x"}
+    more = More.model_validate(given)
     assert (more.model_id_or_path, more.batch_size, more.tgi_compat, more.beams) == ("m", 2, True, 4)
-    assert Properties(model_dir="/d").model_id_or_path == "/d"
-    assert Properties(model_dir="/d", enable_streaming="TRUE").enable_streaming.value == "true"
-    for wrong in ({"tensor_parallel_degree": "two"}, {"rolling_batch": "nope"}, {}):
-        with pytest.raises(ValueError, match=next(iter(wrong), "model_id_or_path")):
-            Properties(**({"model_dir": "/d"} | wrong if wrong else {}))
-    with pytest.raises(ValueError, match="cannot enable streaming for dynamic batching"):
-        Properties(model_dir="/d", rolling_batch="disable", enable_streaming="true", batch_size="2")
+    some = Properties.model_validate({"model_dir": "/d", "enable_streaming": "TRUE"})
+    assert (some.model_id_or_path, some.enable_streaming.value) == ("/d", "true")
+    streams = {"rolling_batch": "disable", "enable_streaming": "true", "batch_size": "2"}
+    for wrong, why in (
+        ({"tensor_parallel_degree": "two"}, "tensor_parallel_degree"),
+        ({"rolling_batch": "nope"}, "rolling_batch"),
+        ({"model_dir": None}, "model_id_or_path"),
+        (streams, "cannot enable streaming for dynamic batching"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Properties(**{"model_dir": "/d", **wrong})
 
 
 def test_parameters_that_a_backend_lacks_may_be_removed(caplog: pytest.LogCaptureFixture) -> None:
