@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +106,11 @@ class SecureMode:
         """What is refused of an adapter's directory, a line each; what is no directory cannot be looked into."""
         if not directory.is_dir():
             return [f"`src` must be a directory in the secure mode; there is none at {directory}"]
-        checks = {SCRIPTS: _model_code, REQUIREMENTS: _requirements, PICKLES: _pickles}
+        checks: dict[str, Callable[[Iterable[Path]], Iterator[str]]] = {
+            SCRIPTS: _model_code,
+            REQUIREMENTS: _requirements,
+            PICKLES: _pickles,
+        }
         return [fault for control, check in checks.items() if control in self.controls for fault in check((directory,))]
 
     def _interpreter(self) -> Iterator[str]:

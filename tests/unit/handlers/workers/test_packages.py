@@ -196,7 +196,7 @@ async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(
     await until(lambda: has_ended(left_behind))
 
 
-def test_requirements_may_lie_beside_the_handlers_file(tmp_path: Path) -> None:
+async def test_requirements_may_lie_beside_the_handlers_file(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     settings = HandlerSettings(entry_point=str(tmp_path / "code" / "inference.py"))
     assert requirements_dir(tmp_path, settings) == tmp_path
