@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from container.settings.settings import Settings
-from container.sources.download import RemoteAdapters
 from container.sources.location import FetchTimeout, SourceError
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
@@ -118,7 +117,7 @@ class Lifecycle:
                 unavailable_status=server.wlm_error_http_code,
                 model_aliases=server.model_aliases,
                 adapter_faults=secure_mode.adapter_faults if secure_mode is not None else None,
-                adapter_downloads=RemoteAdapters(self.model.model_loading_timeout, offline=self.model.offline),
+                adapter_downloads=self.settings.remote_adapters,
             )
             await self.fetch()
             if place is not None:

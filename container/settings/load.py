@@ -101,6 +101,7 @@ def load_settings(
         memory,
         secure_mode,
         remote.opened,
+        remote.adapters(model["model_loading_timeout"]),
     )
 
 

@@ -110,6 +110,10 @@ class RemoteModels:
         except SourceError:
             return False
 
+    def adapters(self, seconds: float) -> RemoteAdapters:
+        """Return what fetches the model's adapters, each within `seconds`."""
+        return RemoteAdapters(seconds, offline=self._offline, downloads=self._downloads)
+
     @property
     def opened(self) -> tuple[RemoteModel, ...]:
         """All models that have been opened."""
@@ -123,10 +127,10 @@ class RemoteAdapters:
     stays as it is, whoever registers the same URL again.
     """
 
-    def __init__(self, seconds: float, *, offline: bool, downloads: Path | None = None) -> None:
+    def __init__(self, seconds: float, *, offline: bool, downloads: Path) -> None:
         """`seconds`: how long the weights of an adapter may take."""
         self._seconds, self._offline = seconds, offline
-        self._place = (downloads or download_dir()) / "adapters"
+        self._place = downloads / "adapters"
         self._root = self._place / uuid.uuid4().hex
         self._lock = FileLock(f"{self._root}.lock", thread_local=False)
         """Held as long as the copies are in use, for other processes to see."""
