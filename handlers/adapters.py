@@ -327,23 +327,24 @@ class AdapterRegistry:
         Raises:
             InvalidParameter: the host needs a directory, and `src` is a URL that names none.
         """
-        if "\0" in src:
-            raise InvalidParameter("src", "must have no null character")
-        if not _SCHEME.match(src):
-            return self._model_dir / src
         if self._is_remote(src) and self._downloads is not None:
             return Path()  # until it is downloaded
-        try:
-            url = urlsplit(src)
-        except ValueError:
-            url = None
-        if url is not None and url.scheme.lower() == "file" and url.netloc in ("", "localhost"):
-            return self._model_dir / unquote(url.path)
-        if self._host.reads_src:
-            return self._model_dir / src
-        raise InvalidParameter(
-            "src", f"must be a directory of this machine, or s3://bucket/prefix/; got {src[:_SHOWN]!r}"
-        )
+        path = _file_path(src) if _SCHEME.match(src) else src
+        if path is None and not self._host.reads_src:
+            wanted = "a directory of this machine, or s3://bucket/prefix/"
+            raise InvalidParameter("src", f"must be {wanted}; got {src[:_SHOWN]!r}")
+        if "\0" in (path or src):
+            raise InvalidParameter("src", "must have no null character")
+        return self._model_dir / (path or src)
+
+
+def _file_path(text: str) -> str | None:
+    """The path of a `file:` URL of this machine; None for any other URL."""
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return None
+    return unquote(url.path) if url.scheme.lower() == "file" and url.netloc in ("", "localhost") else None
 
 
 def _check_pin(adapter: Adapter) -> None:

@@ -315,6 +315,12 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[st
         sources.lookup.replace(SettingEntry(MAX_ROLLING_BATCH_SIZE.key, _HANDLERS_ROLLING_BATCH, DEFAULT))
     fields["model_id"] = sources.value(MODEL_ID)
     _set_model(sources, fields, required=False)
+    path, given = Path(entry_point), sources.model.get(ROLLING_BATCH.key)
+    is_script = path.is_file() and _defines(path, _LOADS) and not _defines(path, function)
+    if is_script and given is not None and given.word != "disable":
+        # Its functions are for one request.
+        sources.lookup.ignore(ROLLING_BATCH.key, given, f"{path.name} has {_LOADS} and no `{function}`")
+        sources.model[ROLLING_BATCH.key] = Value("disable", given.source)
     fields["handler"] = handler_settings(sources, entry_point, function, fields["model_id"], _package_fields(sources))
     return fields
 

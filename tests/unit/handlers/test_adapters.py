@@ -71,7 +71,7 @@ async def test_a_source_is_a_directory_of_this_machine(src: str, path: str) -> N
     assert registry.get("a").src == src
 
 
-@pytest.mark.parametrize("src", ["s3://b/x", "https://h/x", "file://other/x", "hf://[x", "/a\0b"])
+@pytest.mark.parametrize("src", ["s3://b/x", "https://h/x", "file://other/x", "hf://[x", "/a\0b", "file:///%00"])
 async def test_a_source_elsewhere_is_a_wrong_parameter(src: str) -> None:
     _, registry = make()
     with pytest.raises(InvalidParameter, match="`src` must"):

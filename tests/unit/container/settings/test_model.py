@@ -129,6 +129,14 @@ def test_a_script_beside_a_model_of_an_engine_is_used_where_it_is_model_py_or_as
     assert "code/inference.py is not used: option.entryPoint=djl_python.sagemaker would serve it" in found.warnings
 
 
+def test_a_script_has_no_rolling_batch(model_dir: Path) -> None:
+    found = load(model_dir, SCRIPT, "option.rolling_batch=auto")
+    assert found.model.handler is not None
+    assert not found.model.handler.rolling_batch
+    assert any("model.py has model_fn and no `handle`" in warning for warning in found.warnings)
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto").rolling_batch
+
+
 def test_a_script_has_to_be_there(model_dir: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"there is no model\.py, inference\.py or code/inference\.py with model_fn"
