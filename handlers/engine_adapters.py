@@ -27,6 +27,8 @@ _SHOWN = 200
 class EngineAdapterHost:
     """Implements `handlers.adapters.AdapterHost`."""
 
+    reads_src = False
+
     def __init__(self, engine: EngineAdapters, formatters: AdapterFormatters) -> None:
         self._engine, self._formatters = engine, formatters
         self._current: dict[str, int] = {}

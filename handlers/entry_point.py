@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from handlers.adapters import AdapterHost, AdapterRegistry
+from handlers.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
@@ -48,6 +48,8 @@ class Limits:
     """Names that stand for the model on OpenAI's routes, beside its own."""
     adapter_faults: Callable[[Path], Sequence[str]] | None = None
     """Why a directory may not be that of an adapter; may block. None: any may."""
+    adapter_downloads: AdapterDownloads | None = None
+    """Fetches adapters from S3; None: they are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
         EngineStartError: one of them cannot be used.
     """
     names = {*limits.model_aliases, settings.name, *settings.public_names}
-    registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults)
+    registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults, limits.adapter_downloads)
     model = Path(settings.model_id)
     try:
         await registry.preload((settings.model_dir, *((model,) if model.is_absolute() else ())))

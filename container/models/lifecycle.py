@@ -117,6 +117,7 @@ class Lifecycle:
                 unavailable_status=server.wlm_error_http_code,
                 model_aliases=server.model_aliases,
                 adapter_faults=secure_mode.adapter_faults if secure_mode is not None else None,
+                adapter_downloads=self.settings.remote_adapters,
             )
             await self.fetch()
             if place is not None:

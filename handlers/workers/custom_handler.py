@@ -14,7 +14,7 @@ from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.workers.adapters import WorkerAdapters
 from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request
-from handlers.workers.packages import prepare_interpreter, variables_of
+from handlers.workers.packages import prepare_interpreter, requirements_dir, variables_of
 from handlers.workers.pool import Pool, PoolStatus
 from handlers.workers.reply import HandlerReply
 from handlers.workers.rolling_batch import RollingBatcher
@@ -75,7 +75,8 @@ class CustomHandler:
             EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
                 customer's code where that is at fault.
         """
-        python = await prepare_interpreter(self._settings.model_dir, self._handler)
+        directory = requirements_dir(self._settings.model_dir, self._handler)
+        python = await prepare_interpreter(directory, self._handler)
         rolling = self._handler.rolling_batch and not self._handler.async_mode
         batcher = RollingBatcher if rolling else CallBatcher
         pool = Pool(self._worker_plan(python), self._handler, self._calls, batcher, self.adapter_host.introduce)

@@ -23,6 +23,7 @@ from handlers.errors import (
     AdapterFailed,
     EngineDead,
     InternalError,
+    InvalidParameter,
     InvalidRequest,
     NoRoomForAdapter,
     NotReady,
@@ -254,6 +255,10 @@ def test_vllms_routes_answer_as_vllm_does() -> None:
     )
     assert vllm.refuse_adapter(AdapterFailed("m")).status == 400
     assert vllm.refuse_adapter(AdapterConflict("m")).status == 400
+    assert vllm.refuse_adapter(InvalidParameter("src", "cannot be fetched: m")).body == (
+        b'{"error":{"message":"`lora_path` cannot be fetched: m","type":"BadRequestError","param":"lora_path",'
+        b'"code":400}}'
+    )
     assert vllm.refuse_adapter(NoRoomForAdapter("m")).status == 503
     assert vllm.refuse_adapter(NotServed("m")).status == 404
     with pytest.raises(InvalidRequest, match="must be provided"):

@@ -95,7 +95,7 @@ async def starting() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def fill(path: str) -> str:
-    return path.replace("{model}", "model").replace("{version:int}", "1")
+    return path.replace("{model}", "model").replace("{id:path}", "model").replace("{version:int}", "1")
 
 
 async def test_no_two_families_declare_one_route_unless_the_body_decides() -> None:
@@ -114,6 +114,16 @@ async def test_every_declared_route_is_served(starting: httpx.AsyncClient) -> No
         response = await starting.request(method, fill(route.path), content=b"{}")
         assert response.status_code not in (404, 405), f"{method} {route.path}: {response.status_code}"
         assert "x-request-id" in response.headers
+
+
+async def test_one_model_of_openais_list_is_found_by_a_name_with_a_slash(starting: httpx.AsyncClient) -> None:
+    for prefix in ("/v1", "/openai/v1"):
+        assert (await starting.get(f"{prefix}/models/model")).json()["id"] == "model"
+        for path in ("org/name", "org%2Fname"):
+            response = await starting.get(f"{prefix}/models/{path}")
+            message = "The model `org/name` does not exist."
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            assert (response.status_code, response.json()) == (404, {"error": error})
 
 
 @pytest.mark.parametrize("path", POSTS)
