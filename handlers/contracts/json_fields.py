@@ -150,6 +150,10 @@ class ParameterReader:
             return value
         raise _wrong(name, "an object", value)
 
+    def value(self, name: str, kind: Kind) -> Any:
+        """The value as it is, or None if absent; the caller checks it. `kind`: what is meant."""
+        return self._take(name, kind, None)
+
     def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
         """A list of strings, none empty; one string alone stands for a list of it."""
         items = {"type": "string", "maxLength": longest}
