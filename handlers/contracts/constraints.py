@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
 """Fields of earlier releases that select a back end, which the server does."""
 _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
-    "grammar": ("json", "json_object", "json_schema", "regex"),
+    "grammar": ("json_object", "json_schema", "json", "regex"),
 }
 """What `type` may be: OpenAI's and TGI's, and TGI's alone."""
 _MEMBERS = ("value", "json_schema", "schema")
