@@ -228,16 +228,16 @@ def _last(*path: str | int) -> Callable[[list[Any]], str]:
 
 
 def _chat(fields: Fields) -> Fields:
-    return {"model": "", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, **fields}
+    return {"model": "tgi", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, **fields}
 
 
 def _completion(fields: Fields) -> Fields:
-    return {"model": "", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, **fields}
+    return {"model": "tgi", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, **fields}
 
 
 def _response(fields: Fields) -> Fields:
     return {
-        "model": "",
+        "model": "tgi",
         "input": "What is the capital of France?",
         "max_output_tokens": TOKENS,
         "temperature": 0,
@@ -253,15 +253,25 @@ def _inputs(fields: Fields) -> Fields:
     return {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS, **fields}}
 
 
+def _greedy(fields: Fields) -> Fields:
+    return _inputs({"do_sample": False, **fields})
+
+
+def _rooted(fields: Fields) -> Fields:
+    return _inputs({"return_full_text": False, **fields})
+
+
 def _happy(fields: Fields) -> Fields:
     return {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, **fields}
 
 
 def _triton(fields: Fields) -> Fields:
-    """Its parameters are plain values, or JSON in a string; the prompt's text is left out of the answer."""
+    """Its parameters are plain values, or JSON in a string; `bad_words` is an input of TensorRT-LLM's."""
     values = {
         name: value if isinstance(value, str | int | float) else json.dumps(value) for name, value in fields.items()
     }
+    values |= {name: fields[name] for name in ("bad_words",) if name in fields}
+    values |= {name: fields[name][0] for name in ("stop",) if name in fields}
     return {"text_input": PROMPT, "exclude_input_in_output": True, "max_tokens": TOKENS, "temperature": 0, **values}
 
 
@@ -311,6 +321,13 @@ LMI = {
         INVOCATIONS, lambda fields: _inputs(fields) | {"inputs": [PROMPT, PROMPT]}, _at(1, "generated_text")
     ),
 }
+ASYNCHRONOUS = {
+    "LMI's asynchronous handler": Route(INVOCATIONS, _greedy, _at("generated_text")),
+    "LMI's asynchronous handler, streamed": Route(
+        INVOCATIONS, _streamed(_greedy), _last("generated_text"), stream=True
+    ),
+}
+DYNAMIC = {"dynamic batch": Route(INVOCATIONS, _rooted, _at(0, "generated_text"))}
 VLLM_NAMES = {
     "happy_vllm": Route("/v1/generate", _happy, _at("responses", 0)),
     "happy_vllm, streamed": Route("/v1/generate_stream", _happy, _last("responses", 0), stream=True),
@@ -323,8 +340,8 @@ VLLM_NAMES = {
 TGI = {
     "generate": Route("/generate", _inputs, _at("generated_text")),
     "generate_stream": Route("/generate_stream", _inputs, _last("generated_text"), stream=True),
-    "TGI's root": Route("/", lambda fields: _inputs({"return_full_text": False, **fields}), _at(0, "generated_text")),
-    "TGI's root, streamed": Route("/", _streamed(_inputs), _last("generated_text"), stream=True),
+    "TGI's root": Route("/", _rooted, _at(0, "generated_text")),
+    "TGI's root, streamed": Route("/", _streamed(_rooted), _last("generated_text"), stream=True),
     "vertex": Route("/vertex", _vertex, _at("predictions", 0)),
 }
 VERTEX_CHAT = {"vertex, a chat": Route("/vertex", _vertex_chat, _at("predictions", 0))}
@@ -341,9 +358,11 @@ def answer(server: Server, route: Route, fields: Fields) -> tuple[httpx.Response
     return response, route.text(records("\n".join(line.removeprefix("data:") for line in lines)))
 
 
-def disobeyed(server: Server, route: Route, cases: Mapping[str, tuple[Fields, Check]]) -> Iterator[str]:
+def disobeyed(
+    server: Server, route: Route, cases: Mapping[str, tuple[Fields, Check]], at_a_time: int = AT_A_TIME
+) -> Iterator[str]:
     """The cases whose answer does not obey, with what came instead."""
-    with ThreadPoolExecutor(AT_A_TIME) as clients:
+    with ThreadPoolExecutor(at_a_time) as clients:
         for name, (response, text) in zip(
             cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True
         ):
@@ -351,9 +370,11 @@ def disobeyed(server: Server, route: Route, cases: Mapping[str, tuple[Fields, Ch
                 yield f"{name}: {text!r} of {response.status_code} {response.text[:300]}"
 
 
-def accepted(server: Server, route: Route, cases: Mapping[str, tuple[Fields, str]]) -> Iterator[str]:
+def accepted(
+    server: Server, route: Route, cases: Mapping[str, tuple[Fields, str]], at_a_time: int = AT_A_TIME
+) -> Iterator[str]:
     """The cases that are not refused with a message that has these words."""
-    with ThreadPoolExecutor(AT_A_TIME) as clients:
+    with ThreadPoolExecutor(at_a_time) as clients:
         for name, (response, text) in zip(
             cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True
         ):
