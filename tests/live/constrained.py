@@ -174,6 +174,10 @@ WRONG_FORMS: dict[str, tuple[Fields, str]] = {
         {"structured_outputs": {"regex": "a", "grammar": "x"}},
         "`structured_outputs` must have exactly one of",
     ),
+    "no end": (
+        {"structured_outputs": {"choice": POOL}, "ignore_eos": True},
+        "cannot be used together with `ignore_eos`",
+    ),
     "a minimum of tokens": (
         {"structured_outputs": {"choice": POOL}, "min_tokens": 3},
         "cannot be used together with a minimum of new tokens",

@@ -27,9 +27,9 @@ from handlers.entry_point import Limits, load_service
 from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
 from tests.live.constrained import answer as answer_of
+from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
 from tests.recorder import Recorder
 from tests.unit.collected_reply import CollectedReply

@@ -104,15 +104,25 @@ WITH_BEAMS: Refused = {
     for name, fields in NAMES.items()
     if name in ("logit_bias", "bad_words", "allowed_token_ids")
 }
+TAGS: dict[str, Fields] = {
+    "a structural tag": {
+        "structures": [{"begin": " Paris: ", "schema": CLOSED, "end": "."}],
+        "triggers": [" Paris"],
+    },
+    "a structural tag of the newer kind": {"format": typed("regex", pattern=REGEX)},
+}
 OPENAIS: Refused = {
     **WRONG_FORMS,
     **by_name("min_new_tokens bad_sequences stop_sequences json_format response_pool regex ebnf json_schema"),
     **by_name("structural_tag guided_whitespace_pattern force_words_ids guided_decoding_guide function_call"),
     "extra_body": ({"extra_body": {"guided_json": CLOSED}}, "`guided_json` has no effect in `extra_body`"),
-    "a structural tag of another kind": (
-        {"response_format": typed("structural_tag", format=typed("regex", pattern=REGEX))},
-        "`structured_outputs.structural_tag` must have `structures` and `triggers`",
-    ),
+    **{
+        name: (
+            {"response_format": typed("structural_tag", **tag)},
+            "`structured_outputs.structural_tag` is not enforced",
+        )
+        for name, tag in TAGS.items()
+    },
     **WITH_BEAMS,
     "stop with beams": (BEAMS | {"stop": ["Par"]}, "`stop` cannot be used together with `use_beam_search`"),
     "min_tokens with beams": (BEAMS | {"min_tokens": 3}, "`min_tokens` cannot be used together with `use_beam_search`"),
@@ -197,6 +207,12 @@ def test_nothing_holds_an_answer_to_these_forms_by_itself(server: Server, name: 
     assert response.status_code == 200, response.text
     obeyed = [form for form, (_, check) in ENFORCED[name].items() if check(text)]
     assert obeyed in ([], ["min_tokens"], ["min_tokens", "min_new_tokens"]), text
+
+
+@pytest.mark.parametrize("name", [*OPENAI, *LMI, *VLLM_NAMES])
+def test_plain_text_is_no_constraint(server: Server, name: str) -> None:
+    _, text = answer(server, ROUTES[name], {})
+    assert answer(server, ROUTES[name], {"response_format": typed("text")})[1] == text != ""
 
 
 @pytest.mark.parametrize("name", ROUTES)

@@ -43,7 +43,9 @@ WAIT_SECONDS = 60.0
 _REMEMBERED = 1024
 TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
-_NO_MINIMUM = "cannot be used together with a minimum of new tokens"
+_NO_TAGS = (
+    'is not enforced by this model\'s back end: it needs option.structured_outputs_config={"backend": "xgrammar"}'
+)
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 _FLEXIBLE = {"whitespace_flexible": True}
@@ -81,7 +83,7 @@ class ConstraintTranslator:
         constraint = sampling.constraint
         if constraint is None:
             return None
-        _check_company(constraint, sampling)
+        _check_company(constraint.parameter, sampling)
         kind, text = self._spelled(constraint)
         await self._try(constraint.parameter, kind, text)
         return StructuredOutputsParams(
@@ -100,11 +102,12 @@ class ConstraintTranslator:
         """
         outputs = params.structured_outputs
         assert outputs is not None
-        if params.min_tokens > 0:
-            raise InvalidParameter(parameter, _NO_MINIMUM)
-        if self._guidance and outputs.structural_tag is not None and not _has_structures(outputs.structural_tag):
-            raise InvalidParameter(f"{parameter}.structural_tag", "must have `structures` and `triggers`")
+        _check_company(parameter, params)
         if self._guidance:
+            if (
+                outputs.structural_tag is not None
+            ):  # its text between tags may be anything, tags without their schema too
+                raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
             outputs = _with_options(parameter, outputs)
         for kind, text in _parts(outputs):
             _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
@@ -141,12 +144,12 @@ class ConstraintTranslator:
             await self._trials.stop()
 
 
-def _check_company(constraint: Constraint, sampling: SamplingParameters) -> None:
+def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
     """Refuse parameters that forbid the end of the text, where the constraint may leave no other token to choose."""
     if sampling.min_tokens > 0:
-        raise InvalidParameter(constraint.parameter, _NO_MINIMUM)
+        raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
     if sampling.ignore_eos:
-        raise InvalidParameter(constraint.parameter, "cannot be used together with `ignore_eos`")
+        raise InvalidParameter(parameter, "cannot be used together with `ignore_eos`")
 
 
 def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
@@ -187,15 +190,6 @@ def _with_options(parameter: str, outputs: StructuredOutputsParams) -> Structure
     return dataclasses.replace(outputs, json=json.dumps(schema), json_object=None)
 
 
-def _has_structures(tag: str) -> bool:
-    """Whether a structural tag is of the kind that llguidance follows."""
-    try:
-        document = json.loads(tag)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and "structures" in document and "triggers" in document
-
-
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schemas right below one, each with the keyword that has it."""
     for keyword in _MAPS_OF_SCHEMAS:
@@ -228,16 +222,11 @@ def _tighten(schema: dict[str, Any], closed: bool) -> None:
 
 
 def _parts(outputs: StructuredOutputsParams) -> list[tuple[str, str]]:
-    """Return what of them is compiled, with its kind; a structural tag holds schemas."""
+    """Return what of them is compiled, with its kind."""
     for kind in ("json", "choice", "regex", "grammar"):
         if (value := getattr(outputs, kind)) is not None:
             return [(kind, value if isinstance(value, str) else json.dumps(value))]
-    if outputs.structural_tag is None:
-        return []
-    try:
-        return [("json", json.dumps(part["schema"])) for part in json.loads(outputs.structural_tag)["structures"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return []  # vLLM says what is wrong with it
+    return []
 
 
 def _shortened(error: str) -> str:
