@@ -203,6 +203,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "bad_words",
         "cannot be used together with `use_beam_search`",
     ),
+    *(
+        (CHAT, {"guided_regex": "a", name: 1}, "guided_regex", f"cannot be used together with `{name}`")
+        for name in ("min_tokens", "ignore_eos")
+    ),
     (
         CHAT,
         {"extra_body": {"guided_json": {}}},

@@ -180,7 +180,7 @@ WRONG_FORMS: dict[str, tuple[Fields, str]] = {
     ),
     "a minimum of tokens": (
         {"structured_outputs": {"choice": POOL}, "min_tokens": 3},
-        "cannot be used together with a minimum of new tokens",
+        "cannot be used together with ",
     ),
 }
 

@@ -28,7 +28,7 @@ _READ = {
 _ALSO = {CHAT: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
 _NESTS = ("extra_body", "parameters")
 """Objects from which other servers and clients take fields; vLLM reads none of them."""
-FIELDS = CONSTRAINING | {"use_beam_search", "text", "output_config", "output_format", *_NESTS}
+FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 """The fields that `enforceable` looks at."""
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
@@ -62,6 +62,9 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         given.append(form)
     if len(given) > 1:
         raise InvalidParameter(given[1], f"cannot be combined with `{given[0]}`: send one of them")
+    for name in ("min_tokens", "ignore_eos") if given else ():
+        if body.get(name):  # the engine refuses it as well, but a stream would have begun
+            raise InvalidParameter(given[0], f"cannot be used together with `{name}`")
     if not given or given[0] not in FORMS:
         return {}
     (name,) = given
