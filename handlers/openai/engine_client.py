@@ -178,7 +178,7 @@ class EngineClient:
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         with _vllms_errors():
             if params.structured_outputs is not None:
-                await self._engine.constraints.check("structured_outputs", params.structured_outputs)
+                params.structured_outputs = await self._engine.constraints.checked("structured_outputs", params)
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         try:

@@ -12,11 +12,12 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.family import ALIASED, error_reply
+from handlers.contracts.openai.constraints import FIELDS, enforceable
+from handlers.contracts.openai.family import ALIASED, error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Reply, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue
 from handlers.engines.choice import is_vllm
-from handlers.errors import UnknownAdapter
+from handlers.errors import InvalidParameter, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
@@ -70,16 +71,31 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
         adapters=adapters.public if adapters is not None else None,
     )
     return OpenAIHandler(
-        app, queue, engine.async_llm, settings.public_names[0], adapters.public if adapters is not None else ()
+        app,
+        queue,
+        engine.async_llm,
+        settings.public_names[0],
+        adapters.public if adapters is not None else (),
+        parses_tools=bool(engine.frontend_arguments.get("tool_call_parser")),
     )
 
 
 class OpenAIHandler:
     """Implements `Handler`: hands calls to vLLM's own front end."""
 
-    def __init__(self, app: Any, queue: EngineQueue, llm: Any, model: str = "", adapters: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: Any,
+        queue: EngineQueue,
+        llm: Any,
+        model: str = "",
+        adapters: Collection[str] = (),
+        *,
+        parses_tools: bool = False,
+    ) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers. `model`, `adapters`: names in bodies;
-        adapters come and go."""
+        adapters come and go. `parses_tools`: the model has a parser of tool calls."""
+        self._parses_tools = parses_tools
         self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -118,7 +134,8 @@ class OpenAIHandler:
             if adapter and adapter not in self._adapters:
                 raise UnknownAdapter(adapter)
             call = with_model(call, adapter or self._model)
-        return _RunningCall(self._app, OpenAICall(self._queue, any_model), without_nulls(call, path), writer, path)
+        held = OpenAICall(self._queue, any_model)
+        return _RunningCall(self._app, held, without_nulls(call, path), writer, path, self._parses_tools)
 
 
 def _belongs(known: str, request_id: str) -> bool:
@@ -134,7 +151,10 @@ class _RunningCall:
     Implements `Running`.
     """
 
-    def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+    def __init__(
+        self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, parses_tools: bool
+    ) -> None:
+        self._parses_tools = parses_tools
         self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
         self._gone = asyncio.Event()
         self._body_read = False
@@ -155,7 +175,10 @@ class _RunningCall:
             if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
                 self._finish(refusal)
             else:
+                self._call = call = with_constraints(call, path, parses_tools=self._parses_tools)
                 await self._app(scope(call, path), self._receive, self._send)
+        except InvalidParameter as error:
+            self._finish(refuse(error))
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception:
@@ -274,6 +297,24 @@ def with_model(call: Call, name: str) -> Call:
         return call
     document["model"] = msgspec.Raw(msgspec.json.encode(name))
     return replace(call, body=msgspec.json.encode(document))
+
+
+def with_constraints(call: Call, path: str, *, parses_tools: bool) -> Call:
+    """The call with its constraints as vLLM enforces them; what cannot be read is left to vLLM to refuse.
+
+    Raises:
+        InvalidParameter: vLLM would not enforce one of them.
+    """
+    try:
+        document = _decode(call.body)
+        given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return call
+    given = {name: value for name, value in given.items() if value is not None}
+    if not (changes := enforceable(given, path, parses_tools=parses_tools) if given else {}):
+        return call
+    fields = {name: value for name, value in (document | changes).items() if value is not None}
+    return replace(call, body=msgspec.json.encode(fields))
 
 
 def without_nulls(call: Call, path: str) -> Call:

@@ -24,6 +24,8 @@ from handlers.entry_point import Limits, load_service
 from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
+from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
 from tests.recorder import Recorder
@@ -194,6 +196,23 @@ def test_over_http_a_wrong_parameter_is_424_and_its_neighbours_are_answered(serv
     )
 
 
+def test_over_http_what_constrains_a_token_is_enforced(server: Server) -> None:
+    (route,) = DYNAMIC.values()
+    _, text = answer_of(server, route, {})
+    assert not any(check(text) for name, (_, check) in TOKENWISE.items() if name != "min_tokens"), text
+    assert answer_of(server, route, {"logit_bias": TOKENWISE["min_tokens"][0]["logit_bias"]})[1] == ""
+    assert list(disobeyed(server, route, TOKENWISE)) == []
+
+
+WITHOUT_VLLM = {
+    **by_name("bad_sequences force_words_ids json_format guided_whitespace_pattern"),
+    **{
+        name: ({"num_beams": 2, **NAMES[name]}, f"`{name}` cannot be used together with beam search")
+        for name in ("logit_bias", "bad_words", "allowed_token_ids")
+    },
+}
+
+
 def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -205,6 +224,10 @@ def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
     reply = server.client.post("/invocations", json={"messages": messages})
     assert (reply.status_code, reply.json()["code"]) == (424, 424)
     assert "`messages` needs vLLM" in reply.json()["error"]
+    (route,) = DYNAMIC.values()
+    needs = "` needs the vLLM engine (option.rolling_batch=vllm)"
+    forms = {name: (fields, needs) for name, (fields, _) in FORMS.items()}
+    assert list(accepted(server, route, forms | WITHOUT_VLLM)) == []
     for name, value in (("response_pool", ["a"]), ("json_format", {"a": "string"})):
         reply = server.client.post("/v1/generate", json={"prompt": "Hello", name: value})
         assert reply.status_code == 422

@@ -17,6 +17,16 @@ import jsonschema
 import openai
 import pytest
 
+from tests.live.constrained import (
+    ASYNCHRONOUS,
+    FORMS,
+    TOKENWISE,
+    WRONG_FORMS,
+    accepted,
+    answer,
+    by_name,
+    disobeyed,
+)
 from tests.live.server import Server, hosted, records, write_model
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
@@ -357,6 +367,30 @@ class TestSmall:
         assert call.type == "function"
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+    @pytest.mark.parametrize("name", ASYNCHRONOUS)
+    def test_the_asynchronous_handler_enforces_or_refuses_what_constrains(self, small: Server, name: str) -> None:
+        route = ASYNCHRONOUS[name]
+        _, text = answer(small, route, {})
+        assert not any(check(text) for form, (_, check) in {**FORMS, **TOKENWISE}.items() if form != "min_tokens"), text
+        wrong = list(disobeyed(small, route, {**FORMS, **TOKENWISE}, at_a_time=2))
+        assert not wrong, "\n".join(wrong)
+        unread = by_name("bad_sequences min_new_tokens json_format regex ebnf guided_whitespace_pattern tool_choice")
+        wrong = list(accepted(small, route, {**WRONG_FORMS, **unread}, at_a_time=2))
+        assert not wrong, "\n".join(wrong)
+
+    @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_response_that_has_to_call_a_tool_does(self, small: Server, choice: Any, stream: bool) -> None:
+        tool = {"type": "function", "strict": True, **WEATHER["function"]}
+        with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
+            asked = {"model": "first", "input": "Hello!", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
+            response = client.responses.create(tool_choice=choice, stream=stream, **asked)
+            if stream:
+                response = list(response)[-1].response
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [call.name for call in calls] == ["weather"]
+        assert json.loads(calls[0].arguments)["city"] in ("Paris", "Rome")
 
     def test_tools_may_be_left_to_the_model(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:

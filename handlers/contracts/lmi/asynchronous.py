@@ -12,12 +12,13 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
+from handlers.contracts.constraints import FORMS, refuse_unread
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.lmi.adapters import adapters_of
 from handlers.contracts.lmi.body import notes_of, read_body, stream_of
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
-from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
@@ -37,7 +38,7 @@ PASSED_ON = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
         *("skip_special_tokens", "spaces_between_special_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
-        *("truncate_prompt_tokens", "structured_outputs", "guided_decoding"),
+        *("truncate_prompt_tokens", *FORMS),
     }
 )
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
@@ -131,6 +132,7 @@ def read_async_parameters(
     if stop := own.strings("stop_sequences"):
         passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
     ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
+    refuse_unread(given, ignored, NOT_READ)
     if ignored and strict:
         raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
     parameters = _named_as_sent(passed, given)

@@ -27,7 +27,16 @@ from handlers.contracts.tgi.errors import (
     refuse_stream,
 )
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
-from handlers.contracts.tgi.request import Body, Parameters, Signed32, Unsigned32, Unsigned64, read, validate
+from handlers.contracts.tgi.request import (
+    Body,
+    Parameters,
+    Signed32,
+    Unsigned32,
+    Unsigned64,
+    read,
+    unread_names,
+    validate,
+)
 from handlers.errors import InvalidRequest
 from handlers.request import GenerationRequest
 
@@ -89,9 +98,7 @@ class TgiContract:
         return Exchange(requests, GenerationAnswer(options), notes)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        values = document.get("parameters")
-        unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
-        unknown += sorted(document.keys() - set(Body.__struct_fields__))
+        unknown = unread_names(document, Body)
         if not unknown:
             return ()
         if self._setting.settings.strict_parameters:
@@ -146,6 +153,7 @@ class VertexContract:
             instance = msgspec.convert(document, shape)
         except msgspec.ValidationError as error:
             raise does_not_fit(f"instances: {error}") from None
+        unread_names(document, shape)
         if isinstance(instance, _TextInstance):
             prompt, given = instance.inputs, instance.parameters or Parameters()
         else:

@@ -23,9 +23,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLogitsProcessor
 
-from handlers.engines.texts import check_token_ids
+from handlers.engines.texts import check_beams, check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 
 # What vLLM's newer model runner has room for. Beyond it, it fails inside the engine and takes all requests with it.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
@@ -110,7 +110,7 @@ class SamplingTranslator:
         if request.want_prompt_tokens and not self.prompt_logprobs:
             raise InvalidRequest(NO_PROMPT_LOGPROBS)
         if request.beam_search is not None:
-            self._check_beam_search(request.beam_search, s.constraint)
+            self._check_beam_search(request.beam_search, s)
         self.check_listed_tokens(s)
         if isinstance(request.prompt, tuple):
             check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
@@ -131,9 +131,8 @@ class SamplingTranslator:
             if min(token_ids, default=0) < 0:
                 raise InvalidParameter(name, "must hold no negative token ids")
 
-    def _check_beam_search(self, beam_search: BeamSearch, constraint: Constraint | None) -> None:
-        if constraint is not None:
-            raise InvalidParameter(constraint.parameter, "cannot be used together with beam search")
+    def _check_beam_search(self, beam_search: BeamSearch, sampling: SamplingParameters) -> None:
+        check_beams(sampling)
         if not self.prefix_cache:  # each step would compute every beam from its beginning
             raise InvalidParameter(
                 "num_beams", "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
