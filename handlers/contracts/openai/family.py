@@ -224,7 +224,8 @@ _VERSIONED = (
     *(
         Forwards(path=path)
         for path in (
-            *("/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/chat/completions/batch", "/v1/completions"),
+            *("/v1/responses", "/v1/responses/{response_id}/cancel"),
             *("/v1/messages", "/v1/messages/count_tokens"),
         )
     ),
