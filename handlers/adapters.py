@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from handlers.errors import AdapterConflict, AdapterError, AdapterFailed, InvalidRequest, UnknownAdapter
+from handlers.errors import (
+    AdapterConflict,
+    AdapterError,
+    AdapterFailed,
+    AdapterTaken,
+    InvalidRequest,
+    UnknownAdapter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +166,7 @@ class AdapterRegistry:
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
         if order.name in self._adapters and not replacing:
-            raise AdapterConflict(f"the adapter {order.shown!r} is registered already")
+            raise AdapterTaken(order.name)
         adapter = Adapter(
             name=order.name,
             src=order.src or "",

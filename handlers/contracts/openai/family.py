@@ -21,6 +21,8 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.errors import (
     AdapterConflict,
     AdapterError,
+    AdapterMissing,
+    AdapterTaken,
     BodyTimeout,
     BodyTooLarge,
     EngineDead,
@@ -207,6 +209,15 @@ def refuse_adapter(error: RequestError) -> Reply:
             return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
         case NotServed():
             return error_reply(error.message, "NotFoundError", 404)
+        case AdapterMissing():
+            return error_reply(error.message, "NotFoundError", 404)
+        case AdapterTaken():
+            return error_reply(
+                f"The lora adapter '{error.name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+                400,
+            )
         case AdapterConflict():
             return error_reply(error.message, "InvalidUserInput", 400)
         case NoRoomForAdapter():
