@@ -101,6 +101,7 @@ def warning(settings: Settings) -> str:
         ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
         ({"ROPE_FACTOR": "2"}, "ROPE_FACTOR (environment) has no effect: the engine schedules"),
         ({"API_KEY": "hidden"}, "API_KEY (environment) has no effect: requests are served without a key"),
+        ({"CUSTOM_PRE_PROCESS": "model.py:f"}, "CUSTOM_PRE_PROCESS (environment) has no effect: there is no FastAPI"),
         ({"VLLM_API_KEY": "hidden"}, "VLLM_API_KEY (environment) has no effect: requests are served without a key"),
         (
             {"LORA_ADAPTERS": "org/a,org/b"},
