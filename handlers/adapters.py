@@ -19,6 +19,7 @@ from handlers.errors import (
     AdapterConflict,
     AdapterError,
     AdapterFailed,
+    AdapterTaken,
     InvalidParameter,
     InvalidRequest,
     UnknownAdapter,
@@ -192,7 +193,7 @@ class AdapterRegistry:
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
         if order.name in self._adapters and not replacing:
-            raise AdapterConflict(f"the adapter {order.shown!r} is registered already")
+            raise AdapterTaken(order.name)
         adapter = Adapter(
             name=order.name,
             src=order.src or "",

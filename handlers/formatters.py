@@ -95,7 +95,7 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
     elif settings.output_formatter is not None:  # a built-in one was asked for
         found = Formatters(found.input, None)
     if found.input is None and found.output is None:
-        logger.info("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
+        logger.warning("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
         return None
     for kind, formatter in (("input", found.input), ("output", found.output)):
         if formatter is not None:

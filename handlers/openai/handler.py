@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
@@ -27,16 +28,18 @@ App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Aw
 """An ASGI application."""
 
 EVENTS = "text/event-stream"
-_CHAT = "/v1/chat/completions"
+_CHAT, _BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
 _MESSAGES = "/v1/messages"
 """Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 """Before the HTTP request's id in those of vLLM's answers."""
+_ONE_OF_MANY = re.compile(r"[-_]\d+$")
+"""After it, in the requests of an answer to several prompts or conversations."""
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
 """Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
-_CONVERSATIONS = frozenset({_CHAT, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
+_CONVERSATIONS = frozenset({_CHAT, _BATCH, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
 _MARKS = (b"{", b"[", b",")
 """What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
@@ -139,9 +142,8 @@ class OpenAIHandler:
 
 
 def _belongs(known: str, request_id: str) -> bool:
-    """Whether vLLM's id of a request is of the answer with this id; completions have one for each prompt."""
-    answer, _, prompt = known.rpartition("-")
-    names = (known, answer) if prompt.isdigit() else (known,)
+    """Whether vLLM's id of a request is of the answer with this id; many prompts and conversations have one each."""
+    names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
 
 

@@ -413,6 +413,8 @@ def test_vllms_own_routes_load_replace_and_unload(lora: Server, made: Path, alon
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'guest' added successfully.")
     again = order("load", lora_name="guest", lora_path=str(made / "blue"))
     assert (again.status_code, again.json()["error"]["type"]) == (400, "InvalidUserInput")
+    assert "has already been loaded" in again.json()["error"]["message"]
+    assert order("load", lora_name="none", lora_path=str(made / "none")).json()["error"]["type"] == "NotFoundError"
     assert order("load", lora_name="guest", lora_path=str(made / "blue"), load_inplace=True).status_code == 200
     assert text(lora, PROMPTS[0], "guest") == alone["blue"][0]
     unloaded = order("unload", lora_name="guest")

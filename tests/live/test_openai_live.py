@@ -317,6 +317,26 @@ def test_an_answer_is_aborted_by_the_id_that_it_shows(server: Server, path: str)
     assert last["choices"][0]["finish_reason"] == "abort"
 
 
+def test_a_batch_has_an_answer_for_each_conversation(client: openai.OpenAI, server: Server) -> None:
+    conversations = [MESSAGES, [{"role": "user", "content": "Count to three."}]]
+    reply = server.client.post("/v1/chat/completions/batch", json={"messages": conversations, **GREEDY}).json()
+    texts = [client.chat.completions.create(messages=one, **GREEDY).choices[0].message.content for one in conversations]
+    assert [(choice["index"], choice["message"]["content"]) for choice in reply["choices"]] == list(enumerate(texts))
+    assert reply["usage"]["completion_tokens"] == 16
+
+
+def test_a_batch_is_aborted_by_the_id_of_its_request(server: Server) -> None:
+    batch = {"messages": [MESSAGES, MESSAGES], "max_tokens": 900, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(
+            server.client.post, "/v1/chat/completions/batch", json=batch, headers={"x-request-id": "batch-1"}
+        )
+        server.wait_for_metric("slipway_engine_running", 2)
+        assert server.client.post("/v1/abort_request", json={"request_id": "batch-1"}).status_code == 200
+        choices = reply.result().json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+
+
 def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
     names = [
         *("slipway_generated_tokens_total", "slipway_generations_finished_total", "slipway_generations_total"),

@@ -16,16 +16,18 @@ from handlers.errors import InvalidParameter
 from handlers.request import Constraint
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+BATCH = "/v1/chat/completions/batch"
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
+    BATCH: _SAMPLING | {"tool_choice", *FORMS},
     COMPLETIONS: _SAMPLING | {*FORMS},
     RESPONSES: frozenset({"stop", "logit_bias", "tool_choice", *FORMS}),
     MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
 }
 """What vLLM enforces of `CONSTRAINING` by path, and what is translated for it."""
-_ALSO = {CHAT: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
+_ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
 _NESTS = ("extra_body", "parameters")
 """Objects from which other servers and clients take fields; vLLM reads none of them."""
 FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}

@@ -21,6 +21,8 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.errors import (
     AdapterConflict,
     AdapterError,
+    AdapterMissing,
+    AdapterTaken,
     BodyTimeout,
     BodyTooLarge,
     EngineDead,
@@ -225,6 +227,15 @@ def refuse_adapter(error: RequestError) -> Reply:
         case InvalidParameter(parameter="src"):
             message = f"`lora_path`{error.message.removeprefix('`src`')}"
             return error_reply(message, "BadRequestError", 400, "lora_path")
+        case AdapterMissing():
+            return error_reply(error.message, "NotFoundError", 404)
+        case AdapterTaken():
+            return error_reply(
+                f"The lora adapter '{error.name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+                400,
+            )
         case AdapterConflict():
             return error_reply(error.message, "InvalidUserInput", 400)
         case NoRoomForAdapter():
@@ -246,7 +257,8 @@ _VERSIONED = (
     *(
         Forwards(path=path)
         for path in (
-            *("/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/chat/completions/batch", "/v1/completions"),
+            *("/v1/responses", "/v1/responses/{response_id}/cancel"),
             *("/v1/messages", "/v1/messages/count_tokens"),
         )
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,3 +294,19 @@ def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     assert first.released == 1
     assert keep("a", late) is late
     assert late.released == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("request_id", ["a-b", "chatcmpl-a-b"])
+async def test_an_abort_ends_all_requests_of_an_answer(request_id: str) -> None:
+    class Llm:
+        errored = False
+        output_processor = SimpleNamespace(external_req_ids=["chatcmpl-a-b_0", "chatcmpl-a-b_1", "chatcmpl-a-bc_0"])
+
+        async def abort(self, ids: list[str]) -> None:
+            ended.extend(ids)
+
+    ended: list[str] = []
+    OpenAIHandler(None, queue_of(), Llm()).abort(request_id)
+    await until(lambda: bool(ended))
+    assert ended == ["chatcmpl-a-b_0", "chatcmpl-a-b_1"]
