@@ -14,7 +14,7 @@ from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
-from handlers.contracts.lmi.formatters import FormatterContract
+from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract, Handler
 from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
@@ -23,7 +23,7 @@ from handlers.engines.choice import begin_import, choose_engine, engine_factory,
 from handlers.engines.protocol import Engine, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
-from handlers.invocations import InvocationsHandler
+from handlers.invocations import Formatting, InvocationsHandler
 from handlers.memory_release import no_collection
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
@@ -152,27 +152,30 @@ async def _serving(
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
 
-    def formatted(given: Formatters) -> Handler:
-        contract = FormatterContract(
-            _contract(settings, limits, engine),
-            settings,
-            read=given.input,
-            write=given.output,
-            writes_tokens=given.output_takes_tokens,
-            tokenizer=engine.tokenizer,
-            overload_status=limits.overload_status,
-        )
-        return EngineHandler(queue, contract, thread)
+    def formatted(given: Formatters | None) -> Handler:
+        """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
+        contract = _contract(settings, limits, engine)
+        formatting = None
+        if given is not None and not isinstance(contract, LmiAsyncContract):
+            contract = FormatterContract(
+                contract,
+                settings,
+                read=given.input,
+                write=given.output,
+                writes_tokens=given.output_takes_tokens,
+                tokenizer=engine.tokenizer,
+                overload_status=limits.overload_status,
+            )
+            return EngineHandler(queue, contract, thread)
+        if given is not None and isinstance(contract, LmiAsyncContract):
+            formatting = _formatting(contract, given, engine, openai, thread)
+        lmi = EngineHandler(queue, contract)
+        return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
 
-    invocations: Handler
-    if formatters is None:
-        lmi = EngineHandler(queue, _contract(settings, limits, engine))
-        invocations = InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status)
-    else:
-        invocations = formatted(formatters)
+    invocations = formatted(formatters)
     adapters = None
     if engine.adapters is not None:
-        own = AdapterFormatters(formatted, formatters, settings.predict_timeout)
+        own = AdapterFormatters(formatted, formatters, settings.predict_timeout, async_mode=settings.async_mode)
         invocations = AdapterInvocations(invocations, own)
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
     return Service(
@@ -188,6 +191,28 @@ async def _serving(
         imports=imports,
         formatter_thread=thread,
     )
+
+
+def _formatting(
+    contract: LmiAsyncContract,
+    given: Formatters,
+    engine: Engine,
+    openai: OpenAIHandler | None,
+    thread: FormatterThread,
+) -> Formatting:
+    """The formatters of the asynchronous mode.
+
+    Raises:
+        EngineStartError: vLLM is not the engine, whose answers an output formatter gets.
+    """
+    formatters = PayloadFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
+    if openai is None:
+        if formatters.writes:
+            raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
+        return Formatting(formatters, thread)
+    from handlers.openai.vllm_app import answer_object
+
+    return Formatting(formatters, thread, answer_object)
 
 
 async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:
