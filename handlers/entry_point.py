@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from handlers.adapters import AdapterHost, AdapterRegistry
@@ -20,7 +20,7 @@ from handlers.contracts.protocol import Contract, Handler
 from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
-from handlers.engines.protocol import Engine, EngineStartError
+from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import Formatting, InvocationsHandler
@@ -30,6 +30,7 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, openai_handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
+from handlers.workers.engine_calls import LoadedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Service:
     settings: ModelSettings
     invocations: Handler
     """Answers `/invocations` and `/predictions`."""
-    runtime: Engine | CustomHandler
+    runtime: Engine | CustomHandler | _EngineBehindHandler
     """What runs it as long as it is loaded."""
     generation: Mapping[str, Handler] = field(default_factory=dict)
     """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
@@ -104,7 +105,9 @@ async def load_service(settings: ModelSettings, limits: Limits, times: StartupTi
     """
     times = times or StartupTimes()
     async with contextlib.AsyncExitStack() as undo:
-        if settings.handler is not None:
+        if settings.handler_before_engine is not None:
+            service = await _load_handler_before_engine(settings, limits, times, undo)
+        elif settings.handler is not None:
             with times.phase("workers"):
                 service = await _load_custom(settings, limits, undo)
         else:
@@ -246,14 +249,98 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
     return handlers
 
 
-async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
-    custom = CustomHandler(
+def _custom_handler(settings: ModelSettings, limits: Limits, engine: LoadedEngine | None = None) -> CustomHandler:
+    return CustomHandler(
         settings,
         # LMI counts a place for the call that is handed to a worker.
         queue_size=limits.queue_size - 1,
         overload_status=limits.overload_status,
         unavailable_status=limits.unavailable_status,
+        engine=engine,
     )
+
+
+class _EngineBehindHandler:
+    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`.
+
+    The engine is loaded when the handler first calls it: with a handler that has a model of its own there would not be
+    room for both.
+    """
+
+    def __init__(self, settings: ModelSettings, limits: Limits, times: StartupTimes) -> None:
+        self._engine = replace(settings, handler_before_engine=None)
+        self._limits, self._times = limits, times
+        self._loading: asyncio.Task[Service] | None = None
+        self.handler_settings = replace(settings, handler=settings.handler_before_engine)
+        self.custom = _custom_handler(self.handler_settings, limits, self._invocations)
+
+    async def start(self) -> Service | None:
+        """Start the handler; returns the engine's service if the handler's first call has loaded it.
+
+        Raises:
+            EngineStartError: the handler or the engine cannot be loaded.
+        """
+        try:
+            await self.custom.start()
+        except EngineStartError:
+            if self._loading is not None:
+                await self._loading  # its error says more
+            raise
+        return self.service
+
+    @property
+    def service(self) -> Service | None:
+        """The engine's; None while it is not loaded."""
+        loading = self._loading
+        if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
+            return None
+        return loading.result()
+
+    async def _invocations(self) -> Handler:
+        """What answers a call with the engine alone. A failure to load it is final."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(load_service(self._engine, self._limits, self._times))
+        return (await asyncio.shield(self._loading)).invocations
+
+    def health(self) -> EngineHealth:
+        """The handler's where it has failed, else the engine's if that is loaded."""
+        health = self.custom.health()
+        return self.service.runtime.health() if health.alive and self.service is not None else health
+
+    async def stop(self) -> None:
+        """End the handler's worker, then free the engine."""
+        await self.custom.stop()
+        if self._loading is None:
+            return
+        self._loading.cancel()
+        await asyncio.wait({self._loading})
+        if self.service is not None:
+            await self.service.stop()
+
+
+async def _load_handler_before_engine(
+    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
+) -> Service:
+    both = _EngineBehindHandler(settings, limits, times)
+    undo.push_async_callback(both.stop)
+    engine = await both.start()
+    if engine is None:
+        return Service(both.handler_settings, both.custom, both, custom=both.custom)
+    return Service(
+        engine.settings,
+        both.custom,
+        both,
+        generation=engine.generation,
+        openai=engine.openai,
+        queue=engine.queue,
+        engine=engine.engine,
+        custom=both.custom,
+        adapters=engine.adapters,
+    )
+
+
+async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
+    custom = _custom_handler(settings, limits)
     await custom.start()
     undo.push_async_callback(custom.stop)
     adapters = None

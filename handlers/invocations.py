@@ -314,8 +314,8 @@ class InvocationsHandler:
         overload_status: int = 503,
         formatting: Formatting | None = None,
     ) -> None:
-        """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat. `formatting`: where it has an
-        output formatter, vLLM's front end answers bodies with `inputs`, too."""
+        """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat. `formatting`: where it has
+        an output formatter, vLLM's front end answers bodies with `inputs`, too."""
         self._lmi, self._openai, self._settings, self._formatting = lmi, openai, settings, formatting
         self._sessions, self._overload_status = sessions, overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
