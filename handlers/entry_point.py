@@ -283,7 +283,7 @@ class _EngineBehindHandler:
         try:
             await self.custom.start()
         except EngineStartError:
-            if self._loading is not None:
+            if self._loading is not None and self._loading.done():
                 await self._loading  # its error says more
             raise
         return self.service

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from functools import partial
+from dataclasses import replace
 from urllib.parse import urlencode
 
 from handlers.contracts.lmi.errors import JSON, front_end_reply, payload_error
@@ -28,7 +28,7 @@ logger = logging.getLogger("handlers.workers")
 LoadedEngine = Callable[[], Awaitable[Handler]]
 """What answers a call; loads the engine if that is not loaded, and may raise EngineStartError."""
 _NO_ENGINE = "option.entryPoint=djl_python.lmi_vllm.vllm_async_service puts an engine behind a handler; this has none"
-_FORM = "application/x-www-form-urlencoded"
+_TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
 _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
 
 
@@ -63,7 +63,9 @@ class EngineCalls:
             running.cancel()
 
     async def _answer(self, number: int, message: InputMessage) -> None:
-        writer = _FrameWriter(partial(self._send, call=number), lambda: self._running.pop(number, None))
+        writer = _FrameWriter(
+            lambda kind, body: self._send(kind, number, body), lambda: self._running.pop(number, None)
+        )
         try:
             if self._engine is None:
                 raise EngineStartError(_NO_ENGINE)
@@ -77,7 +79,9 @@ class EngineCalls:
         except ContractError as error:
             writer.reply(error.reply)
         except (RequestError, EngineStartError) as error:
-            writer.reply(Reply(424, JSON, payload_error(str(error))))
+            text = str(error)
+            loading = not message.contents
+            writer.reply(Reply(424, _TEXT, text.encode()) if loading else Reply(424, JSON, payload_error(text)))
         except Exception as error:
             logger.exception("a handler's call to the engine failed")
             writer.reply(front_end_reply(500, "InternalServerException", f"internal error: {error}"))
@@ -89,34 +93,34 @@ class _FrameWriter:
     A handler that reads its stream slowly holds back nobody; what waits for it is at most one answer.
     """
 
-    def __init__(self, send: Callable[..., None], on_end: Callable[[], object]) -> None:
+    def __init__(self, send: Callable[[Kind, bytes], None], on_end: Callable[[], object]) -> None:
         self._send, self._on_end = send, on_end
         self.ended = False
 
     def reply(self, reply: Reply) -> None:
-        self._head(reply.status, reply.content_type, reply.headers, contents=(("data", reply.body),))
+        contents = (("data", reply.body),)
+        self._head(OutputMessage(code=reply.status, contents=contents), reply.content_type, reply.headers)
         self._end()
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        self._head(status, content_type, headers, streams=True)
+        self._head(OutputMessage(code=status, streams=True), content_type, headers)
 
     def write(self, data: bytes) -> None:
-        self._send(Kind.CHUNK, body=data)
+        self._send(Kind.CHUNK, data)
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
         self.write(part())
 
     def end(self, data: bytes) -> None:
-        self._send(Kind.STREAM_END, body=data)
+        self._send(Kind.STREAM_END, data)
         self._end()
 
     async def drain(self) -> None:
         return
 
-    def _head(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...], **more: object) -> None:
-        properties = (*headers, *((("Content-Type", content_type),) if content_type else ()))
-        output = OutputMessage(code=status, properties=properties, **more)  # type: ignore[arg-type]
-        self._send(Kind.OUTPUT, body=encode_message(output))
+    def _head(self, output: OutputMessage, content_type: str, headers: tuple[tuple[str, str], ...]) -> None:
+        properties = (*headers, ("Content-Type", content_type)) if content_type else headers
+        self._send(Kind.OUTPUT, encode_message(replace(output, properties=properties)))
 
     def _end(self) -> None:
         self.ended = True
