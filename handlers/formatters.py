@@ -82,16 +82,15 @@ def kind_fault(formatters: Formatters, *, async_mode: bool) -> str:
             continue
         mode = f"with option.async_mode={str(async_mode).lower()}"
         wanted = f"{mode} the {kind} formatter has the signature {_SIGNATURES[kind, async_mode]}"
-        return f"{getattr(function, '__name__', function)}{_shown_signature(function)} {fault}; {wanted}"
+        return f"{getattr(function, '__name__', function)}{_signature(function) or ''} {fault}; {wanted}"
     return ""
 
 
 def _fault(function: Formatter, kind: str, async_mode: bool) -> str:
     if inspect.iscoroutinefunction(function):
         return "is a coroutine function, which nobody awaits"
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a compiled callable
+    signature = _signature(function)
+    if signature is None:
         return ""
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
@@ -109,11 +108,12 @@ def _fault(function: Formatter, kind: str, async_mode: bool) -> str:
     return ""
 
 
-def _shown_signature(function: Formatter) -> str:
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):
-        return ""
+def _signature(function: Formatter) -> inspect.Signature | None:
+    """The signature, with annotations as types where they can be evaluated; None of a compiled callable."""
+    for evaluated in (True, False):
+        with contextlib.suppress(Exception):
+            return inspect.signature(function, eval_str=evaluated)
+    return None
 
 
 def _type_names(annotation: Any) -> set[str]:
