@@ -261,6 +261,20 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
         assert models["data"], "the engine's other routes are served, too"
 
 
+def test_a_handle_with_a_model_of_its_own_loads_the_engine_when_it_first_calls_it(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    options = {**engine_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service", "own_model": "yes"}
+    model = copy_model(FIXTURES / "handlers" / "before_engine", tmp_path / "model", **options)
+    with hosted(host, model) as server:
+        assert server.client.post("/invocations", json={"do": "answer", "inputs": "Hi"}).status_code == 200
+        assert server.client.post("/v1/completions", json=COMPLETION).status_code == 501
+        assert "slipway_engine_running" not in server.client.get("/metrics").text
+        called = server.client.post("/invocations", json={"do": "call", **GREEDY})
+        assert "generated_text" in called.json()
+        assert server.ping() == 200
+
+
 def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine_options: dict[str, object]) -> None:
     fixture = tmp_path / "broken"
     fixture.mkdir()
