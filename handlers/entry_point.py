@@ -158,8 +158,10 @@ async def _serving(
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
         contract = _contract(settings, limits, engine)
-        formatting = None
-        if given is not None and not isinstance(contract, LmiAsyncContract):
+        lmi, formatting = EngineHandler(queue, contract), None
+        if given is not None and isinstance(contract, LmiAsyncContract):
+            formatting = _formatting(contract, given, engine, openai, thread)
+        elif given is not None:
             contract = FormatterContract(
                 contract,
                 settings,
@@ -169,10 +171,9 @@ async def _serving(
                 tokenizer=engine.tokenizer,
                 overload_status=limits.overload_status,
             )
-            return EngineHandler(queue, contract, thread)
-        if given is not None and isinstance(contract, LmiAsyncContract):
-            formatting = _formatting(contract, given, engine, openai, thread)
-        lmi = EngineHandler(queue, contract)
+            lmi = EngineHandler(queue, contract, thread)
+            if given.input is not None:
+                return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
 
     invocations = formatted(formatters)

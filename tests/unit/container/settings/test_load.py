@@ -398,7 +398,6 @@ def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir
     assert handler is not None
     assert (handler.entry_point, handler.function) == ("djl_python.lmi_vllm.vllm_async_service", "handle")
     assert (handler.async_mode, handler.min_workers, handler.max_workers) == (True, 1, 1)
-    assert handler.properties["model_id"] == model.model_id
     assert handler.properties["tensor_parallel_degree"] == "1"
 
 
