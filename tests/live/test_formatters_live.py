@@ -68,6 +68,8 @@ def test_an_older_formatter_gets_tokens_one_by_one(
         body = server.invoke(PROMPT, max_new_tokens=3, details=True).text
         assert body == "< Paris><.><\n>| Paris.\n|length"
         assert server.invoke(PROMPT, max_new_tokens=3).text == "< Paris><.><\n>| Paris.\n|None"
+        chat = server.client.post("/invocations", json=CHAT)
+        assert chat.json()["object"] == "chat.completion", "a chat has its own format, as in LMI"
 
 
 def test_a_formatter_may_be_named_in_the_settings(
