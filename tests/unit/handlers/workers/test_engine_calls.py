@@ -199,6 +199,21 @@ async def test_a_file_without_a_handle_leaves_everything_to_the_engine(tmp_path:
         assert (await ask(client, inputs="Hi")).body == b'{"engine": {"inputs": "Hi"}}\n'
 
 
+async def test_a_handler_may_answer_the_first_call_with_a_stream(tmp_path: Path) -> None:
+    code = (
+        "from djl_python.async_utils import create_stream_chunk_output\n"
+        "async def words():\n"
+        "    yield create_stream_chunk_output('a', False)\n"
+        "    yield create_stream_chunk_output('b', True)\n"
+        "async def handle(inputs):\n"
+        "    return words()\n"
+    )
+    engine = Engine()
+    async with before_engine(engine, write_model(tmp_path, code)) as client:
+        assert (await ask(client, inputs="x")).body == b"a\nb\n"
+    assert engine.loads == 0
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
