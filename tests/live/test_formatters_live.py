@@ -266,12 +266,15 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
 def test_a_handle_with_a_model_of_its_own_loads_the_engine_when_it_first_calls_it(
     host: Server, tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    options = {**engine_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service", "own_model": "yes"}
+    options = {**engine_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service"}
     model = copy_model(FIXTURES / "handlers" / "before_engine", tmp_path / "model", **options)
+    with (model / "serving.properties").open("a") as file:
+        file.write("own_model=yes\n")
     with hosted(host, model) as server:
         assert server.client.post("/invocations", json={"do": "answer", "inputs": "Hi"}).status_code == 200
-        assert server.client.post("/v1/completions", json=COMPLETION).status_code == 501
-        assert "slipway_engine_running" not in server.client.get("/metrics").text
+        assert server.client.post("/v1/completions", json={**COMPLETION, "model": server.name}).status_code == 501
+        engine_metric = f'slipway_engine_running{{model="{server.name}"}}'
+        assert engine_metric not in server.client.get("/metrics").text
         called = server.client.post("/invocations", json={"do": "call", **GREEDY})
         assert "generated_text" in called.json()
         assert server.ping() == 200
