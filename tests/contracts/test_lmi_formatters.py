@@ -360,6 +360,12 @@ def test_a_constraint_stays_one(name: str, outputs: dict[str, Any], expected: di
     assert "guided_decoding" not in document
 
 
+def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"watermark": True}}))
+    assert "parameters without effect: watermark" in caplog.text
+
+
 def test_a_request_that_lmi_refuses_is_refused_before_it_becomes_a_completion() -> None:
     with pytest.raises(ContractError, match="`max_new_tokens` must be at least 1"):
         payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"max_new_tokens": 0}}))

@@ -83,8 +83,8 @@ class LmiAsyncContract:
         notes = notes_of(document, self._fields, parameters.ignored)
         return Exchange((request,), answer(prompt, parameters, self._overload_status), notes)
 
-    def as_completion(self, call: Call) -> Call:
-        """The same request as one to vLLM's completions, which is what LMI makes of it.
+    def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
+        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
 
         Raises:
             ContractError: as `parse`.
@@ -110,7 +110,8 @@ class LmiAsyncContract:
         if parameters.prompt_details:
             completion["prompt_logprobs"] = 1
         completion |= {name: document[name] for name in ("model", "adapters") if name in document}
-        return replace(call, body=encode(completion), content_type=JSON)
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return replace(call, body=encode(completion), content_type=JSON), notes
 
     def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
         """Document, prompt, whether it is streamed, and parameters. Raises InvalidRequest."""

@@ -332,7 +332,10 @@ class PayloadFormatters:
         Raises:
             ContractError: the call is refused.
         """
-        return self._contract.as_completion(call)
+        completion, notes = self._contract.as_completion(call)
+        for note in notes:
+            logger.info("%s", note, extra={"request_id": call.request_id})
+        return completion
 
     def written(self, response: Any) -> bytes:
         """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
