@@ -14,7 +14,7 @@ from typing import Any
 
 from container.devices import allowed_devices, gpu_count
 from container.settings import options
-from container.settings.handler import handler_settings
+from container.settings.handler import SERVICE_FOR_VLLM, handler_before_engine, handler_settings
 from container.settings.options import (
     ASYNC_MODE,
     BATCH_SIZE,
@@ -38,7 +38,7 @@ from container.sources.location import ModelNotFound, SourceError, is_s3
 
 _BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
 """LMI's own handlers, in whose place an engine serves."""
-_ASYNCHRONOUS = frozenset({"djl_python.lmi_vllm.vllm_async_service", "djl_python.lmi_trtllm.trtllm_async_service"})
+_ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
 """LMI's own handlers with the newer schema, as with `option.async_mode=true`."""
 _FORMER = frozenset(
     {"djl_python.deepspeed", "djl_python.tensorrt_llm_python", "djl_python.transformers_neuronx", "djl_python.tnx"}
@@ -192,9 +192,20 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
     _set_model(sources, fields, required=True)
+    if _has_handle_before_engine(sources, code):
+        packages = _package_fields(sources)
+        fields["handler_before_engine"] = handler_before_engine(sources, fields["model_id"], packages)
     if "HF_TOKEN" in sources.variables:
         lookup.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
     return fields
+
+
+def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
+    """Whether there may be a `handle` that LMI's service for vLLM asks first."""
+    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
+    if given is None or given.text.strip() != SERVICE_FOR_VLLM:
+        return False
+    return code is not None and code.name == "model.py" and _defines(code, "handle")
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:

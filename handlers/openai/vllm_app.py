@@ -28,6 +28,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -53,6 +55,12 @@ _ROUTERS = (
     "vllm.entrypoints.serve.tokenize.api_router",
     "vllm.entrypoints.serve.instrumentator.basic",
 )
+
+
+def answer_object(path: str, body: bytes) -> Any:
+    """vLLM's own object for the body of an answer on a path of its front end."""
+    kind = ChatCompletionResponse if path == "/v1/chat/completions" else CompletionResponse
+    return kind.model_validate_json(body)
 
 
 def lower_client_errors() -> None:

@@ -17,10 +17,12 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from types import ModuleType
 
+from djl_python.lmi_vllm import vllm_async_service
 from djl_python.outputs import Output
 
-from .calls import AsyncMode, Caller, SyncMode, end_at_once, is_out_of_memory, output_of, settled
+from .calls import AsyncMode, Caller, SyncMode, end_at_once, first_of, is_out_of_memory, output_of, settled
 from .channel import Channel, Frame, Kind, LoadOrder
+from .engine import ServerEngine
 from .guardian import end_process_group, guard_group
 from .script import LOADS, Script
 
@@ -72,11 +74,15 @@ def _serve_sync(channel: Channel, frames: Iterator[Frame], caller: Caller, order
 
 
 async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
+    engine = ServerEngine(channel)
+    vllm_async_service.connect(engine)
+    mode = AsyncMode(channel, caller, engine)
+    mode.begin(frames)
     with _initializing(order):
-        output = output_of(await settled(caller.initialize()))
+        output = output_of(await first_of(await settled(caller.initialize())))
     _check(output)
     channel.send(Frame(Kind.LOADED))
-    await AsyncMode(channel, caller).serve(frames)
+    await mode.serve()
 
 
 @contextlib.contextmanager

@@ -385,6 +385,38 @@ def test_the_asynchronous_mode_selects_a_schema_and_leaves_the_engine(
     assert (model.async_mode, model.rolling_batch) == (True, rolling_batch)
 
 
+HANDLE = "async def handle(inputs):\n    return None\n"
+
+
+def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir: Path) -> None:
+    (model_dir / "model.py").write_text(HANDLE)
+    model = load(
+        model_dir, "option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.tensor_parallel_degree=1"
+    ).model
+    assert (model.handler, model.async_mode, model.formatters) == (None, True, model_dir / "model.py")
+    handler = model.handler_before_engine
+    assert handler is not None
+    assert (handler.entry_point, handler.function) == ("djl_python.lmi_vllm.vllm_async_service", "handle")
+    assert (handler.async_mode, handler.min_workers, handler.max_workers) == (True, 1, 1)
+    assert handler.properties["tensor_parallel_degree"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "code"),
+    [
+        ("djl_python.lmi_vllm.vllm_async_service", "def some_other_function():\n    pass\n"),
+        ("djl_python.lmi_trtllm.trtllm_async_service", HANDLE),
+        ("djl_python.huggingface", HANDLE),
+    ],
+)
+def test_lmis_other_services_and_files_without_handle_have_an_engine_alone(
+    model_dir: Path, entry_point: str, code: str
+) -> None:
+    (model_dir / "model.py").write_text(code)
+    model = load(model_dir, f"option.entryPoint={entry_point}").model
+    assert (model.handler, model.handler_before_engine) == (None, None)
+
+
 def test_the_asynchronous_mode_has_no_dynamic_batch(model_dir: Path) -> None:
     assert problems(model_dir, "option.async_mode=true\nbatch_size=4") == (
         "option.async_mode is on, but batch_size is above 1: give one of them",
