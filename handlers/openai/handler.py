@@ -159,13 +159,16 @@ class _RunningCall:
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception:
-            logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
+            # Where the engine has failed, vLLM stumbles over that in some of its streams.
+            if not self._held.failed:
+                logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
         finally:
             self._held.close()
             if not self._gone.is_set():
-                self._finish(error_reply("Internal server error", "InternalServerError", 500))
+                reason = self._held.failed or "Internal server error"
+                self._finish(error_reply(reason, "InternalServerError", 500))
                 if self._held.generates:
-                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=self._held.failed)
+                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     async def _receive(self) -> dict[str, Any]:
         """The body, and after it nothing but a disconnect."""
@@ -190,6 +193,8 @@ class _RunningCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
+        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's would say how it stumbled over that
+            data = _last_events(self._path, error_reply(self._held.failed, "InternalServerError", 500))
         if last and not self._started:
             writer.reply(Reply(self._status, self._content_type, data, self._headers))
         elif last:

@@ -20,6 +20,8 @@ from tests.live.server import START_SECONDS, Server, hosted, records, serving, w
 from tests.waiting import wait_until
 
 ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
+ENDLESS_STREAM = {"model": "model", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+STOPPING = "the server is stopping; the request was not completed"
 
 
 def open_stream(server: Server, path: str = "/invocations") -> socket.socket:
@@ -97,6 +99,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
             "SERVING_MAX_REQUEST_SIZE": "2000",
             "SERVING_JOB_QUEUE_SIZE": "2",
             "SERVING_LOG_FORMAT": "json",
+            "SERVING_DRAIN_TIMEOUT": "10",
             "TMPDIR": temporary,
         }
         options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
@@ -124,13 +127,14 @@ def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_no
 
 
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
-    """What runs is finished, what comes is refused, the process ends with 0 and without a complaint.
+    """What runs is finished or ended with the reason, what comes is refused, the process ends without a complaint.
 
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=150, ignore_eos_token=True)
-        server.wait_for_metric("slipway_engine_running", 1)
+        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=30, ignore_eos_token=True)
+        endless = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
+        server.wait_for_metric("slipway_engine_running", 2)
         os.killpg(server.process.pid, number)
         wait_until(lambda: server.ping() == 503)
         with httpx.Client(base_url=server.url) as late:
@@ -138,8 +142,10 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
         stream = records(running.result().text)
-        assert len(stream) == 150
+        assert len(stream) == 30
         assert "generated_text" in stream[-1]
+        *_, last, done = endless.result().text.strip().split("\n\n")
+        assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
     assert server.process.wait(60) == 0
     assert not re.search("Traceback|EngineDeadError|ERROR", server.log_text())
 
