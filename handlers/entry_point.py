@@ -24,10 +24,10 @@ from handlers.engines.protocol import Engine, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import InvocationsHandler
-from handlers.memory_release import no_collection
+from handlers.memory_release import importing
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
-from handlers.openai.handler import OpenAIHandler, openai_handler
+from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
 
@@ -129,8 +129,9 @@ async def _load_engine(
             f"runs with option.rolling_batch={settings.rolling_batch}"
         )
     begin_import(settings)
-    with times.phase("import"), no_collection():
+    with times.phase("import"), importing():
         make_engine = await asyncio.to_thread(engine_factory, settings)
+        await asyncio.to_thread(import_front_end, settings)
     with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()

@@ -177,7 +177,7 @@ class HttpProtocol(HttpToolsProtocol):
     Beyond uvicorn's protocol it limits heads, pipelined requests, and the time in which a client says nothing or takes
     nothing; it ends replies without a length with the connection for clients of HTTP/1.0, which know no chunks (nginx's
     `proxy_pass` is one by default); it serves requests that offer another protocol as plain HTTP; it refuses what it
-    cannot read after it has answered what came before; and every request of a connection hears that its client has left.
+    cannot read only after it has answered what came before; and every request hears that its client has left.
 
     A client that ends its own side (RFC 9112, section 9.6) and one that leaves look the same until they are sent
     something: the system of the one that has left answers with a reset. Where the reply is not complete within

@@ -18,7 +18,7 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, generate
 from handlers.entry_point import Limits, Service, load_service
-from handlers.memory_release import exempt_loaded_model
+from handlers.memory_release import collect_after_load
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
@@ -126,7 +126,7 @@ class Lifecycle:
                 with self.startup_times.phase("first token"):
                     await _warm_up(self.service.engine)
             self._stall = StallWatch(partial(self._health, self.service), server.stall_timeout)
-            await asyncio.to_thread(exempt_loaded_model)
+            await asyncio.to_thread(collect_after_load, model_is_here=self.service.engine is not None)
         except BaseException as error:
             try:
                 if self.service is not None:

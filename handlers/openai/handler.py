@@ -46,6 +46,18 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
+def import_front_end(settings: ModelSettings) -> None:
+    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time.
+
+    Raises:
+        EngineStartError: it is not one that we know.
+    """
+    if is_vllm(settings):
+        from handlers.openai import engine_client, vllm_app  # noqa: F401
+
+        vllm_app.routers()
+
+
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
     """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
 

@@ -81,6 +81,18 @@ def client_error_filter(record: logging.LogRecord) -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
+def routers() -> list[Any]:
+    """vLLM's routers, which are imported first.
+
+    Raises:
+        EngineStartError: this vLLM has them elsewhere.
+    """
+    try:
+        return [importlib.import_module(name).router for name in _ROUTERS]
+    except (ImportError, AttributeError) as error:
+        raise unknown_vllm(f"its front end has moved ({error})") from error
+
+
 async def build(
     client: Any,
     arguments: Mapping[str, Any],
@@ -108,8 +120,8 @@ async def build(
     )
     _choose_tool_grammar(client.vllm_config.structured_outputs_config.backend)
     try:
-        for name in _ROUTERS:
-            app.include_router(importlib.import_module(name).router)
+        for router in routers():
+            app.include_router(router)
         init_exception_handler(app)
         # Starlette's own, such as for a body nested too deep to be read, which vLLM leaves in another shape.
         app.add_exception_handler(HTTPException, http_exception_handler)

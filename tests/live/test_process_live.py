@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +21,7 @@ from tests.live.server import START_SECONDS, Server, hosted, records, serving, w
 from tests.waiting import wait_until
 
 ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
-ENDLESS_STREAM = {"model": "model", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+ENDLESS_STREAM = {"model": "model", "prompt": "Once", "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
 STOPPING = "the server is stopping; the request was not completed"
 
 
@@ -99,7 +100,6 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
             "SERVING_MAX_REQUEST_SIZE": "2000",
             "SERVING_JOB_QUEUE_SIZE": "2",
             "SERVING_LOG_FORMAT": "json",
-            "SERVING_DRAIN_TIMEOUT": "10",
             "TMPDIR": temporary,
         }
         options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
@@ -132,9 +132,10 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=30, ignore_eos_token=True)
+        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=150, ignore_eos_token=True)
+        server.wait_for_metric("slipway_engine_running", 1)
         endless = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
-        server.wait_for_metric("slipway_engine_running", 2)
+        wait_until(lambda: server.metric("slipway_engine_running") > 1)
         os.killpg(server.process.pid, number)
         wait_until(lambda: server.ping() == 503)
         with httpx.Client(base_url=server.url) as late:
@@ -142,7 +143,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
         stream = records(running.result().text)
-        assert len(stream) == 30
+        assert len(stream) == 150
         assert "generated_text" in stream[-1]
         *_, last, done = endless.result().text.strip().split("\n\n")
         assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
@@ -191,7 +192,10 @@ def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    server = Server(write_model(tmp_path / "model", **engine_options), tmp_path / "server.log")
+    temporary = TemporaryDirectory(prefix="slipway-test-")
+    environment = {"TMPDIR": temporary.name}
+    server = Server(write_model(tmp_path / "model", **engine_options), tmp_path / "server.log", environment)
+    sockets = partial(Path(temporary.name).glob, "slipway-sockets-*")
     try:
         wait_until(lambda: server.ping() != 0, START_SECONDS)
         response = server.client.get("/ping")
@@ -200,10 +204,13 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
         assert refused.status_code == 503
         assert "not loaded yet" in refused.json()["message"]
         time.sleep(5)  # by now the engine's own process has been started
+        assert [*sockets()]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
+        assert not [*sockets()]
     finally:
         server.stop()
+        temporary.cleanup()
 
 
 @pytest.mark.parametrize(
