@@ -61,9 +61,10 @@ class EventLoopWatch:
             late = time.monotonic() - due
             if late <= LIMIT_SECONDS or self._reported == due:
                 continue
-            frame = sys._current_frames().get(self._thread)
-            if frame is None or due != self._due:  # it went on just now
+            frames = traceback.walk_stack(sys._current_frames().get(self._thread))
+            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # the lines may come from a slow disk
+            if due != self._due:  # it went on meanwhile
                 continue
             self._reported = due
-            stack = "".join(traceback.format_stack(frame))
-            logger.warning("the event loop has stood still for %.1f s, in:\n%s", late, stack)
+            stack.reverse()
+            logger.warning("the event loop has stood still for %.1f s, in:\n%s", late, "".join(stack.format()))

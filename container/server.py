@@ -259,16 +259,21 @@ class Process:
                 await self._end_by_failure()
 
     async def _watch_engines(self) -> None:
-        """Log each engine that dies or stalls; under `fail_fast`, end the process."""
+        """Start each engine again that dies or stalls, or log it; under `fail_fast`, end the process then."""
         server = self._settings
         ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
+        restarts_when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
         reported: set[Model] = set()
         while True:
             for model in self._models:
                 lifecycle = model.lifecycle
                 stalled = lifecycle.stalled  # looked at in any case, for the log
-                over = lifecycle.state is State.FAILED or (stalled and ends_when_stalled)
-                if over and model not in reported:
+                failed = lifecycle.state is State.FAILED
+                if (failed or (stalled and restarts_when_stalled)) and self._registrar.restart(
+                    model, lifecycle.reason or stalled
+                ):
+                    continue
+                if (failed or (stalled and ends_when_stalled)) and model not in reported:
                     reported.add(model)
                     logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
             if reported and server.fail_fast:

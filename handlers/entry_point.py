@@ -76,11 +76,11 @@ class Service:
     formatter_thread: FormatterThread | None = None
     """Where they run, and those of its adapters."""
 
-    async def stop(self) -> None:
-        """Free the engine or end the workers."""
+    async def stop(self, why: str = "the server is stopping") -> None:
+        """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
         if self.adapters is not None:
             await self.adapters.stop()
-        await self.runtime.stop()
+        await (self.runtime.stop() if self.engine is None else self.engine.stop(why))
         if self.sessions is not None:
             await self.sessions.stop()
         if self.formatter_thread is not None:

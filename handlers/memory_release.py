@@ -37,11 +37,11 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.enable()
         if len(sys.modules) > known:
             with _collecting:
                 gc.freeze()
                 _models_exempt |= _loaded
+        gc.enable()  # last: it may collect at once
 
 
 def collect_after_load(*, model_is_here: bool) -> None:

@@ -371,10 +371,15 @@ class HttpProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0] is unfinished:
             self.pipeline.popleft()
         self._unreadable = msg
-        if not self._answers() or (self._answering is unfinished and not self._answering.response_started):
+        answering = self._answering
+        if answering is None or answering.response_complete:
             super().send_400_response(msg)
-        elif self._answering is unfinished:
+        elif answering is not unfinished:
+            return
+        elif answering.response_started:
             self._connection.close()
+        else:
+            super().send_400_response(msg)
 
     def _look_for_client(self, looks: int) -> None:
         """Break the connection off if the client has left, and not just ended its own side."""

@@ -189,6 +189,32 @@ def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(
         assert server.process.wait(60) == 137
 
 
+def test_an_engine_that_dies_is_started_again_as_often_as_it_may_and_ping_tells_the_truth(
+    tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    environment = {"SERVING_ENGINE_RESTART": "2", "SERVING_FAIL_FAST": "true"}
+    with serving(tmp_path, environment, **engine_options) as server:
+        for attempt, victim in enumerate(("engine", "worker"), start=1):
+            with ThreadPoolExecutor(2) as pool:
+                own = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
+                openai = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
+                wait_until(lambda: server.metric("slipway_engine_running") > 1)
+                os.kill(server.engine_process() if victim == "engine" else server.worker_process().pid, signal.SIGKILL)
+                assert records(own.result().text)[-1]["details"]["finish_reason"] == "error"
+                *_, last, done = openai.result().text.strip().split("\n\n")
+                assert ("the engine has died" in last, done) == (True, "data: [DONE]")
+            pinged = server.client.get("/ping")
+            assert pinged.status_code == 500
+            assert server.invoke("Once").status_code == 500
+            wait_until(lambda: server.ping() == 200, START_SECONDS, about=server.log_text)
+            assert server.invoke("Once", max_new_tokens=3).status_code == 200
+            chat = {"model": "model", "prompt": "Once", "max_tokens": 3}
+            assert server.client.post("/v1/completions", json=chat).status_code == 200
+            assert f"the engine is started again in {2 ** (attempt - 1)} s ({attempt} of 2)" in server.log_text()
+        os.kill(server.engine_process(), signal.SIGKILL)
+        assert server.process.wait(60) == 137
+
+
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:

@@ -263,14 +263,14 @@ class VllmEngine:
     def status(self) -> EngineStatus:
         return self._reports.status
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:
             return
         self._stopped = True
         self._watchdog.stop()
         if self.adapters is not None:
             await self.adapters.stop()
-        self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        self._fail_all(EngineDead(f"{why}; the request was not completed"))
         await self.constraints.stop()
         await shut_down(self.async_llm)
         self._thread.end()

@@ -67,6 +67,22 @@ def test_what_imports_make_is_exempt_from_collection_and_a_loaded_model_is_not(
     assert not is_looked_at(imported), "the next collection would look through it all"
 
 
+def test_nothing_is_collected_as_an_import_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with importing():
+            monkeypatch.setitem(sys.modules, f"module_{len(sys.modules)}", ModuleType("module"))
+            made = [Cycle() for _ in range(5 * gc.get_threshold()[0])]
+        assert (len(phases), len(made) > 0) == (0, True)
+    finally:
+        gc.callbacks.remove(note)
+
+
 def test_nothing_becomes_exempt_where_nothing_was_imported() -> None:
     with importing():
         model = Cycle()
