@@ -268,6 +268,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client has ended its side. Keep the connection where a whole request is still to be answered."""
+        self._connection.flush()  # a reply may have been written in this turn
         unfinished = self._unfinished()
         if self.pipeline and self.pipeline[0][0] is unfinished:
             self.pipeline.popleft()
