@@ -24,10 +24,10 @@ from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
 from handlers.invocations import Formatting, InvocationsHandler
-from handlers.memory_release import no_collection
+from handlers.memory_release import importing
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
-from handlers.openai.handler import OpenAIHandler, openai_handler
+from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
 from handlers.workers.engine_calls import LoadedEngine
@@ -79,11 +79,11 @@ class Service:
     formatter_thread: FormatterThread | None = None
     """Where they run, and those of its adapters."""
 
-    async def stop(self) -> None:
-        """Free the engine or end the workers."""
+    async def stop(self, why: str = "the server is stopping") -> None:
+        """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
         if self.adapters is not None:
             await self.adapters.stop()
-        await self.runtime.stop()
+        await (self.runtime.stop() if self.engine is None else self.engine.stop(why))
         if self.sessions is not None:
             await self.sessions.stop()
         if self.formatter_thread is not None:
@@ -134,8 +134,9 @@ async def _load_engine(
             f"runs with option.rolling_batch={settings.rolling_batch}"
         )
     begin_import(settings)
-    with times.phase("import"), no_collection():
+    with times.phase("import"), importing():
         make_engine = await asyncio.to_thread(engine_factory, settings)
+        await asyncio.to_thread(import_front_end, settings)
     with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()

@@ -32,6 +32,8 @@ class ServerSettings:
     stall_timeout: float = 60.0
     """Seconds; 0: a stalled engine is not looked for."""
     fail_fast_when_stalled: bool = False
+    engine_restart: int = 0
+    engine_restart_when_stalled: bool = False
     log_format: Literal["plain", "json"] = "plain"
     log_level: str = "info"
     log_prompts: bool = False

@@ -50,6 +50,18 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
+def import_front_end(settings: ModelSettings) -> None:
+    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time.
+
+    Raises:
+        EngineStartError: it is not one that we know.
+    """
+    if is_vllm(settings):
+        from handlers.openai import engine_client, vllm_app  # noqa: F401
+
+        vllm_app.routers()
+
+
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
     """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
 
@@ -184,13 +196,16 @@ class _RunningCall:
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception:
-            logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
+            # Where the engine has failed, vLLM stumbles over that in some of its streams.
+            if not self._held.failed:
+                logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
         finally:
             self._held.close()
             if not self._gone.is_set():
-                self._finish(error_reply("Internal server error", "InternalServerError", 500))
+                reason = self._held.failed or "Internal server error"
+                self._finish(error_reply(reason, "InternalServerError", 500))
                 if self._held.generates:
-                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=self._held.failed)
+                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     async def _receive(self) -> dict[str, Any]:
         """The body, and after it nothing but a disconnect."""
@@ -215,6 +230,8 @@ class _RunningCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
+        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's would say how it stumbled over that
+            data = _last_events(self._path, error_reply(self._held.failed, "InternalServerError", 500))
         if last and not self._started:
             writer.reply(Reply(self._status, self._content_type, data, self._headers))
         elif last:

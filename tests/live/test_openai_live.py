@@ -481,6 +481,7 @@ class TestSmall:
             assert whole.result(timeout=60).status_code == 500
             assert whole.result().json()["error"]["type"] == "InternalServerError"
             assert '"error"' in stream.result(timeout=60).text
+            assert all("the engine has died" in call.result().text for call in (whole, stream))
         assert time.monotonic() - died < 8
         late = small.client.post("/v1/completions", json=document)
         assert late.status_code == 500

@@ -13,7 +13,7 @@ from typing import Any
 
 import vllm.platforms
 from vllm import SamplingParams
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,13 +146,12 @@ class VllmEngine:
                     await asyncio.sleep(0)
                 own = params if index == 0 else sibling(params, index)
                 await self._add(request, token_ids, own, index, target, generation, adapter)
-        except EngineDeadError:
-            raise EngineDead from None
-        except (VLLMClientError, ValueError) as error:
-            generation.cancel()
-            raise InvalidRequest(str(error)) from error
-        except BaseException:
-            generation.cancel()
+        except BaseException as error:
+            generation.cancel()  # what was registered before it failed
+            if isinstance(error, EngineDeadError):
+                raise EngineDead from None
+            if isinstance(error, VLLMClientError | ValueError):
+                raise InvalidRequest(str(error)) from error
             raise
         self.meter.started_requests += 1
         self.meter.prompt_tokens += len(token_ids)
@@ -246,7 +245,7 @@ class VllmEngine:
         for state in self._own_states():
             state.fail(error)
         # To requests that were given to AsyncLLM itself.
-        self.async_llm.output_processor.propagate_error(EngineDeadError())
+        self.async_llm.output_processor.propagate_error(GenerationError(error.message))
 
     def _own_states(self) -> list[PushedState]:
         states = self.async_llm.output_processor.request_states.values()
@@ -264,14 +263,14 @@ class VllmEngine:
     def status(self) -> EngineStatus:
         return self._reports.status
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:
             return
         self._stopped = True
         self._watchdog.stop()
         if self.adapters is not None:
             await self.adapters.stop()
-        self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        self._fail_all(EngineDead(f"{why}; the request was not completed"))
         await self.constraints.stop()
         await shut_down(self.async_llm)
         self._thread.end()

@@ -137,6 +137,27 @@ async def test_a_model_that_is_loading_is_said_in_the_words_of_each_family(
     assert "not loaded yet" in response.text
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/predictions/some%2Fmodel", 404),
+        ("/predictions/some%2fmodel", 404),
+        ("/models/model%2finvoke", 405),
+        ("/v1%2fmodels", 404),
+        ("/predictions/mod%65l", 503),
+    ],
+)
+async def test_an_encoded_slash_is_a_character_of_a_name_and_separates_nothing(
+    starting: httpx.AsyncClient, path: str, status: int
+) -> None:
+    response = await starting.post(path, json={"inputs": "x"})
+    assert response.status_code == status
+    if "some" in path:
+        assert "Model not found: some/model." in response.text
+    elif status == 404:
+        assert "resource is not found" in response.text
+
+
 @pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])
 async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_is_loading(
     starting: httpx.AsyncClient, path: str
