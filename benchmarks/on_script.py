@@ -4,7 +4,8 @@
     python -m benchmarks.on_script DIRECTORY MODEL STEP_MS rust FILE PORT
 
 MODULE runs as with `python -m`: one that uses vLLM's `AsyncLLM` in its own process. `rust` is vLLM's front end in Rust,
-whose program is FILE. Where there are several processors, the front end has the first, and the engine the others.
+whose program is FILE. Where there are several processors, the front end has the first, and the engine and the load
+client have the others.
 """
 
 from __future__ import annotations
@@ -18,17 +19,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scripted_engine import MAX_MODEL_LEN, addresses
+MAX_MODEL_LEN = 2048
+
+
+def addresses(directory: Path) -> dict[str, str]:
+    """Where front end and engine meet, by the names of vLLM's `AsyncMPClient`."""
+    return {"input_address": f"ipc://{directory}/input", "output_address": f"ipc://{directory}/output"}
+
+
+def processors() -> tuple[list[int], list[int]]:
+    """Those of the front end, and those of the engine and the load client."""
+    found = sorted(os.sched_getaffinity(0))
+    return found[:1], found[1:] or found
 
 
 def start_engine(directory: Path, model: str, step_ms: str) -> None:
     """Start the engine, in the process group of this process."""
     argv = [sys.executable, "-m", "benchmarks.scripted_engine", str(directory), model, step_ms]
     engine = subprocess.Popen(argv)
-    processors = sorted(os.sched_getaffinity(0))
-    if len(processors) > 1:
-        os.sched_setaffinity(engine.pid, processors[1:])
-        os.sched_setaffinity(0, processors[:1])
+    front_end, others = processors()
+    os.sched_setaffinity(engine.pid, others)
+    os.sched_setaffinity(0, front_end)
 
 
 def use_scripted_engine(directory: Path) -> None:

@@ -6,7 +6,7 @@ DEALER socket, outputs on a PUSH socket, messages in msgpack.
 
     python -m benchmarks.scripted_engine DIRECTORY MODEL STEP_MS
 
-The two sockets' addresses are in DIRECTORY (`addresses`). It runs until it is killed.
+The two sockets are in DIRECTORY (`on_script.addresses`). It runs until it is killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-MAX_MODEL_LEN, MAX_SEQUENCES = 2048, 1024
+from benchmarks.on_script import MAX_MODEL_LEN, addresses
+
+MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
 _STRIDE = 37
 """Tokens between the places in the text where one request begins and the next; sequences should differ."""
@@ -59,11 +61,6 @@ _READY = EngineCoreReadyResponse(
     supports_lora=False,
     max_loras=0,
 )
-
-
-def addresses(directory: Path) -> dict[str, str]:
-    """Where front end and engine meet, by the names of `AsyncMPClient`."""
-    return {"input_address": f"ipc://{directory}/input", "output_address": f"ipc://{directory}/output"}
 
 
 @dataclass(slots=True)
