@@ -505,7 +505,7 @@ class Triton(HttpPeer):
         self.environment = {
             "STEP_MS": str(engine.step_ms),
             "LD_LIBRARY_PATH": str(home.parents[1] / "nvidia_pytriton.libs"),
-            "PYTHONPATH": sysconfig.get_path("purelib"),  # for NumPy
+            "PACKAGES": sysconfig.get_path("purelib"),  # for NumPy
         }
         options = [f"--model-repository={work_dir}/models", f"--backend-directory={work_dir}/backends"]
         options += [f"--http-port={self.port}", "--http-address=127.0.0.1", "--allow-grpc=0", "--allow-metrics=0"]

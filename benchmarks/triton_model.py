@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from typing import Any
+
+sys.path.append(os.environ["PACKAGES"])  # Triton looks into none but the system's
 
 import numpy as np
 import triton_python_backend_utils as triton
