@@ -64,10 +64,10 @@ live: install-dev ## Tests with the real engine and real clients
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks
 
-bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=vllm-rs)
+bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=FILE, TRITON=DIR)
 	mkdir -p build/bench
 	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
-		$(if $(RUST),--rust $(RUST))
+		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON))
 
 gpu-proof: install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh

@@ -91,6 +91,9 @@ def main(
     kv_cache_gib: Annotated[int, typer.Option(min=1, help="Memory of each peer's KV cache.")] = 1,
     step_ms: Annotated[float, typer.Option(min=0.1, help="Time between two tokens of the scripted engine.")] = 4.0,
     rust: Annotated[Path | None, typer.Option(help="vLLM's front end in Rust, vllm/vllm-rs in its GPU wheel.")] = None,
+    triton: Annotated[
+        Path | None, typer.Option(help="What `pip install --target DIR nvidia-pytriton 'numpy<2'` has made.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "",
     seconds: Annotated[float, typer.Option(help="How long each run starts requests.")] = 4.0,
@@ -128,7 +131,7 @@ def main(
                 loads=_loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
             )
-            samples += run(plan, [PEERS[peer](asked, rust) for peer in peer_names], log_dir, _say)
+            samples += run(plan, [PEERS[peer](asked, rust, triton) for peer in peer_names], log_dir, _say)
     except ServerError as error:
         _say(str(error))
         raise typer.Exit(1) from None

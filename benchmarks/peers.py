@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -318,9 +317,12 @@ class Peer(ABC):
     name: ClassVar[str]
     server: Server
 
-    def __init__(self, contracts: Sequence[str] = ("lmi",), rust: Path | None = None) -> None:
-        """`contracts`: in which Slipway is asked, and others as far as they have them. `rust`: vLLM's front end."""
-        self.contracts, self.rust = contracts, rust
+    def __init__(
+        self, contracts: Sequence[str] = ("lmi",), rust: Path | None = None, triton: Path | None = None
+    ) -> None:
+        """`contracts`: in which Slipway is asked, and others as far as they have them. `rust`: the program vllm-rs.
+        `triton`: the directory with the packages of nvidia-pytriton."""
+        self.contracts, self.rust, self.triton = contracts, rust, triton
 
     def missing(self, engine: Engine) -> str:
         """Return why it cannot be compared here; "" if it can."""
@@ -464,10 +466,12 @@ class Rust(HttpPeer):
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is None:
             return "it is measured on a scripted engine alone"
-        return "" if self._program() else "vLLM's wheel has no vllm-rs here (--rust FILE says where it is)"
+        return "" if self._program() else "this vLLM comes without vllm-rs (--rust FILE)"
 
     def _program(self) -> Path | None:
-        return self.rust or found_in_package("vllm", "vllm-rs")
+        vllm = importlib.util.find_spec("vllm")
+        places = list(vllm.submodule_search_locations or ()) if vllm is not None else []
+        return self.rust or next((file for place in places if (file := Path(place, "vllm-rs")).exists()), None)
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         return module(engine, work_dir, "rust", str(self._program()), str(self.port))
@@ -482,7 +486,7 @@ class Triton(HttpPeer):
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is None:
             return "it is measured on a script alone"
-        return "" if found_in_package("pytriton", "tritonserver") else "nvidia-pytriton is not installed"
+        return "" if self.triton else "it was not said where nvidia-pytriton is (--triton DIR)"
 
     def variants(self, stream: bool) -> list[str]:
         return [self.name] if stream else []  # its model streams
@@ -491,8 +495,8 @@ class Triton(HttpPeer):
         return triton
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        home = found_in_package("pytriton", "tritonserver")
-        assert home is not None, "`missing` has said so"
+        assert self.triton is not None, "`missing` has said so"
+        home = self.triton / "pytriton" / "tritonserver"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         shutil.copytree(home / "backends" / "python", work_dir / "backends" / "python")
         stub = shutil.copy(home / "python_backend_stubs" / version / TRITON_STUB, work_dir / "backends" / "python")
@@ -504,8 +508,8 @@ class Triton(HttpPeer):
             file.chmod(0o755)
         self.environment = {
             "STEP_MS": str(engine.step_ms),
-            "LD_LIBRARY_PATH": str(home.parents[1] / "nvidia_pytriton.libs"),
-            "PACKAGES": sysconfig.get_path("purelib"),  # for NumPy
+            "LD_LIBRARY_PATH": str(self.triton / "nvidia_pytriton.libs"),
+            "PACKAGES": str(self.triton),
         }
         options = [f"--model-repository={work_dir}/models", f"--backend-directory={work_dir}/backends"]
         options += [f"--http-port={self.port}", "--http-address=127.0.0.1", "--allow-grpc=0", "--allow-metrics=0"]
@@ -543,13 +547,6 @@ class Bare(Peer):
 
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Vllm, Rust, Triton, Bare)}
-
-
-def found_in_package(package: str, name: str) -> Path | None:
-    """A file or folder of an installed package, which is not imported; None where there is none."""
-    spec = importlib.util.find_spec(package)
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return next((file for place in places if (file := Path(place, name)).exists()), None)
 
 
 def command_line(arguments: EngineArguments) -> list[str]:

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-sys.path.append(os.environ["PACKAGES"])  # Triton looks into none but the system's
+sys.path.append(os.environ["PACKAGES"])  # with the NumPy that Triton's Python backend was built for
 
 import numpy as np
 import triton_python_backend_utils as triton
