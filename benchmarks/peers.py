@@ -38,6 +38,7 @@ MODEL = "m"
 LOGPROBS = "+logprobs"
 """Ends the name of a variant whose streams carry log probabilities."""
 START_TIMEOUT_S = 300.0
+IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 30.0
 """Time for a load's process to start and to end, beside the load's own limit."""
@@ -143,6 +144,15 @@ class Server:
         with contextlib.suppress(psutil.NoSuchProcess):
             return _tree_cpu_time(psutil.Process(self._process.pid), engine=False)
         raise self.error("ended")
+
+    def wait_idle(self) -> None:
+        """Wait until what it still does for its start is done, or for `IDLE_TIMEOUT_S`."""
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        used = IDLE_CPU_S + 1
+        while used > IDLE_CPU_S and time.monotonic() < deadline:
+            before = self.cpu_time()
+            time.sleep(1.0)
+            used = (self.cpu_time() - before).front_end
 
     def pause(self) -> None:
         """Stop all of it: vLLM's workers poll for a second after their last step."""

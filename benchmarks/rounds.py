@@ -95,6 +95,8 @@ def run(workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report:
             stack.enter_context(peer.start(workload.engine, directory))
         for peer in peers:
             peer.wait_ready()
+        for peer in peers:
+            peer.server.wait_idle()
             peer.server.pause()
         samples: list[Sample] = []
         for load in workload.loads:
