@@ -149,6 +149,7 @@ def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
         if len(levels) < 2:
             continue
         stream = next(iter(groups.values()))[0].stream
+        peers = list(dict.fromkeys(_peer(variant) for _, variant in groups))
         panels = {"rate": f"{'tokens' if stream else 'requests'}/s", "cpu_us_per_token": "CPU, µs"}
         panels |= {f"figures.{name}": _TIMES[name] for name in _TIMES if stream or not name.startswith("gap")}
         figure, axes = pyplot.subplots(len(panels) // 2, 2, figsize=(12, 2 * len(panels)), layout="constrained")
@@ -156,14 +157,21 @@ def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
             for variant in dict.fromkeys(variant for _, variant in groups):
                 of_variant = [groups.get((level, variant)) for level in levels]
                 points = [_median(group, value) if group else float("nan") for group in of_variant]
-                axis.plot(levels, points, marker="o", label=variant)
+                color = f"C{peers.index(_peer(variant))}"
+                style = {"linestyle": ":" if variant.endswith(LOGPROBS) else "-", "marker": _marker(variant)}
+                axis.plot(levels, points, color=color, label=variant, **style)
             axis.set(xlabel="clients", ylabel=label, xscale="log", xticks=levels, xticklabels=levels, ylim=0)
+            axis.minorticks_off()
         figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper")
         figure.suptitle(f"{workload}: {load}")
         written.append(directory / f"{workload}-{load}.png".replace(" ", "-"))
         figure.savefig(written[-1], dpi=100)
         pyplot.close(figure)
     return written
+
+
+def _marker(variant: str) -> str:
+    return {"": "o", "chat": "s", "openai": "^"}.get(contract_of(variant), "x")
 
 
 def _peer(variant: str) -> str:
