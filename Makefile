@@ -14,10 +14,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live bench gpu-proof image image-test lock clean
+.PHONY: help install install-dev run test lint unit live bench bench-front-end gpu-proof image image-test lock clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
 install: $(VENV)/.installed-$(DEVICE) ## Install what serving needs
 
@@ -38,8 +38,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
 # vLLM's sampler is FlashInfer's, which compiles itself at the first start, with ninja and the toolkit that CUDA_HOME names.
 ifeq ($(DEVICE),gpu)
-run live bench gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
-run live bench gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
+run live bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
 run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
@@ -63,6 +63,11 @@ live: install-dev ## Tests with the real engine and real clients
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks
+
+bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=FILE, TRITON=DIR)
+	mkdir -p build/bench
+	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
+		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON))
 
 gpu-proof: install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh

@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -50,9 +51,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     first_p50_ms: float
     """From sending the request to the first byte of the body, or to the engine's first output."""
-    first_p90_ms: float
+    first_p99_ms: float
     total_p50_ms: float
-    total_p90_ms: float
+    total_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    """Between records of a stream, or outputs of the engine; records that are read together count as one."""
     client_cpu_s: float
     """CPU time of the process that made the load."""
     client_real_time: bool = False
@@ -68,6 +72,7 @@ class Tally:
         self._errors: Counter[str] = Counter()
         self._first: list[float] = []
         self._total: list[float] = []
+        self._gaps = array("d")
         self._cpu_started = time.process_time()
         self._started = clock()
 
@@ -76,6 +81,9 @@ class Tally:
         self._records += records
         self._first.append(first_s)
         self._total.append(total_s)
+
+    def gap(self, seconds: float) -> None:
+        self._gaps.append(seconds)
 
     def failed(self, error: str) -> None:
         self._errors[error] += 1
@@ -89,17 +97,19 @@ class Tally:
             records=self._records,
             wall_s=clock() - self._started,
             first_p50_ms=1000 * percentile(self._first, 0.5),
-            first_p90_ms=1000 * percentile(self._first, 0.9),
+            first_p99_ms=1000 * percentile(self._first, 0.99),
             total_p50_ms=1000 * percentile(self._total, 0.5),
-            total_p90_ms=1000 * percentile(self._total, 0.9),
+            total_p99_ms=1000 * percentile(self._total, 0.99),
+            gap_p50_ms=1000 * percentile(self._gaps, 0.5),
+            gap_p99_ms=1000 * percentile(self._gaps, 0.99),
             client_cpu_s=time.process_time() - self._cpu_started,
         )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; NaN without values."""
+    """The nearest-rank percentile; 0 without values."""
     if not values:
-        return math.nan
+        return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -313,6 +323,8 @@ class Client(asyncio.Protocol):
         self._reopen = False
         self._sent = 0.0
         self._first = 0.0
+        self._last = 0.0
+        """When the last record came."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -329,15 +341,20 @@ class Client(asyncio.Protocol):
         if answer is None:
             self.give_up("bytes that no request asked for")
             return
+        records = answer.markers
         try:
             answer.feed(data)
         except ResponseError as error:
             self.give_up(str(error))
             return
+        now = clock()
         if not self._first and answer.body_bytes:
-            self._first = clock()
+            self._first = now
+        if answer.markers > records:
+            if records:
+                self._load.tally.gap(now - self._last)
+            self._last = now
         if answer.complete:
-            now = clock()
             self._answer = None
             self._load.answered(self, answer, (self._first or now) - self._sent, now - self._sent)
 
