@@ -31,6 +31,7 @@ import os
 import pickle
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
@@ -39,12 +40,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from handlers.engines.cpu_memory import page_cache
@@ -56,6 +58,8 @@ _run_in_subprocess = required_function(registry, "_run_in_subprocess")
 _vllms_context, _, _ = (
     required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
 )
+for _executor in (multiproc_executor, uniproc_executor):
+    required_function(_executor, "get_file_store_init_method")
 _cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
@@ -157,6 +161,13 @@ def prepare_engine(report: Connection) -> None:
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
     multiproc_executor.get_mp_context = context
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = _meeting_place
+
+
+def _meeting_place() -> str:
+    """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
+    return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
 
 
 def prepare_worker(report: Connection) -> None:
