@@ -16,8 +16,8 @@ REQUEST_SECONDS = 120.0
 """After which a request without a whole reply has hung; no fault lasts as long."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
-_BROKEN_PAUSE = 0.1
-"""Seconds that a client waits where nothing listens."""
+_FAILED_PAUSE = 0.1
+"""Seconds that a client waits where nothing listens, or the model is not there."""
 _BUSY = (b"queue is full", b"overloaded")
 """What every contract's refusal says that comes of a full queue."""
 
@@ -78,7 +78,6 @@ class Load:
             outcome = "broken"
             if 0 not in self.truth_since(sent).statuses:
                 self.violations.append(f"{contract.name} ({manner}): the connection broke: {error}")
-            await asyncio.sleep(_BROKEN_PAUSE)
         except Hung as error:
             outcome = "hung"
             self.violations.append(f"{contract.name} ({manner}): {error}")
@@ -88,6 +87,8 @@ class Load:
         finally:
             self._open -= 1
         self.outcomes[contract.name, outcome] += 1
+        if outcome in ("broken", "failed"):
+            await asyncio.sleep(_FAILED_PAUSE)
         if outcome == "complete":
             self.completed.append((sent, clock()))
 
