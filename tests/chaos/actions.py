@@ -69,8 +69,9 @@ class Stage:
         return None
 
     async def served(self, since: float, seconds: float = 60.0) -> float | None:
-        """Seconds until there was a complete answer to a request that was sent after this."""
-        while clock() < since + seconds:
+        """Seconds until there was a complete answer to a request that was sent after this; looks for `seconds`."""
+        deadline = clock() + seconds
+        while clock() < deadline:
             if (at := self.load.first_completed(since)) is not None:
                 return at - since
             await asyncio.sleep(0.02)
