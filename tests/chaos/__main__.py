@@ -54,7 +54,11 @@ class Report:
 
 
 def subject(
-    directory: Path, stall_timeout: float = STALL_TIMEOUT, max_model_len: int = 1024, queue: int = 64
+    directory: Path,
+    stall_timeout: float = STALL_TIMEOUT,
+    max_model_len: int = 1024,
+    queue: int = 64,
+    engine_restarts: int = 0,
 ) -> Subject:
     """A server of the tiny model with few places, which has just been started."""
     model = prepare_tiny_model()
@@ -78,6 +82,8 @@ def subject(
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+    if engine_restarts:
+        environment["SERVING_ENGINE_RESTART"] = str(engine_restarts)
     return Subject(directory, environment, **options)
 
 
@@ -127,10 +133,11 @@ def chaos(
     actions: Iterable[Action],
     adapter: Path | None,
     stall_timeout: float = STALL_TIMEOUT,
+    engine_restarts: int = 0,
 ) -> Report:
     """One run against a new server."""
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
-        tested = subject(Path(directory), stall_timeout)
+        tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
         try:
             tested.wait_until_ready()
             return asyncio.run(_chaos(tested, seed, seconds, clients, actions, adapter))
@@ -190,6 +197,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
+    parser.add_argument("--engine-restarts", type=int, default=0, help="SERVING_ENGINE_RESTART of each server")
     parser.add_argument("--actions", help="these, such as 'fill:100 kill_engine:0', in the place of random ones")
     parser.add_argument("--replays", type=int, default=10, help="runs to shorten a failing list of actions with")
     parser.add_argument("--json", type=Path, help="where to write the report")
@@ -198,7 +206,8 @@ def main() -> int:
     adapter = tiny_adapter()
 
     def report_of(actions: Iterable[Action]) -> Report:
-        return chaos(given.seed, 60 * given.minutes, given.clients, actions, adapter, given.stall_timeout)
+        seconds, restarts = 60 * given.minutes, given.engine_restarts
+        return chaos(given.seed, seconds, given.clients, actions, adapter, given.stall_timeout, restarts)
 
     report = report_of(actions)
     text = json.dumps(asdict(report), indent=1)

@@ -125,6 +125,10 @@ async def _kill(stage: Stage, name: str) -> None:
     truth.is_now(500, errors=True, after=stage.grace)
     stage.subject.process(name).kill()
     told = await stage.seen(500, begun)
+    if stage.subject.engine_restarts:
+        await asyncio.to_thread(stage.subject.wait_until_restarted)
+        stage.recoveries.append(Recovery(f"{name} killed, started again in place", told, clock() - begun))
+        return
     await asyncio.sleep(stage.random.uniform(0.0, 1.0))
     code = await asyncio.to_thread(stage.subject.end, stage.grace)
     if code != 0:

@@ -13,9 +13,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -53,7 +54,7 @@ class Sample:
     second: float
     processes: dict[str, Process]
     lag: float | None
-    """Seconds, of the event loop, as the server measures it."""
+    """Seconds, of the event loop since the last sample, at most."""
     ping: float | None
     """Seconds, the longest since the last sample."""
     p50: float | None
@@ -69,11 +70,13 @@ async def soak(tested: Subject, seed: int, clients: int, seconds: float, every: 
     stage = Stage(tested, load, Random(seed), None, grace=5.0)
     samples: list[Sample] = []
     begun = last = clock()
+    lags: dict[float, float] = {}
     turn = 0
     while clock() < begun + seconds:
         await asyncio.sleep(every)
         now = clock()
-        samples.append(await _sample(tested, load, last, now - begun))
+        sample, lags = await _sample(tested, load, last, now - begun, lags)
+        samples.append(sample)
         last = now
         if (turn := turn + 1) % _LEAVING == 0:
             await leave(stage, _LEAVING)
@@ -83,19 +86,23 @@ async def soak(tested: Subject, seed: int, clients: int, seconds: float, every: 
     return samples, load
 
 
-async def _sample(tested: Subject, load: Load, since: float, second: float) -> Sample:
+async def _sample(
+    tested: Subject, load: Load, since: float, second: float, lags: Mapping[float, float]
+) -> tuple[Sample, dict[float, float]]:
     times = [end - begin for begin, end in load.completed if end >= since]
     pings = [ping.received - ping.sent for ping in list(tested.watch.pings) if ping.received >= since]
     _, metrics = await load.ask("/metrics", method="GET")
-    return Sample(
+    new_lags = _lags(metrics.decode())
+    sample = Sample(
         second=round(second, 1),
         processes=await asyncio.to_thread(_processes, tested),
-        lag=_lag(metrics.decode()),
+        lag=_longest(lags, new_lags),
         ping=max(pings, default=None),
         p50=percentile(times, 0.5) if times else None,
         p99=percentile(times, 0.99) if times else None,
         requests=len(load.completed),
     )
+    return sample, new_lags
 
 
 def _processes(tested: Subject) -> dict[str, Process]:
@@ -117,12 +124,18 @@ def _name(process: psutil.Process) -> str:
     return "resource tracker" if "resource_tracker" in command else process.name()
 
 
-def _lag(metrics: str) -> float | None:
-    """The gauge, or the longest of a histogram's buckets that has anything in it."""
-    for line in metrics.splitlines():
-        if line.startswith((f"{_LAG} ", f"{_LAG}{{")):
-            return float(line.split()[-1])
-    return None
+def _lags(metrics: str) -> dict[float, float]:
+    """How often the event loop was at most so late, by the histogram's limits; empty on a server without it."""
+    found = re.findall(rf'^{_LAG}_bucket{{(?:[^}}]*,)?le="([^"]+)"[^}}]*}} (\S+)$', metrics, re.M)
+    return {float(limit): float(count) for limit, count in found}
+
+
+def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> float | None:
+    """The limit of the highest bucket that got something meanwhile."""
+    limits = sorted(after)
+    within = {limit: after[limit] - before.get(limit, 0.0) for limit in limits}
+    new = [limit for last, limit in zip([None, *limits], limits, strict=False) if within[limit] > within.get(last, 0.0)]
+    return max(new, default=None)
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:

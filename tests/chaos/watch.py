@@ -124,6 +124,8 @@ class Subject:
     def __init__(self, directory: Path, environment: dict[str, str], **options: object) -> None:
         self.truth = Truth()
         self.left_behind: list[str] = []
+        self.engine_restarts = 0
+        """How often this server will start its engine anew."""
         self.stall_timeout = float(environment.get("SERVING_STALL_TIMEOUT", "60"))
         self._directory = directory
         self._model_dir = write_model(directory / "model", **options)
@@ -143,6 +145,16 @@ class Subject:
 
     def wait_until_ready(self) -> None:
         self.truth.is_now(0, 503, 200, errors=True)
+        self.engine_restarts = int(self._environment.get("SERVING_ENGINE_RESTART", "0"))
+        self._wait_until_served()
+
+    def wait_until_restarted(self) -> None:
+        """Wait for the engine, which the server starts anew by itself."""
+        self.truth.is_now(500, 200, errors=True)
+        self.engine_restarts -= 1
+        self._wait_until_served()
+
+    def _wait_until_served(self) -> None:
         self.server.wait_until_ready()
         # The first requests compile code, for longer than the stall time where the machine is busy.
         self.truth.is_now(200, 500, errors=True)
