@@ -66,6 +66,8 @@ async def _talk(
     if manner == "sends slowly":
         step = len(request) // _PARTS + 1
         for start in range(0, len(request), step):
+            if writer.transport.is_closing():
+                break
             writer.write(request[start : start + step])
             await asyncio.sleep(random.uniform(0.0, 0.1))
     else:

@@ -135,7 +135,7 @@ def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> flo
     limits = sorted(after)
     within = {limit: after[limit] - before.get(limit, 0.0) for limit in limits}
     new = [limit for last, limit in zip([None, *limits], limits, strict=False) if within[limit] > within.get(last, 0.0)]
-    return max(new, default=None)
+    return min(max(new), limits[-2]) if new else None  # the last bucket has no limit
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
