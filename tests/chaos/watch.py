@@ -230,8 +230,8 @@ class Subject:
         files = [path for path in sorted(self._temporary.iterdir()) if not path.name.startswith(_CACHES)]
         if clean:
             self.left_behind += [str(path) for path in files]
-        for path in files:  # a killed server cannot; the next one here removes them in time
-            shutil.rmtree(path, ignore_errors=True)
+        for path in files:  # what a killed server has left: the next one is not to blame for it
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         return code
 
     def _alive(self) -> list[psutil.Process]:
