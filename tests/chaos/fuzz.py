@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import shutil
 import subprocess
@@ -66,7 +67,7 @@ class Report:
 
 def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
     """A body with one to four things wrong with it, or with nothing of JSON."""
-    document: Any = json.loads(json.dumps(body))
+    document: Any = copy.deepcopy(body)
     for _ in range(random.randint(1, 4)):
         document = _changed(document, properties, random)
     data = json.dumps(document, ensure_ascii=random.random() < 0.7).encode(errors="surrogatepass")
@@ -77,7 +78,7 @@ def mutated(body: dict[str, Any], properties: list[str], random: Random) -> byte
 
 def _changed(document: Any, properties: list[str], random: Random) -> Any:
     if not isinstance(document, dict) or random.random() < 0.03:
-        return random.choice(_HOSTILE)
+        return _hostile(random)
     keys = list(document)
     choice = random.random()
     if keys and choice < 0.1:
@@ -90,10 +91,14 @@ def _changed(document: Any, properties: list[str], random: Random) -> Any:
         elif isinstance(inner, list) and inner and random.random() < 0.7:
             inner[random.randrange(len(inner))] = _changed(inner[0], properties, random)
         else:
-            document[key] = random.choice(_HOSTILE)
+            document[key] = _hostile(random)
     else:
-        document[random.choice(properties)] = random.choice(_HOSTILE)
+        document[random.choice(properties)] = _hostile(random)
     return document
+
+
+def _hostile(random: Random) -> Any:
+    return copy.deepcopy(random.choice(_HOSTILE))  # it may be changed itself
 
 
 def _damaged(data: bytes, random: Random) -> bytes:

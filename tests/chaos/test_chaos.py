@@ -9,6 +9,7 @@ import pytest
 from tests.chaos.__main__ import chaos, shortest
 from tests.chaos.actions import Action
 from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
+from tests.chaos.fuzz import mutated
 from tests.chaos.watch import Truth, clock
 
 _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_requests:20", "model:6", "freeze:1.5")
@@ -72,3 +73,11 @@ def test_an_action_is_read_as_it_was_written() -> None:
 def test_what_is_neither_whole_nor_an_error_of_its_contract_is_malformed(contract: Contract, answer: Answer) -> None:
     with pytest.raises(Malformed):
         contract.judge(answer, 3)
+
+
+def test_a_mutated_body_is_the_same_for_the_same_seed_and_no_two_are_alike() -> None:
+    body = CONTRACTS[0].body(3)
+    made = [[mutated(body, ["top_p", "stop"], random) for _ in range(500)] for random in (Random(4), Random(4))]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 400
+    assert body == CONTRACTS[0].body(3)
