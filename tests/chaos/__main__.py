@@ -77,7 +77,6 @@ def subject(
     environment = {
         "SERVING_STALL_TIMEOUT": str(stall_timeout),
         "SERVING_JOB_QUEUE_SIZE": str(queue),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # compiled once
         # One thread: several would wait for each other where others use the processors.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

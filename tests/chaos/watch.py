@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import http.client
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from handlers.cache_dir import cache_dir
 from tests.chaos.contracts import CONTRACTS
 from tests.live.server import Server, write_model
 from tests.waiting import wait_until
@@ -25,7 +27,7 @@ clock = time.monotonic
 _PING_SECONDS = 0.05
 _PING_TIMEOUT = 30.0
 _CACHES = "torchinductor_"
-"""Names of directories that are kept for the next start."""
+"""Of the directory where PyTorch keeps what it has compiled."""
 _TOGETHER = 16
 _END_SECONDS = 20.0
 """In which processes of a server that was killed end."""
@@ -131,7 +133,10 @@ class Subject:
         self._model_dir = write_model(directory / "model", **options)
         # vLLM's sockets are here, and their paths must be short.
         self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
-        self._environment = environment | {"TMPDIR": str(self._temporary)}
+        compiled = cache_dir() / "inductor"
+        compiled.mkdir(parents=True, exist_ok=True)
+        (self._temporary / f"{_CACHES}{getpass.getuser()}").symlink_to(compiled)  # once for all runs: it takes 20 s
+        self._environment = environment | {"TMPDIR": str(self._temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
         self._logs: list[Path] = []
         self.server = self._started()
         self.watch = PingWatch(self.server.port, self.truth)
