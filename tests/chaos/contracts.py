@@ -44,6 +44,8 @@ def _openai_error(record: Json) -> bool:
 
 
 def _lmi_error(record: Json) -> bool:
+    if _openai_error(record):  # completions are vLLM's, errors included
+        return True
     if "error" in record:
         return isinstance(record["error"], str) and isinstance(record.get("code"), int)
     return set(record) == {"code", "type", "message"}
