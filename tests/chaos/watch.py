@@ -173,7 +173,7 @@ class Subject:
         self.server = self._started(self.server.port)
         self.wait_until_ready()
 
-    def end(self, grace: float = 0.0) -> int:
+    def end(self, grace: float = 5.0) -> int:
         """SIGTERM; returns the exit code. `grace`: seconds in which `/ping` may still tell what it told before."""
         before = self.truth.between(clock(), clock()).statuses
         self.truth.is_now(*before, 503, 0, errors=True)
