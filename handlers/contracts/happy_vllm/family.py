@@ -110,12 +110,12 @@ _REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
 def _generating(summary: str, media_type: str) -> Operation:
     """A route that generates, for the API description."""
-    answers = {
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {
         "200": ("The texts", {media_type: _ANSWER}),
         "422": ("The request is wrong", {JSON: _INVALID}),
         "500": ("Generation failed", {JSON: OBJECT}),
     }
-    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers=answers | _UNREAD)
+    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={**answers, **_UNREAD})
 
 
 def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
