@@ -189,7 +189,7 @@ class Fuzz:
                 self.violations.append(f"POST {contract.path} {content_type} {body[:500]!r}: {error}")
 
 
-def routes(url: str, seed: int, seconds: float) -> tuple[bool, str]:
+def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, str]:
     """Have schemathesis try every route of the API description; returns whether all was well, and its summary."""
     program = Path(sys.executable).with_name("st")
     command = [str(program) if program.exists() else shutil.which("st") or "st", "run", f"{url}/openapi.json"]
@@ -198,7 +198,7 @@ def routes(url: str, seed: int, seconds: float) -> tuple[bool, str]:
     command += ["--exclude-method", "DELETE", "--exclude-method", "PUT", "--exclude-path-regex", _EXCLUDED]
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command += ["--checks", checks, "--request-timeout", "90"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300, cwd=directory)
     return done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
@@ -235,7 +235,9 @@ def main() -> int:
             share = 0.0 if given.no_routes else _SHARE_OF_ROUTES
             description = httpx.get(f"{tested.server.url}/openapi.json", timeout=60).json()
             fuzzing = asyncio.run(fuzz(tested, description, given.seed, seconds * (1 - share)))
-            well, summary = (True, "") if not share else routes(tested.server.url, given.seed, seconds * share)
+            well, summary = (
+                (True, "") if not share else routes(tested.server.url, given.seed, seconds * share, Path(directory))
+            )
             violations = fuzzing.violations + asyncio.run(idle(tested)) + tested.watch.lies
             violations += [] if well else ["schemathesis found something; see routes"]
             log = tested.log_text()
