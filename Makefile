@@ -9,12 +9,16 @@ DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
 # Processes that run tests side by side; 0: none but make's own.
 WORKERS ?= 2
+# Of `chaos`, `fuzz`, `soak` and `overload`.
+MINUTES ?= 2
+SEED ?= 1
 # PyTorch's public index of CPU wheels, asked where pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live bench bench-front-end gpu-proof image image-test lock clean
+.PHONY: help install install-dev run test lint unit live chaos fuzz soak overload bench bench-front-end gpu-proof image \
+	image-test lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -60,6 +64,18 @@ unit: install-dev ## Tests that start no engine
 
 live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests -n $(WORKERS) -m live
+
+chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+
+fuzz: install-dev ## Wrong bodies, and every route of the API description (MINUTES, SEED)
+	$(BIN)/python -m tests.chaos.fuzz --minutes $(MINUTES) --seed $(SEED)
+
+soak: install-dev ## A steady load, and plots of what the processes hold: build/soak.png (MINUTES, SEED)
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED)
+
+overload: install-dev ## Ten times as many clients as can be served (MINUTES)
+	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks

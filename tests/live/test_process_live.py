@@ -123,7 +123,7 @@ def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_no
     temporary = Path(small.environment["TMPDIR"])
     assert [path for path in temporary.rglob("*") if path.is_socket()], "vLLM has its sockets elsewhere now"
     drain(small, signal.SIGINT)
-    assert not [path for path in temporary.rglob("*") if path.is_socket()]
+    assert not [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # a cache
 
 
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:

@@ -32,6 +32,7 @@ import os
 import pickle
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
@@ -40,12 +41,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from handlers.engines.cpu_memory import page_cache
@@ -58,6 +60,8 @@ _vllms_context, _, _ = (
     required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
 )
 _await_workers = required_function(MultiprocExecutor, "_ensure_worker_termination")
+for _executor in (multiproc_executor, uniproc_executor):
+    required_function(_executor, "get_file_store_init_method")
 _cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
@@ -160,6 +164,8 @@ def prepare_engine(report: Connection) -> None:
 
     multiproc_executor.get_mp_context = context
     MultiprocExecutor._ensure_worker_termination = staticmethod(_end_workers)
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = _meeting_place
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
@@ -172,6 +178,11 @@ def _end_workers(workers: Sequence[BaseProcess]) -> None:
         for worker in workers:
             worker.kill()
     _await_workers(workers)
+
+
+def _meeting_place() -> str:
+    """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
+    return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
 
 
 def prepare_worker(report: Connection) -> None:
