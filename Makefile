@@ -9,15 +9,19 @@ DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
 # Processes that run tests side by side; 0: none but make's own.
 WORKERS ?= 2
+# Of `chaos`, `fuzz`, `soak` and `overload`.
+MINUTES ?= 2
+SEED ?= 1
 # PyTorch's public index of CPU wheels, asked where pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live bench gpu-proof image image-test lock clean
+.PHONY: help install install-dev run test lint unit live chaos fuzz soak overload bench bench-front-end gpu-proof image \
+	image-test lock clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
 install: $(VENV)/.installed-$(DEVICE) ## Install what serving needs
 
@@ -38,8 +42,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
 # vLLM's sampler is FlashInfer's, which compiles itself at the first start, with ninja and the toolkit that CUDA_HOME names.
 ifeq ($(DEVICE),gpu)
-run live bench gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
-run live bench gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
+run live bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
 run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
@@ -61,8 +65,25 @@ unit: install-dev ## Tests that start no engine
 live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests -n $(WORKERS) -m live
 
+chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+
+fuzz: install-dev ## Wrong bodies, and every route of the API description (MINUTES, SEED)
+	$(BIN)/python -m tests.chaos.fuzz --minutes $(MINUTES) --seed $(SEED)
+
+soak: install-dev ## A steady load, and plots of what the processes hold: build/soak.png (MINUTES, SEED)
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED)
+
+overload: install-dev ## Ten times as many clients as can be served (MINUTES)
+	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
+
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
 	$(BIN)/python -m benchmarks
+
+bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=FILE, TRITON=DIR)
+	mkdir -p build/bench
+	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
+		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON))
 
 gpu-proof: install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh

@@ -1,10 +1,15 @@
-"""`python -m benchmarks`: Slipway against vLLM's own server and against the engine alone."""
+"""`python -m benchmarks`: Slipway against other servers on the same engine, and against the engine alone.
+
+`__main__` reads the options; `rounds` starts what is compared (`peers`) and measures it in turns; `load` is the load
+client; `report` writes tables and plots. Where there is no model, `on_script` runs a front end on a `scripted_engine`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -15,7 +20,7 @@ import typer
 
 from benchmarks.bare import EngineLoad
 from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerError
-from benchmarks.report import markdown
+from benchmarks.report import markdown, plots
 from benchmarks.rounds import Sample, Workload, run
 from benchmarks.tiny_model import prepare_tiny_model
 from container.devices import gpu_count
@@ -43,6 +48,23 @@ class Model(StrEnum):
     SAMPLE = "a"
     TINY = "b"
     BOTH = "both"
+    FRONT_END = "front-end"
+
+
+WORKLOADS = {
+    Model.SAMPLE: ["sample"],
+    Model.TINY: ["tiny"],
+    Model.BOTH: ["sample", "tiny"],
+    Model.FRONT_END: ["front-end"],
+}
+DEFAULTS = {
+    "peers": ("slipway,vllm,bare", "slipway,vllm,rust,triton"),
+    "contracts": ("lmi", "lmi,openai,chat,triton"),
+    "concurrency": ("1,8,32,128", "1,8,32,128,256"),
+}
+"""Of options: with a model, and without."""
+BURST = 128
+"""Requests that come in one moment."""
 
 
 class Device(StrEnum):
@@ -54,51 +76,62 @@ class Device(StrEnum):
 
 def main(
     workload: Annotated[
-        Model, typer.Option(help="a: the sample model; b: a tiny Llama, where the front end is the limit.")
+        Model,
+        typer.Option(
+            help="a: the sample model; b: a tiny Llama, where the front end is the limit; "
+            "front-end: no model, but an engine that follows a script."
+        ),
     ] = Model.BOTH,
-    model: Annotated[Path | None, typer.Option(help="Directory of another model for workload a.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of another model for workload a; for front-end, of its tokenizer.")
+    ] = None,
     device: Annotated[
         Device | None, typer.Option(help="What the engines run on; by default a GPU if there is one.")
     ] = None,
     kv_cache_gib: Annotated[int, typer.Option(min=1, help="Memory of each peer's KV cache.")] = 1,
+    step_ms: Annotated[float, typer.Option(min=0.1, help="Time between two tokens of the scripted engine.")] = 4.0,
+    rust: Annotated[Path | None, typer.Option(help="vLLM's front end in Rust, vllm/vllm-rs in its GPU wheel.")] = None,
+    triton: Annotated[
+        Path | None, typer.Option(help="What `pip install --target DIR nvidia-pytriton 'numpy<2'` has made.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,8,32,128",
+    concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "",
     seconds: Annotated[float, typer.Option(help="How long each run starts requests.")] = 4.0,
     timeout: Annotated[
         float, typer.Option(help="When a run ends at the latest; unfinished requests are errors.")
     ] = 90.0,
     peers: Annotated[
-        str, typer.Option(help="What to compare, separated by commas; ratios are to the first.")
-    ] = ",".join(PEERS),
+        str, typer.Option(help=f"What to compare, separated by commas; ratios are to the first: {', '.join(PEERS)}.")
+    ] = "",
     contracts: Annotated[
         str, typer.Option(help=f"Contracts in which Slipway is asked, separated by commas: {', '.join(CONTRACTS)}.")
-    ] = "lmi",
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="One short round with 8 and 32 clients, as a trial.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     samples_file: Annotated[Path | None, typer.Option(help="Write each run's figures here, as JSON.")] = None,
+    plot_dir: Annotated[Path | None, typer.Option(help="Draw plots here, as PNG; needs matplotlib.")] = None,
 ) -> None:
-    """Print Markdown tables of throughput, time to the first byte and CPU time per token."""
+    """Print Markdown tables of throughput, times to the first byte and between tokens, and CPU time per token."""
     if quick:
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    peer_names = _known(peers, PEERS, "--peers")
-    asked = tuple(_known(contracts, CONTRACTS, "--contracts"))
-    levels = _levels(concurrency)
-    on_gpu = gpu_count() > 0 if device is None else device is Device.GPU
-    names = {Model.SAMPLE: ["sample"], Model.TINY: ["tiny"], Model.BOTH: ["sample", "tiny"]}[workload]
+    scripted = workload is Model.FRONT_END
+    peer_names = _known(peers or DEFAULTS["peers"][scripted], PEERS, "--peers")
+    asked = _known(contracts or DEFAULTS["contracts"][scripted], CONTRACTS, "--contracts")
+    levels = _levels(concurrency or DEFAULTS["concurrency"][scripted])
+    on_gpu = not scripted and (gpu_count() > 0 if device is None else device is Device.GPU)
     samples: list[Sample] = []
     try:
-        for name in names:
+        for name in WORKLOADS[workload]:
+            engine = _engine(name, model, on_gpu, kv_cache_gib)
             plan = Workload(
                 name=name,
-                engine=_engine(name, model, on_gpu, kv_cache_gib),
-                loads=_loads(slow=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
-                concurrency=levels,
+                engine=dataclasses.replace(engine, step_ms=step_ms) if scripted else engine,
+                loads=_loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
-                contracts=asked,
             )
-            samples += run(plan, peer_names, log_dir, _say)
+            samples += run(plan, [PEERS[peer](asked, rust, triton) for peer in peer_names], log_dir, _say)
     except ServerError as error:
         _say(str(error))
         raise typer.Exit(1) from None
@@ -106,6 +139,8 @@ def main(
         if samples_file and samples:
             samples_file.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
     typer.echo(markdown(samples))
+    if plot_dir is not None:
+        _draw(samples, plot_dir)
     if any(sample.figures.errors for sample in samples):
         raise typer.Exit(1)
 
@@ -118,12 +153,24 @@ def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> E
     return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
 
 
-def _loads(*, slow: bool, seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Streams and one-token answers; `slow`: the streams are short."""
-    return tuple(
-        EngineLoad(prompt=PROMPT, tokens=tokens, stream=stream, concurrency=1, seconds=seconds, timeout=timeout)
-        for tokens, stream in ((32 if slow else 128, True), (1, False))
+def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
+    """Streams and one-token answers with each number of clients, and a burst of streams; `short`: of few tokens."""
+    tokens = 32 if short else 128
+    one = EngineLoad(
+        name="streams", prompt=PROMPT, tokens=tokens, stream=True, concurrency=1, seconds=seconds, timeout=timeout
     )
+    kinds = (one, msgspec.structs.replace(one, name="one token", tokens=1, stream=False))
+    # Every client makes one request.
+    burst = msgspec.structs.replace(one, name="burst", tokens=32, concurrency=BURST, seconds=0.0)
+    return *(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels), burst
+
+
+def _draw(samples: Sequence[Sample], directory: Path) -> None:
+    try:
+        for file in plots(samples, directory):
+            _say(f"wrote {file}")
+    except ImportError as error:
+        _say(f"without plots: {error}")
 
 
 def _known(text: str, known: Iterable[str], option: str) -> list[str]:

@@ -22,6 +22,8 @@ from benchmarks.load import Figures, Tally, Waves, clock
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One load run: what every request asks for, from how many clients, for how long."""
 
+    name: str
+    """Of the kind of load."""
     prompt: str
     tokens: int
     stream: bool
@@ -62,10 +64,13 @@ class BareRun:
 
     async def _request(self, request_id: str) -> None:
         started = clock()
-        first = 0.0
+        first = last = 0.0
         tokens = records = 0
         async for output in self._llm.generate({"prompt": self._load.prompt}, self._sampling, request_id):
-            first = first or clock()
+            now = clock()
+            if first:
+                self._tally.gap(now - last)
+            first, last = first or now, now
             tokens += len(output.outputs[0].token_ids)
             records += 1
         if tokens == self._load.tokens:

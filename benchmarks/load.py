@@ -15,8 +15,10 @@ import asyncio
 import gc
 import math
 import os
+import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -31,6 +33,7 @@ from container.server import allow_open_files
 CONNECT_TIMEOUT_S = 10.0
 SHOWN_ERROR_BYTES = 200
 TAIL_BYTES = 1024
+_REFUSALS = (429, 503)
 
 clock = time.perf_counter
 
@@ -50,11 +53,18 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     first_p50_ms: float
     """From sending the request to the first byte of the body, or to the engine's first output."""
-    first_p90_ms: float
+    first_p99_ms: float
     total_p50_ms: float
-    total_p90_ms: float
+    total_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    """Between records of a stream, or outputs of the engine; records that are read together count as one."""
     client_cpu_s: float
     """CPU time of the process that made the load."""
+    refused: int = 0
+    """Answers of status 429 or 503, where `LoadSpec.pause` says that clients come again; no errors then."""
+    refused_p50_ms: float = math.nan
+    refused_p99_ms: float = math.nan
     client_real_time: bool = False
     """Whether that process had real-time priority; see `take_precedence`."""
 
@@ -68,6 +78,8 @@ class Tally:
         self._errors: Counter[str] = Counter()
         self._first: list[float] = []
         self._total: list[float] = []
+        self._gaps = array("d")
+        self._refused: list[float] = []
         self._cpu_started = time.process_time()
         self._started = clock()
 
@@ -76,6 +88,12 @@ class Tally:
         self._records += records
         self._first.append(first_s)
         self._total.append(total_s)
+
+    def gap(self, seconds: float) -> None:
+        self._gaps.append(seconds)
+
+    def refused(self, total_s: float) -> None:
+        self._refused.append(total_s)
 
     def failed(self, error: str) -> None:
         self._errors[error] += 1
@@ -89,17 +107,22 @@ class Tally:
             records=self._records,
             wall_s=clock() - self._started,
             first_p50_ms=1000 * percentile(self._first, 0.5),
-            first_p90_ms=1000 * percentile(self._first, 0.9),
+            first_p99_ms=1000 * percentile(self._first, 0.99),
             total_p50_ms=1000 * percentile(self._total, 0.5),
-            total_p90_ms=1000 * percentile(self._total, 0.9),
+            total_p99_ms=1000 * percentile(self._total, 0.99),
+            gap_p50_ms=1000 * percentile(self._gaps, 0.5),
+            gap_p99_ms=1000 * percentile(self._gaps, 0.99),
+            refused=len(self._refused),
+            refused_p50_ms=1000 * percentile(self._refused, 0.5),
+            refused_p99_ms=1000 * percentile(self._refused, 0.99),
             client_cpu_s=time.process_time() - self._cpu_started,
         )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; NaN without values."""
+    """The nearest-rank percentile; 0 without values."""
     if not values:
-        return math.nan
+        return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -110,13 +133,15 @@ class Waves:
     So the number of concurrent requests stays the same until nearly the end of the run.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, together: bool = True) -> None:
+        """`together`: False: each client sends as many as it can."""
         self._deadline = clock() + seconds
         self._opened = 1
+        self._together = together
 
     def admits(self, made: int) -> bool:
         """Whether a client that has made this many requests may make another."""
-        if made < self._opened:
+        if self._together and made < self._opened:
             return True
         if clock() >= self._deadline:
             return False
@@ -201,6 +226,9 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Must occur in the end of the body."""
     exact_records: bool = False
     """A complete answer has exactly as many records as tokens."""
+    pause: float = 0.0
+    """Seconds after which a client comes again whom a full queue refused, give or take a half; each client sends as
+    many requests as it can then. 0: a refusal is an error."""
 
     def request_bytes(self) -> bytes:
         """The whole HTTP request."""
@@ -222,7 +250,7 @@ class Load:
         self.marker = spec.marker.encode()
         self.tally = Tally()
         self._end_marker = spec.end_marker.encode()
-        self._waves = Waves(spec.seconds)
+        self._waves = Waves(spec.seconds, together=not spec.pause)
         self._made: Counter[int] = Counter()
         self._clients: dict[int, Client] = {}
         self._idle = asyncio.Event()
@@ -230,7 +258,7 @@ class Load:
     async def run(self) -> Figures:
         clients = await asyncio.gather(*(self._connect(number) for number in range(self.spec.concurrency)))
         self.tally = Tally()
-        self._waves = Waves(self.spec.seconds)
+        self._waves = Waves(self.spec.seconds, together=not self.spec.pause)
         self._clients = {client.number: client for client in clients if client}
         for client in clients:
             if client:
@@ -247,15 +275,17 @@ class Load:
 
     def answered(self, client: Client, answer: ResponseReader, first_s: float, total_s: float) -> None:
         """The client has read its answer."""
+        if self.spec.pause and answer.status in _REFUSALS:
+            self.tally.refused(total_s)
+            pause = self.spec.pause * random.uniform(0.5, 1.5)
+            asyncio.get_running_loop().call_later(pause, self._go_on, client, answer.keep_alive)
+            return
         if error := self._error(answer):
             self.tally.failed(error)
         else:
             records = answer.markers
             self.tally.answered(tokens=self.spec.tokens, records=records, first_s=first_s, total_s=total_s)
-        if answer.keep_alive:
-            self._continue(client)
-        else:
-            client.close(reopen=True)
+        self._go_on(client, answer.keep_alive)
 
     def left(self, client: Client, *, reopen: bool) -> None:
         """The client's connection is closed."""
@@ -265,6 +295,12 @@ class Load:
         self._clients.pop(client.number, None)
         if not self._clients:
             self._idle.set()
+
+    def _go_on(self, client: Client, keep_alive: bool) -> None:
+        if keep_alive:
+            self._continue(client)
+        else:
+            client.close(reopen=True)
 
     def _continue(self, client: Client) -> None:
         """Send the client's next request, or close its connection."""
@@ -313,6 +349,8 @@ class Client(asyncio.Protocol):
         self._reopen = False
         self._sent = 0.0
         self._first = 0.0
+        self._last = 0.0
+        """When the last record came."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -329,15 +367,20 @@ class Client(asyncio.Protocol):
         if answer is None:
             self.give_up("bytes that no request asked for")
             return
+        records = answer.markers
         try:
             answer.feed(data)
         except ResponseError as error:
             self.give_up(str(error))
             return
+        now = clock()
         if not self._first and answer.body_bytes:
-            self._first = clock()
+            self._first = now
+        if answer.markers > records:
+            if records:
+                self._load.tally.gap(now - self._last)
+            self._last = now
         if answer.complete:
-            now = clock()
             self._answer = None
             self._load.answered(self, answer, (self._first or now) - self._sent, now - self._sent)
 

@@ -1,14 +1,17 @@
-"""What is compared: Slipway, vLLM's own API server and the bare engine, all with the same engine arguments.
+"""What is compared: Slipway, vLLM's own API server, in Python and in Rust, Triton, and the bare engine.
 
-Each is a server in a process group of its own, so that all of it can be paused, stopped and accounted for.
+All have the same engine arguments, or the same script (`benchmarks.scripted_engine`) instead of a model. Each is a
+server in a process group of its own, so that all of it can be paused, stopped and accounted for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,20 +31,34 @@ import psutil
 
 from benchmarks.bare import EngineLoad
 from benchmarks.load import Figures, LoadSpec, command
+from benchmarks.on_script import processors
 
 MODEL = "m"
 """The served model's name."""
 LOGPROBS = "+logprobs"
 """Ends the name of a variant whose streams carry log probabilities."""
 START_TIMEOUT_S = 300.0
+IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 30.0
 """Time for a load's process to start and to end, beside the load's own limit."""
 LOG_TAIL_LINES = 30
-ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker")
-"""In the titles of vLLM's engine process and its workers, which are siblings where a fork server starts them."""
+ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
+"""In the titles of engine processes and their workers, which are siblings where a fork server starts them."""
 ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
 """No server logs a line for each request."""
+
+TRITON_STUB = "triton_python_backend_stub"
+TRITON_CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "text_input", data_type: TYPE_STRING, dims: [ 1 ] } ]
+output [
+  { name: "text_output", data_type: TYPE_STRING, dims: [ 1 ] },
+  { name: "finish_reason", data_type: TYPE_STRING, dims: [ 1 ] }
+]
+instance_group [ { kind: KIND_CPU, count: 1 } ]
+"""
 
 EngineArguments = Mapping[str, str | int | float | bool]
 
@@ -53,6 +70,8 @@ class Engine:
     model_dir: Path
     arguments: EngineArguments
     """By the names of vLLM's `AsyncEngineArgs`, without the model."""
+    step_ms: float | None = None
+    """Time between two tokens of a scripted engine; None: the model runs."""
 
 
 class ServerError(Exception):
@@ -74,14 +93,16 @@ class CpuTime:
 class Server:
     """A process and its children. Leaving the context ends them all."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path, *, pipes: bool = False) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], log: Path, *, pipes: bool = False, environment: Mapping[str, str] = {}
+    ) -> None:
         """`pipes`: standard input and output are for requests and answers; else output goes to the log as well."""
         self.name = name
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 argv,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **environment},
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else output,
                 stderr=output,
@@ -123,6 +144,15 @@ class Server:
         with contextlib.suppress(psutil.NoSuchProcess):
             return _tree_cpu_time(psutil.Process(self._process.pid), engine=False)
         raise self.error("ended")
+
+    def wait_idle(self) -> None:
+        """Wait until what it still does for its start is done, or for `IDLE_TIMEOUT_S`."""
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        used = IDLE_CPU_S + 1
+        while used > IDLE_CPU_S and time.monotonic() < deadline:
+            before = self.cpu_time()
+            time.sleep(1.0)
+            used = (self.cpu_time() - before).front_end
 
     def pause(self) -> None:
         """Stop all of it: vLLM's workers poll for a second after their last step."""
@@ -223,6 +253,20 @@ def openai(load: EngineLoad) -> Wording:
     )
 
 
+def chat(load: EngineLoad) -> Wording:
+    """OpenAI's chat completions, with vLLM's own parameters."""
+    body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": load.prompt}]}
+    body |= {"max_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "stream": load.stream}
+    if load.logprobs:
+        body["logprobs"] = True
+    return Wording(
+        path="/v1/chat/completions",
+        body=body,
+        marker="data: {" if load.stream else "",
+        end_marker='"finish_reason":"length"',
+    )
+
+
 def triton(load: EngineLoad) -> Wording:
     """Triton's generate extension, as vLLM's backend for it takes it."""
     body: dict[str, object] = {"text_input": load.prompt, "max_tokens": load.tokens, "ignore_eos": True}
@@ -263,12 +307,18 @@ def tgi(load: EngineLoad) -> Wording:
 CONTRACTS: dict[str, Callable[[EngineLoad], Wording]] = {
     "lmi": lmi,
     "openai": openai,
+    "chat": chat,
     "triton": triton,
     "happy_vllm": happy_vllm,
     "tgi": tgi,
 }
-STREAM_LOGPROBS = {"lmi": (False, True), "openai": (False, True), "triton": (False, True), "tgi": (True,)}
-"""Whether a contract's streams have log probabilities: where they are optional, both are measured."""
+OPTIONAL_LOGPROBS = ("lmi", "openai", "chat", "triton")
+"""Contracts whose streams have log probabilities if they are asked for; both are measured. TGI's always have them."""
+
+
+def contract_of(variant: str) -> str:
+    """What follows the peer's name in a variant's; "" where it is asked in its usual contract."""
+    return variant.removesuffix(LOGPROBS).partition(":")[2]
 
 
 class Peer(ABC):
@@ -276,6 +326,17 @@ class Peer(ABC):
 
     name: ClassVar[str]
     server: Server
+
+    def __init__(
+        self, contracts: Sequence[str] = ("lmi",), rust: Path | None = None, triton: Path | None = None
+    ) -> None:
+        """`contracts`: in which Slipway is asked, and others as far as they have them. `rust`: the program vllm-rs.
+        `triton`: the directory with the packages of nvidia-pytriton."""
+        self.contracts, self.rust, self.triton = contracts, rust, triton
+
+    def missing(self, engine: Engine) -> str:
+        """Return why it cannot be compared here; "" if it can."""
+        return ""
 
     @abstractmethod
     def start(self, engine: Engine, work_dir: Path) -> Server:
@@ -294,22 +355,38 @@ class Peer(ABC):
         return [self.name, self.name + LOGPROBS] if stream else [self.name]
 
 
+def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[str]:
+    """The command line that runs a module, on a scripted engine if there is to be one."""
+    script: list[str] = []
+    if engine.step_ms is not None:
+        script = ["benchmarks.on_script", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
+    return [sys.executable, "-m", *script, name, *arguments]
+
+
 class HttpPeer(Peer):
     """A server that the load client asks."""
 
     ready_path: ClassVar[str]
+    environment: Mapping[str, str] = {}
 
     @abstractmethod
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         """The server's command line, with the port `self.port` on the loopback address."""
 
     def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
-        return openai
+        return CONTRACTS[contract_of(variant) or "openai"]
+
+    def variants(self, stream: bool) -> list[str]:
+        """For completions, with which other contracts are compared as well, and for chats."""
+        names = [self.name, f"{self.name}:chat"] if "chat" in self.contracts else [self.name]
+        return [name + end for name in names for end in ("", LOGPROBS)] if stream else names
 
     def start(self, engine: Engine, work_dir: Path) -> Server:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
-        self.server = Server(self.name, self.argv(engine, work_dir), work_dir / f"{self.name}.log")
+        self._scripted = engine.step_ms is not None
+        argv = self.argv(engine, work_dir)
+        self.server = Server(self.name, argv, work_dir / f"{self.name}.log", environment=self.environment)
         return self.server
 
     def wait_ready(self) -> None:
@@ -329,8 +406,14 @@ class HttpPeer(Peer):
             seconds=load.seconds,
             timeout=load.timeout,
         )
+        place = (lambda: os.sched_setaffinity(0, processors()[1])) if self._scripted else None
         finished = subprocess.run(
-            command(spec), stdout=subprocess.PIPE, check=True, timeout=load.timeout + GRACE_S, process_group=0
+            command(spec),
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=load.timeout + GRACE_S,
+            process_group=0,
+            preexec_fn=place,
         )
         self.server.check_alive()
         return msgspec.json.decode(finished.stdout, type=Figures)
@@ -352,38 +435,96 @@ class Slipway(HttpPeer):
     name = "slipway"
     ready_path = "/ping"
 
-    def __init__(self, contracts: Sequence[str] = ("lmi",)) -> None:
-        self._contracts = contracts
-
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         model_dir = work_dir / "model"
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
-        return [sys.executable, "-m", "container", "serve", "--model-dir", str(model_dir), *address]
+        return module(engine, work_dir, "container", "serve", "--model-dir", str(model_dir), *address)
 
     def variants(self, stream: bool) -> list[str]:
-        return [
-            self.name + ("" if contract == "lmi" else f":{contract}") + (LOGPROBS if logprobs else "")
-            for contract in self._contracts
-            for logprobs in (STREAM_LOGPROBS.get(contract, (False,)) if stream else (False,))
-        ]
+        names: list[str] = []
+        for contract in self.contracts:
+            name = self.name + ("" if contract == "lmi" else f":{contract}")
+            ends = ("", LOGPROBS) if contract in OPTIONAL_LOGPROBS else (LOGPROBS if contract == "tgi" else "",)
+            names += [name + end for end in ends] if stream else [name]
+        return names
 
     def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
-        return CONTRACTS[variant.removesuffix(LOGPROBS).partition(":")[2] or "lmi"]
+        return CONTRACTS[contract_of(variant) or "lmi"]
 
 
 class Vllm(HttpPeer):
-    """vLLM's API server, asked for completions."""
+    """vLLM's API server in Python."""
 
     name = "vllm"
     ready_path = "/health"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         # The module and not `vllm serve`, which refuses to run where vLLM was installed under another name.
-        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--disable-uvicorn-access-log"]
-        model = ["--model", str(engine.model_dir), "--served-model-name", MODEL]
-        return [*program, "--host", "127.0.0.1", "--port", str(self.port), *model, *command_line(engine.arguments)]
+        arguments = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(self.port)]
+        arguments += ["--model", str(engine.model_dir), "--served-model-name", MODEL, *command_line(engine.arguments)]
+        return module(engine, work_dir, "vllm.entrypoints.openai.api_server", *arguments)
+
+
+class Rust(HttpPeer):
+    """vLLM's front end in Rust, which is in its wheel for GPUs."""
+
+    name = "rust"
+    ready_path = "/health"
+
+    def missing(self, engine: Engine) -> str:
+        if engine.step_ms is None:
+            return "it is measured on a scripted engine alone"
+        return "" if self._program() else "this vLLM comes without vllm-rs (--rust FILE)"
+
+    def _program(self) -> Path | None:
+        vllm = importlib.util.find_spec("vllm")
+        places = list(vllm.submodule_search_locations or ()) if vllm is not None else []
+        return self.rust or next((file for place in places if (file := Path(place, "vllm-rs")).exists()), None)
+
+    def argv(self, engine: Engine, work_dir: Path) -> list[str]:
+        return module(engine, work_dir, "rust", str(self._program()), str(self.port))
+
+
+class Triton(HttpPeer):
+    """NVIDIA's Triton, out of the wheel nvidia-pytriton, with `benchmarks.triton_model` in its Python backend."""
+
+    name = "triton"
+    ready_path = "/v2/health/ready"
+
+    def missing(self, engine: Engine) -> str:
+        if engine.step_ms is None:
+            return "it is measured on a script alone"
+        return "" if self.triton else "it was not said where nvidia-pytriton is (--triton DIR)"
+
+    def variants(self, stream: bool) -> list[str]:
+        return [self.name] if stream else []  # its model streams
+
+    def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
+        return triton
+
+    def argv(self, engine: Engine, work_dir: Path) -> list[str]:
+        assert self.triton is not None, "`missing` has said so"
+        home = self.triton / "pytriton" / "tritonserver"
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        shutil.copytree(home / "backends" / "python", work_dir / "backends" / "python")
+        stub = shutil.copy(home / "python_backend_stubs" / version / TRITON_STUB, work_dir / "backends" / "python")
+        (work_dir / "models" / MODEL / "1").mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("triton_model.py"), work_dir / "models" / MODEL / "1" / "model.py")
+        (work_dir / "models" / MODEL / "config.pbtxt").write_text(TRITON_CONFIG)
+        program = home / "bin" / "tritonserver"
+        for file in (Path(stub), program):
+            file.chmod(0o755)
+        self.environment = {
+            "STEP_MS": str(engine.step_ms),
+            "LD_LIBRARY_PATH": str(self.triton / "nvidia_pytriton.libs"),
+            "PACKAGES": str(self.triton),
+        }
+        options = [f"--model-repository={work_dir}/models", f"--backend-directory={work_dir}/backends"]
+        options += [f"--http-port={self.port}", "--http-address=127.0.0.1", "--allow-grpc=0", "--allow-metrics=0"]
+        place = ",".join(map(str, processors()[0]))
+        return ["taskset", "-c", place, str(program), *options]
 
 
 class Bare(Peer):
@@ -393,7 +534,7 @@ class Bare(Peer):
 
     def start(self, engine: Engine, work_dir: Path) -> Server:
         arguments = json.dumps({**engine.arguments, "model": str(engine.model_dir)})
-        argv = [sys.executable, "-m", "benchmarks.bare", arguments]
+        argv = module(engine, work_dir, "benchmarks.bare", arguments)
         self.server = Server(self.name, argv, work_dir / "bare.log", pipes=True)
         return self.server
 
@@ -415,7 +556,7 @@ class Bare(Peer):
         return line
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Vllm, Bare)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Vllm, Rust, Triton, Bare)}
 
 
 def command_line(arguments: EngineArguments) -> list[str]:

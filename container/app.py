@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
@@ -26,6 +27,7 @@ from container.settings.settings import ServerSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
+from handlers.meter import Distribution
 from handlers.model_settings import ModelSettings
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -33,6 +35,10 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 _ANY = "*"
 """All methods that a path has nothing else for."""
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
+_ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
+_SLASH_OF_NAME = "\udc2f"
+"""Stands for an encoded slash while a route is looked for: that is a character of a name, and separates nothing
+(RFC 3986, section 2.2). No path that is decoded has it."""
 _ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
 """What the API description shows where there are several models, or none yet."""
 
@@ -71,9 +77,12 @@ class Routes:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
-        methods = self._plain.get(scope["path"]) or self._match(scope)
+        path = scope["path"]
+        if b"%2" in scope["raw_path"]:
+            path = unquote(_ENCODED_SLASH.sub(_SLASH_OF_NAME, scope["raw_path"].decode("ascii")))
+        methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
-            application = self._mounted(scope["path"])
+            application = self._mounted(path)
         else:
             application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
         await application(scope, receive, send)
@@ -85,10 +94,12 @@ class Routes:
     def _mounted(self, path: str) -> Application:
         return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
 
-    def _match(self, scope: Any) -> Mapping[str, Application] | None:
+    def _match(self, scope: Any, path: str) -> Mapping[str, Application] | None:
         for pattern, methods in self._patterns.values():
-            if (found := pattern.fullmatch(scope["path"])) is not None:
-                scope["path_params"] = found.groupdict()
+            if (found := pattern.fullmatch(path)) is not None:
+                scope["path_params"] = {
+                    key: text.replace(_SLASH_OF_NAME, "/") for key, text in found.groupdict().items()
+                }
                 return methods
         return None
 
@@ -118,12 +129,16 @@ class _Page:
 
 
 def create_app(
-    models: Models, settings: ServerSettings, registrar: Registrar, mounts: Sequence[Mount] = ()
+    models: Models,
+    settings: ServerSettings,
+    registrar: Registrar,
+    mounts: Sequence[Mount] = (),
+    lag: Distribution | None = None,
 ) -> Applications:
-    """The applications of one server, and whatever is mounted beside them."""
+    """The applications of one server, and whatever is mounted beside them; `lag`: of the event loop, in seconds."""
     counts = HttpCounts()
     state = AppState(models, settings, counts)
-    metrics = Metrics(models, counts)
+    metrics = Metrics(models, counts, lag)
     description = _Description(models)
 
     routes = Routes(answered_early(state, "unknown", _not_found), mounts)

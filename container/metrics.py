@@ -38,8 +38,9 @@ _NONE: Labels = {}
 class Metrics(Collector):
     """Everything that /metrics shows."""
 
-    def __init__(self, models: Models, counts: HttpCounts) -> None:
-        self._models, self._counts = models, counts
+    def __init__(self, models: Models, counts: HttpCounts, lag: Distribution | None = None) -> None:
+        """`lag`: how late the event loop is, in seconds."""
+        self._models, self._counts, self._lag = models, counts, lag
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -93,6 +94,8 @@ class Metrics(Collector):
             there, total = sum(m.progress.bytes for m in remote), sum(m.progress.total_bytes for m in remote)
             yield _gauge("slipway_download_bytes", "Bytes of remote weights that are on this machine.", there)
             yield _gauge("slipway_download_total_bytes", "Bytes of remote weights in all.", total)
+        if self._lag is not None:
+            yield _histogram("slipway_event_loop_lag_seconds", "How late the event loop is.", self._lag)
         yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._models.open_calls)
 
     def _generation(self, meter: Meter) -> Iterable[Metric]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +26,7 @@ import psutil
 import uvicorn
 
 from container.app import Application, Mount, create_app
+from container.event_loop import EventLoopWatch
 from container.http.protocol import Cork, HttpProtocol, check_uvicorn
 from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
@@ -34,6 +38,7 @@ from container.settings.values import Value
 from handlers.cache_dir import cache_dir, is_writable
 from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError
+from handlers.memory_release import importing
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,10 @@ _SOCKET_PATH = 107
 """Bytes of a socket's path on Linux (unix(7))."""
 _SOCKET_NAME = 37
 """Bytes of the names that vLLM gives them: a slash and a UUID."""
+
+_SOCKETS_PREFIX = "slipway-sockets-"
+_LEFT_SECONDS = 60.0
+"""How old a directory without a server is that was left behind; a younger one may be about to be locked."""
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
@@ -89,13 +98,37 @@ def socket_directory() -> Iterator[None]:
     if _SOCKETS in os.environ:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="slipway-", ignore_cleanup_errors=True) as directory:
+    _remove_left_directories()
+    with tempfile.TemporaryDirectory(prefix=_SOCKETS_PREFIX, ignore_cleanup_errors=True) as directory:
+        lock = _lock(directory)  # until this process ends, however it does
         if len(os.fsencode(directory)) + _SOCKET_NAME <= _SOCKET_PATH:
             os.environ[_SOCKETS] = directory
         try:
             yield
         finally:
             os.environ.pop(_SOCKETS, None)
+            if lock is not None:
+                os.close(lock)
+
+
+def _remove_left_directories() -> None:
+    """Remove what servers have left that were killed; a container that restarts in place would gather it."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_SOCKETS_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT_SECONDS and (lock := _lock(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(directory: str | Path) -> int | None:
+    """Lock a directory; returns None where another process has."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 class _Server(uvicorn.Server):
@@ -146,12 +179,16 @@ def http_server(application: Application) -> uvicorn.Server:
 class Process:
     """One container process and its models."""
 
-    def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
+    def __init__(
+        self, startup: Startup, mounts: Sequence[Mount] = (), clean_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """`clean_up`: called where the process ends at once."""
         self._settings = startup.server
-        self._mounts = mounts
+        self._mounts, self._clean_up = mounts, clean_up
+        self._loop_watch = EventLoopWatch()
         self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
         self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
-        applications = create_app(self._models, startup.server, self._registrar, mounts)
+        applications = create_app(self._models, startup.server, self._registrar, mounts, self._loop_watch.lag)
         self._servers = [(http_server(applications.main), startup.server.host, startup.server.port)]
         if applications.management is not None and startup.server.management_address is not None:
             host, port = address(startup.server.management_address)
@@ -171,6 +208,7 @@ class Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        self._loop_watch.start()
         loading = asyncio.create_task(self._load())
         servers = zip(self._servers, sockets, strict=True)
         await asyncio.gather(*(server.serve([listener]) for (server, _, _), listener in servers))
@@ -185,6 +223,7 @@ class Process:
             await self._models.stop()
         if self._unfinished:
             _kill_children()
+        self._loop_watch.stop()
         return self._exit_code
 
     async def _load(self) -> None:
@@ -220,16 +259,21 @@ class Process:
                 await self._end_by_failure()
 
     async def _watch_engines(self) -> None:
-        """Log each engine that dies or stalls; under `fail_fast`, end the process."""
+        """Start each engine again that dies or stalls, or log it; under `fail_fast`, end the process then."""
         server = self._settings
         ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
+        restarts_when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
         reported: set[Model] = set()
         while True:
             for model in self._models:
                 lifecycle = model.lifecycle
                 stalled = lifecycle.stalled  # looked at in any case, for the log
-                over = lifecycle.state is State.FAILED or (stalled and ends_when_stalled)
-                if over and model not in reported:
+                failed = lifecycle.state is State.FAILED
+                if (failed or (stalled and restarts_when_stalled)) and self._registrar.restart(
+                    model, lifecycle.reason or stalled
+                ):
+                    continue
+                if (failed or (stalled and ends_when_stalled)) and model not in reported:
                     reported.add(model)
                     logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
             if reported and server.fail_fast:
@@ -248,6 +292,7 @@ class Process:
         if self._stopping is not None or self._models.starting:
             logger.warning("%s: ending at once", name)
             _kill_children()
+            self._clean_up()
             os._exit(EXIT_OK if self._models.starting else 128 + number)
         logger.info("%s: draining for at most %g s", name, self._settings.drain_timeout)
         self._stopping = asyncio.create_task(self._drain())
@@ -282,13 +327,18 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _run(process: Process) -> int:
+async def _run(process: Process, clean_up: Callable[[], None]) -> int:
     """`process.run`, after which the process ends soon, whatever its threads do.
 
     The interpreter joins the threads of all executors, and one may hang in a model's code or in a session's file.
     """
     code = await process.run()
-    last = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+
+    def end() -> None:
+        clean_up()
+        os._exit(code)
+
+    last = threading.Timer(_EXIT_SECONDS, end)
     last.daemon = True
     last.start()
     return code
@@ -314,10 +364,12 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     allow_open_files()
     for model in startup.models:
         begin_import(model.settings.model)
-    import uvloop
+    with importing():  # what was imported before is exempt from collection as well
+        import uvloop
 
     if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
         # LMI runs a model's code in its directory, and the code may read files from there.
         os.chdir(only.model_dir)
-    with socket_directory():
-        return uvloop.run(_run(Process(startup, mounts)))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(socket_directory())
+        return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))

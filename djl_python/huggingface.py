@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from djl_python import wire
-from djl_python.encode_decode import decode, encode
+from djl_python.encode_decode import encode
+from djl_python.input_parser import ParsedInput, parse_input_with_formatter
 from djl_python.inputs import Input
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
 from djl_python.request_io import TextInput
-from djl_python.rolling_batch.rolling_batch import RollingBatch, parse_rolling_batch_request, rolling_batch_inference
+from djl_python.rolling_batch.rolling_batch import RollingBatch
 from djl_python.streaming_utils import StreamingUtils
+from djl_python.utils import get_input_details, rolling_batch_inference
 
 _PURPOSE = "HuggingFaceService"
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off", ""}
@@ -50,7 +51,6 @@ _TASK_OF_SUFFIX = {
     "T5WithLMHeadModel": TEXT_TO_TEXT,
 }
 _MAX_ANSWER_TOKENS = 15
-_NOT_FOR_THE_MODEL = ("details", "stream", "output_formatter")
 
 
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
@@ -72,7 +72,8 @@ class HuggingFaceService:
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
         self.hf_configs: HuggingFaceSettings | None = None
-        self._properties: Mapping[str, Any] = {}
+        self.input_format_args: dict[str, Any] = {}
+        """What `parse_input_with_formatter` and custom input formatters are given."""
 
     def initialize(self, properties: Mapping[str, Any]) -> None:
         """Loads the model.
@@ -83,7 +84,7 @@ class HuggingFaceService:
             OSError: the model cannot be read.
         """
         settings = read_settings(properties)
-        self.hf_configs, self._properties = settings, properties
+        self.hf_configs = settings
         if settings.rolling_batch:
             self.rolling_batch = get_rolling_batch_class_from_str(settings.rolling_batch)(settings.model, properties)
             self.tokenizer = self.rolling_batch.get_tokenizer()
@@ -92,7 +93,12 @@ class HuggingFaceService:
         else:
             self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), settings.model, {})
             self.model, self.tokenizer = self.hf_pipeline.model, self.hf_pipeline.tokenizer
+        self.input_format_args = self.get_input_format_args()
         self.initialized = True
+
+    def get_input_format_args(self) -> dict[str, Any]:
+        """What `input_format_args` is set to once the model is loaded; a subclass may add to it."""
+        return {"configs": self.hf_configs, "tokenizer": self.tokenizer, "rolling_batch": self.rolling_batch}
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
         """The pipeline of a task; a subclass may return its own. `kwargs` is for subclasses."""
@@ -108,15 +114,16 @@ class HuggingFaceService:
         Raises:
             ValueError: the requests of a batch have different parameters, or the model refuses them.
         """
+        parsed = parse_input_with_formatter(inputs, **(self.input_format_args or self.get_input_format_args()))
         if self.rolling_batch is not None:
-            return rolling_batch_inference(self.rolling_batch, inputs, self._parse_rolling_batch_request)
-        batch = inputs.get_batches()
-        requests, errors = self._parse_all(batch)
+            return rolling_batch_inference(parsed, inputs, Output(), self.rolling_batch)
+        batch, errors = parsed.batch, parsed.errors
+        requests = self._checked(parsed)
         if len(batch) == 1 and errors:
             return Output().error(errors[0])
         if self.hf_pipeline is None:
             return self._stream(requests)
-        answers = self._predict(requests, errors)
+        answers = self._predict(parsed, requests)
         output = Output()
         for index, item in enumerate(batch):
             key = f"batch_{index}.data" if inputs.is_batch() else "data"
@@ -126,11 +133,30 @@ class HuggingFaceService:
                 encode(output, answers[index], _accepted(item), key=key)
         return output
 
-    def _predict(self, requests: Mapping[int, TextInput], errors: dict[int, str]) -> dict[int, Any]:
+    def _checked(self, parsed: ParsedInput) -> dict[int, TextInput]:
+        """The requests by their places, with a list as `input_text`; those that cannot be are added to the errors."""
+        generates = self.hf_pipeline is None or isinstance(self.hf_pipeline, GenerationPipeline)
+        places = [index for index in range(len(parsed.batch)) if index not in parsed.errors]
+        requests = {}
+        for index, request in zip(places, tuple(parsed.requests), strict=True):
+            text = request.request_input
+            if not isinstance(text.input_text, list):
+                text.input_text = [text.input_text]
+            if generates and not all(isinstance(prompt, str) for prompt in text.input_text):
+                parsed.requests.remove(request)
+                parsed.errors[index] = "Input Parsing failed. The 'inputs' field must be a string or a list of strings"
+            else:
+                requests[index] = text
+        return requests
+
+    def _predict(self, parsed: ParsedInput, requests: Mapping[int, TextInput]) -> dict[int, Any]:
         if not requests:
             return {}
         if isinstance(self.hf_pipeline, GenerationPipeline):
-            return self._generate(requests)
+            # All prompts of all requests as one batch.
+            prompts, sizes, parameters, _ = get_input_details(parsed.requests, parsed.errors, parsed.batch)
+            texts = iter(self.hf_pipeline(prompts, **parameters))
+            return {index: [next(texts) for _ in range(sizes[index])] for index in requests}
         answers: dict[int, Any] = {}
         for index, request in requests.items():
             try:
@@ -138,16 +164,8 @@ class HuggingFaceService:
             except (ValueError, TypeError) as error:
                 if len(requests) == 1:
                     raise
-                errors[index] = wire.sendable(str(error))
+                parsed.errors[index] = wire.sendable(str(error))
         return answers
-
-    def _generate(self, requests: Mapping[int, TextInput]) -> dict[int, Any]:
-        """All prompts of all requests as one batch."""
-        parameters = next(iter(requests.values())).server_parameters
-        if any(request.server_parameters != parameters for request in requests.values()):
-            raise ValueError("In order to enable dynamic batching, all input batches must have the same parameters")
-        texts = iter(self.hf_pipeline([p for request in requests.values() for p in request.input_text], **parameters))
-        return {index: [next(texts) for _ in request.input_text] for index, request in requests.items()}
 
     def _stream(self, requests: Mapping[int, TextInput]) -> Output:
         if len(requests) != 1:
@@ -160,61 +178,20 @@ class HuggingFaceService:
         texts = stream(self.model, self.tokenizer, request.input_text, None, **request.server_parameters)
         return Output().add_property("content-type", "application/jsonlines").add_stream_content(texts)
 
-    def _parse_all(self, batch: list[Input]) -> tuple[dict[int, TextInput], dict[int, str]]:
-        requests: dict[int, TextInput] = {}
-        errors: dict[int, str] = {}
-        for index, item in enumerate(batch):
-            try:
-                requests[index] = self._parse(item)
-            except Exception as error:  # also whatever a custom formatter raises
-                logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
-                errors[index] = wire.sendable(f"Input Parsing failed. {error}")
-        return requests, errors
 
-    def _parse(self, item: Input) -> TextInput:
-        custom = self._custom_formatter()
-        request = custom(item) if custom else parse_dynamic_batch_request(item)
-        request.server_parameters = {
-            name: value for name, value in request.parameters.items() if name not in _NOT_FOR_THE_MODEL
-        }
-        if not isinstance(request.input_text, list):
-            request.input_text = [request.input_text]
-        generates = self.hf_pipeline is None or isinstance(self.hf_pipeline, GenerationPipeline)
-        if generates and not all(isinstance(prompt, str) for prompt in request.input_text):
-            raise ValueError("The 'inputs' field must be a string or a list of strings")
-        return request
+class StopWord:
+    """A stopping criterion of transformers: the regular expression `stop_seq` is found at the end of the sequence.
 
-    def _parse_rolling_batch_request(self, item: Input) -> TextInput:
-        custom = self._custom_formatter()
-        request = custom(item) if custom else parse_rolling_batch_request(item, self._properties)
-        formatter = self._properties.get("output_formatter")
-        if request.output_formatter is None:
-            request.output_formatter = formatter
-        return request
-
-    def _custom_formatter(self) -> Callable[[Input], TextInput] | None:
-        """The input formatter of `model.py`, which the server adds to the properties."""
-        function = self._properties.get("input_formatter")
-        if not callable(function):
-            return None
-        return partial(function, configs=self.hf_configs, tokenizer=self.tokenizer, rolling_batch=self.rolling_batch)
-
-
-def parse_dynamic_batch_request(item: Input) -> TextInput:
-    """`inputs` and `parameters`; a document without `inputs` is the input itself.
-
-    Raises:
-        ValueError: the body is broken, or `parameters` is not an object.
+    Only the last tokens of the first sequence are looked at, as many as `stop_seq` has characters.
     """
-    document = decode(item, item.get_property("Content-Type"))
-    if not isinstance(document, dict):
-        return TextInput(input_text=document)
-    parameters = document.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise ValueError("'parameters' must be provided as an object of key-value pairs")
-    has_inputs = "inputs" in document
-    rest = {name: value for name, value in document.items() if name != "parameters"}
-    return TextInput(input_text=document["inputs"] if has_inputs else rest, parameters=parameters)
+
+    def __init__(self, tokenizer: Any, stop_seq: str) -> None:
+        self.tokenizer = tokenizer
+        self.stop_seq = stop_seq
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
+        """Whether to stop."""
+        return re.search(self.stop_seq, self.tokenizer.decode(input_ids[0][-len(self.stop_seq) :])) is not None
 
 
 def _streaming_model_class(settings: HuggingFaceSettings) -> Any:
@@ -244,6 +221,10 @@ class HuggingFaceSettings:
     stop_strings: tuple[str, ...] = ()
     rolling_batch: str = ""
     """Empty: there is none."""
+    input_formatter: Callable[..., TextInput] | None = None
+    output_formatter: Callable[..., str] | str | None = None
+    tgi_compat: bool = False
+    bedrock_compat: bool = False
     trust_remote_code: bool = False
     revision: str | None = None
     loading: Mapping[str, Any] = field(default_factory=dict)
@@ -271,6 +252,10 @@ def read_settings(properties: Mapping[str, Any]) -> HuggingFaceSettings:
         streaming=streaming,
         stop_strings=_stop_strings(str(properties.get("stop_sequence", "[]"))),
         rolling_batch="" if rolling_batch in _NO_ROLLING_BATCH else rolling_batch,
+        input_formatter=formatter if callable(formatter := properties.get("input_formatter")) else None,
+        output_formatter=properties.get("output_formatter"),
+        tgi_compat=_flag("tgi_compat", properties.get("tgi_compat", "")),
+        bedrock_compat=_flag("bedrock_compat", properties.get("bedrock_compat", "")),
         trust_remote_code=_flag("trust_remote_code", properties.get("trust_remote_code", "")),
         revision=properties.get("revision") or None,
         loading=_loading(properties),

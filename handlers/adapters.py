@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from handlers.errors import AdapterConflict, AdapterError, AdapterFailed, InvalidRequest, UnknownAdapter
+from handlers.errors import (
+    AdapterConflict,
+    AdapterError,
+    AdapterFailed,
+    AdapterTaken,
+    InvalidParameter,
+    InvalidRequest,
+    UnknownAdapter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +35,7 @@ _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
 _SHOWN = 200
 """Characters of a client's text that a message repeats."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,8 @@ class AdapterOrder:
 
     name: str
     src: str | None = None
-    """A directory; a relative one is below the model's."""
+    """A directory, of which a relative one is below the model's, or `s3://`; whatever its host takes where that reads
+    it."""
     preload: bool | None = None
     """Load it now, not with its first request."""
     pin: bool | None = None
@@ -59,6 +69,7 @@ class Adapter:
     src: str
     """As the client gave it."""
     path: Path
+    """Its directory; none need be there where the host reads `src`."""
     id: int
     """At least 1, and unique among all adapters of the model, former ones included."""
     preload: bool = True
@@ -73,6 +84,9 @@ class AdapterHost(Protocol):
     All may raise AdapterError, which leaves everything as it was.
     """
 
+    reads_src: bool
+    """Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory."""
+
     async def register(self, adapter: Adapter) -> str:
         """Make an adapter usable; it replaces a former one of its name."""
 
@@ -84,6 +98,24 @@ class AdapterHost(Protocol):
 
     async def stop(self) -> None:
         """End background work."""
+
+
+class AdapterDownloads(Protocol):
+    """Copies of adapters that are on S3."""
+
+    async def fetch(self, url: str) -> Path:
+        """Download an adapter into a directory of its own, which is returned.
+
+        Raises:
+            InvalidParameter: there is no such place, or it cannot be read.
+            AdapterFailed: the download has failed.
+        """
+
+    async def remove(self, directory: Path) -> None:
+        """Remove a directory that `fetch` has returned; any other stays."""
+
+    async def stop(self) -> None:
+        """Remove all of them."""
 
 
 class AdapterRegistry:
@@ -98,10 +130,12 @@ class AdapterRegistry:
         model_dir: Path,
         reserved: Collection[str] = (),
         faults: Callable[[Path], Sequence[str]] | None = None,
+        downloads: AdapterDownloads | None = None,
     ) -> None:
-        """`reserved`: the names of the model itself. `faults`: reasons why a directory is not allowed; may block."""
+        """`reserved`: the names of the model itself. `faults`: reasons why a directory is not allowed; may block.
+        `downloads`: None: adapters on S3 are refused."""
         self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
-        self._faults = faults
+        self._faults, self._downloads = faults, downloads
         self._adapters: dict[str, Adapter] = {}
         self._ids = itertools.count(1)
         self._orders: dict[asyncio.Task[str], str] = {}
@@ -148,9 +182,9 @@ class AdapterRegistry:
 
         Raises:
             AdapterError: it cannot be registered; everything is as before.
-            InvalidRequest: its directory is not allowed.
+            InvalidRequest: there is no such `src`, or its directory is not allowed.
         """
-        path = self._path(order)
+        path = self._path(order.src or "")
         if not _NAME.fullmatch(order.name):
             raise AdapterConflict(
                 "name must have 1 to 200 characters, none of them a slash or a control character, and not be . or ..; "
@@ -159,7 +193,7 @@ class AdapterRegistry:
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
         if order.name in self._adapters and not replacing:
-            raise AdapterConflict(f"the adapter {order.shown!r} is registered already")
+            raise AdapterTaken(order.name)
         adapter = Adapter(
             name=order.name,
             src=order.src or "",
@@ -175,14 +209,18 @@ class AdapterRegistry:
         return await self._complete(self._register(adapter), busy=order.name)
 
     async def update(self, order: AdapterOrder) -> str:
-        """Change whether an adapter is preloaded or pinned, and its options. Returns the host's message, or "".
+        """Change whether an adapter is preloaded or pinned, its options, and its `src` where its host reads that.
+
+        Returns the host's message, or "".
 
         Raises:
             UnknownAdapter: no adapter has this name.
             AdapterError: it cannot be changed; everything is as before.
+            InvalidRequest: its new directory is not allowed.
         """
         adapter = self.get(order.name, order.alias)
-        if order.src is not None and order.src != adapter.src:
+        src = adapter.src if order.src is None else order.src
+        if src != adapter.src and not self._host.reads_src:
             raise AdapterFailed(
                 f"src of a registered adapter cannot be changed: it is {adapter.src!r}; unregister it first"
             )
@@ -190,6 +228,8 @@ class AdapterRegistry:
             raise AdapterFailed(f"the adapter {order.shown!r} is pinned, which cannot be undone; unregister it first")
         changed = replace(
             adapter,
+            src=src,
+            path=adapter.path if src == adapter.src else self._path(src),
             preload=adapter.preload if order.preload is None else order.preload,
             pin=adapter.pin if order.pin is None else order.pin,
             alias=order.alias or adapter.alias,
@@ -219,16 +259,34 @@ class AdapterRegistry:
             task.cancel()
         await asyncio.gather(*self._orders, return_exceptions=True)
         await self._host.stop()
+        if self._downloads is not None:
+            await self._downloads.stop()
 
     async def _register(self, adapter: Adapter) -> str:
-        if self._faults is not None and (faults := await asyncio.to_thread(self._faults, adapter.path)):
-            raise InvalidRequest("; ".join(faults))
-        message = await self._host.register(adapter)
-        self._adapters[adapter.name] = adapter
-        logger.info("adapter %s registered from %s", adapter.name, adapter.path)
+        if self._is_remote(adapter.src) and self._downloads is not None:
+            adapter = replace(adapter, path=await self._downloads.fetch(adapter.src))
+        try:
+            await self._check_faults(adapter.path)
+            message = await self._host.register(adapter)
+        except BaseException:
+            await self._remove_copy(adapter)
+            raise
+        former, self._adapters[adapter.name] = self._adapters.get(adapter.name), adapter
+        logger.info("adapter %s registered from %s", adapter.name, adapter.src)
+        if former is not None:
+            await self._remove_copy(former)
         return message
 
+    async def _check_faults(self, path: Path) -> None:
+        if self._faults is not None and (faults := await asyncio.to_thread(self._faults, path)):
+            raise InvalidRequest("; ".join(faults))
+
+    async def _remove_copy(self, adapter: Adapter) -> None:
+        if self._downloads is not None:
+            await self._downloads.remove(adapter.path)
+
     async def _update(self, adapter: Adapter) -> str:
+        await self._check_faults(adapter.path)
         message = await self._host.update(adapter)
         self._adapters[adapter.name] = adapter
         return message
@@ -239,6 +297,7 @@ class AdapterRegistry:
         except AdapterError:
             self._adapters.setdefault(adapter.name, adapter)
             raise
+        await self._remove_copy(adapter)
         logger.info("adapter %s unregistered", adapter.name)
         return message
 
@@ -259,24 +318,34 @@ class AdapterRegistry:
         task.add_done_callback(ended)
         return await asyncio.shield(task)
 
-    def _path(self, order: AdapterOrder) -> Path:
-        """The adapter's directory.
+    def _is_remote(self, src: str) -> bool:
+        """Whether an adapter has to be downloaded."""
+        return not self._host.reads_src and _ON_S3.match(src) is not None
+
+    def _path(self, src: str) -> Path:
+        """The directory that `src` names; where it names none, one that does not exist.
 
         Raises:
-            AdapterConflict: `src` is a URL that names no directory of this machine.
+            InvalidParameter: the host needs a directory, and `src` is a URL that names none.
         """
-        src = order.src or ""
-        if _SCHEME.match(src):
-            try:
-                url = urlsplit(src)
-            except ValueError:
-                raise AdapterConflict(f"src is no URL: {src[:_SHOWN]!r}") from None
-            if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):
-                raise AdapterConflict(f"src must be a directory of this machine, got {src[:_SHOWN]!r}")
-            src = unquote(url.path)
-        if "\0" in src:
-            raise AdapterConflict("src must be a path, got one with a null character")
-        return self._model_dir / src
+        if self._is_remote(src) and self._downloads is not None:
+            return Path()  # until it is downloaded
+        path = _file_path(src) if _SCHEME.match(src) else src
+        if path is None and not self._host.reads_src:
+            wanted = "a directory of this machine, or s3://bucket/prefix/"
+            raise InvalidParameter("src", f"must be {wanted}; got {src[:_SHOWN]!r}")
+        if "\0" in (path or src):
+            raise InvalidParameter("src", "must have no null character")
+        return self._model_dir / (path or src)
+
+
+def _file_path(text: str) -> str | None:
+    """The path of a `file:` URL of this machine; None for any other URL."""
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return None
+    return unquote(url.path) if url.scheme.lower() == "file" and url.netloc in ("", "localhost") else None
 
 
 def _check_pin(adapter: Adapter) -> None:

@@ -16,7 +16,7 @@ from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineAdapter, EngineAdapters
 from handlers.errors import AdapterFailed
-from handlers.formatters import Formatters, formatters_of
+from handlers.formatters import Formatters, formatters_of, kind_fault
 from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ _SHOWN = 200
 
 class EngineAdapterHost:
     """Implements `handlers.adapters.AdapterHost`."""
+
+    reads_src = False
 
     def __init__(self, engine: EngineAdapters, formatters: AdapterFormatters) -> None:
         self._engine, self._formatters = engine, formatters
@@ -94,10 +96,18 @@ class LoadedFormatters:
 class AdapterFormatters:
     """The handlers of adapters with a `model.py` of their own."""
 
-    def __init__(self, make: Callable[[Formatters], Handler], base: Formatters | None, time_limit: float) -> None:
+    def __init__(
+        self,
+        make: Callable[[Formatters], Handler],
+        base: Formatters | None,
+        time_limit: float,
+        *,
+        async_mode: bool = False,
+    ) -> None:
         """`make`: makes a handler with these formatters. `base`: the model's own, for a kind that an adapter lacks.
-        `time_limit`: seconds that running a `model.py` may take."""
+        `time_limit`: seconds that running a `model.py` may take. `async_mode`: the mode that they have to fit."""
         self._make, self._base, self._time_limit = make, base or Formatters(None, None), time_limit
+        self._async_mode = async_mode
         self._loaded: dict[str, LoadedFormatters] = {}
 
     def __bool__(self) -> bool:
@@ -112,7 +122,8 @@ class AdapterFormatters:
         """Run the adapter's `model.py`; None if it has no formatters. `put` makes them current.
 
         Raises:
-            AdapterFailed: it cannot be run; the message has its file and line.
+            AdapterFailed: it cannot be run, and the message has its file and line; or a formatter does not fit the
+                model's mode.
         """
         try:
             module = await asyncio.wait_for(in_daemon_thread(lambda: _run(adapter)), self._time_limit)
@@ -124,6 +135,9 @@ class AdapterFormatters:
         if own.input is None and own.output is None:
             sys.modules.pop(module.__name__, None)
             return None
+        if fault := kind_fault(own, async_mode=self._async_mode):
+            sys.modules.pop(module.__name__, None)
+            raise AdapterFailed(f"{MODEL_FILE} of the adapter: {fault}")
         formatters = Formatters(own.input or self._base.input, own.output or self._base.output)
         return LoadedFormatters(self._make(formatters), module.__name__)
 

@@ -6,30 +6,31 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from handlers.adapters import AdapterHost, AdapterRegistry
+from handlers.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
-from handlers.contracts.lmi.formatters import FormatterContract
+from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract, Handler
 from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
-from handlers.engines.protocol import Engine, EngineStartError
+from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
 from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
-from handlers.invocations import InvocationsHandler
-from handlers.memory_release import no_collection
+from handlers.invocations import Formatting, InvocationsHandler
+from handlers.memory_release import importing
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
-from handlers.openai.handler import OpenAIHandler, openai_handler
+from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
+from handlers.workers.engine_calls import LoadedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Limits:
     """Names that stand for the model on OpenAI's routes, beside its own."""
     adapter_faults: Callable[[Path], Sequence[str]] | None = None
     """Why a directory may not be that of an adapter; may block. None: any may."""
+    adapter_downloads: AdapterDownloads | None = None
+    """Fetches adapters from S3; None: they are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Service:
     settings: ModelSettings
     invocations: Handler
     """Answers `/invocations` and `/predictions`."""
-    runtime: Engine | CustomHandler
+    runtime: Engine | CustomHandler | _EngineBehindHandler
     """What runs it as long as it is loaded."""
     generation: Mapping[str, Handler] = field(default_factory=dict)
     """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
@@ -76,11 +79,11 @@ class Service:
     formatter_thread: FormatterThread | None = None
     """Where they run, and those of its adapters."""
 
-    async def stop(self) -> None:
-        """Free the engine or end the workers."""
+    async def stop(self, why: str = "the server is stopping") -> None:
+        """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
         if self.adapters is not None:
             await self.adapters.stop()
-        await self.runtime.stop()
+        await (self.runtime.stop() if self.engine is None else self.engine.stop(why))
         if self.sessions is not None:
             await self.sessions.stop()
         if self.formatter_thread is not None:
@@ -104,7 +107,9 @@ async def load_service(settings: ModelSettings, limits: Limits, times: StartupTi
     """
     times = times or StartupTimes()
     async with contextlib.AsyncExitStack() as undo:
-        if settings.handler is not None:
+        if settings.handler_before_engine is not None:
+            service = await _load_handler_before_engine(settings, limits, times, undo)
+        elif settings.handler is not None:
             with times.phase("workers"):
                 service = await _load_custom(settings, limits, undo)
         else:
@@ -129,8 +134,9 @@ async def _load_engine(
             f"runs with option.rolling_batch={settings.rolling_batch}"
         )
     begin_import(settings)
-    with times.phase("import"), no_collection():
+    with times.phase("import"), importing():
         make_engine = await asyncio.to_thread(engine_factory, settings)
+        await asyncio.to_thread(import_front_end, settings)
     with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()
@@ -152,27 +158,31 @@ async def _serving(
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
 
-    def formatted(given: Formatters) -> Handler:
-        contract = FormatterContract(
-            _contract(settings, limits, engine),
-            settings,
-            read=given.input,
-            write=given.output,
-            writes_tokens=given.output_takes_tokens,
-            tokenizer=engine.tokenizer,
-            overload_status=limits.overload_status,
-        )
-        return EngineHandler(queue, contract, thread)
+    def formatted(given: Formatters | None) -> Handler:
+        """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
+        contract = _contract(settings, limits, engine)
+        lmi, formatting = EngineHandler(queue, contract), None
+        if given is not None and isinstance(contract, LmiAsyncContract):
+            formatting = _formatting(contract, given, engine, openai, thread)
+        elif given is not None:
+            contract = FormatterContract(
+                contract,
+                settings,
+                read=given.input,
+                write=given.output,
+                writes_tokens=given.output_takes_tokens,
+                tokenizer=engine.tokenizer,
+                overload_status=limits.overload_status,
+            )
+            lmi = EngineHandler(queue, contract, thread)
+            if given.input is not None:
+                return lmi  # it reads bodies of any form
+        return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
 
-    invocations: Handler
-    if formatters is None:
-        lmi = EngineHandler(queue, _contract(settings, limits, engine))
-        invocations = InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status)
-    else:
-        invocations = formatted(formatters)
+    invocations = formatted(formatters)
     adapters = None
     if engine.adapters is not None:
-        own = AdapterFormatters(formatted, formatters, settings.predict_timeout)
+        own = AdapterFormatters(formatted, formatters, settings.predict_timeout, async_mode=settings.async_mode)
         invocations = AdapterInvocations(invocations, own)
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
     return Service(
@@ -190,6 +200,28 @@ async def _serving(
     )
 
 
+def _formatting(
+    contract: LmiAsyncContract,
+    given: Formatters,
+    engine: Engine,
+    openai: OpenAIHandler | None,
+    thread: FormatterThread,
+) -> Formatting:
+    """The formatters of the asynchronous mode.
+
+    Raises:
+        EngineStartError: vLLM is not the engine, whose answers an output formatter gets.
+    """
+    formatters = PayloadFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
+    if openai is None:
+        if formatters.writes:
+            raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
+        return Formatting(formatters, thread)
+    from handlers.openai.vllm_app import answer_object
+
+    return Formatting(formatters, thread, answer_object)
+
+
 async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:
     """The registry, with the adapters that come with the model.
 
@@ -197,7 +229,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
         EngineStartError: one of them cannot be used.
     """
     names = {*limits.model_aliases, settings.name, *settings.public_names}
-    registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults)
+    registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults, limits.adapter_downloads)
     model = Path(settings.model_id)
     try:
         await registry.preload((settings.model_dir, *((model,) if model.is_absolute() else ())))
@@ -221,14 +253,98 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
     return handlers
 
 
-async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
-    custom = CustomHandler(
+def _custom_handler(settings: ModelSettings, limits: Limits, engine: LoadedEngine | None = None) -> CustomHandler:
+    return CustomHandler(
         settings,
         # LMI counts a place for the call that is handed to a worker.
         queue_size=limits.queue_size - 1,
         overload_status=limits.overload_status,
         unavailable_status=limits.unavailable_status,
+        engine=engine,
     )
+
+
+class _EngineBehindHandler:
+    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`.
+
+    The engine is loaded when the handler first calls it: with a handler that has a model of its own there would not be
+    room for both.
+    """
+
+    def __init__(self, settings: ModelSettings, limits: Limits, times: StartupTimes) -> None:
+        self._engine = replace(settings, handler_before_engine=None)
+        self._limits, self._times = limits, times
+        self._loading: asyncio.Task[Service] | None = None
+        self.handler_settings = replace(settings, handler=settings.handler_before_engine)
+        self.custom = _custom_handler(self.handler_settings, limits, self._invocations)
+
+    async def start(self) -> Service | None:
+        """Start the handler; returns the engine's service if the handler's first call has loaded it.
+
+        Raises:
+            EngineStartError: the handler or the engine cannot be loaded.
+        """
+        try:
+            await self.custom.start()
+        except EngineStartError:
+            if self._loading is not None and self._loading.done():
+                await self._loading  # its error says more
+            raise
+        return self.service
+
+    @property
+    def service(self) -> Service | None:
+        """The engine's; None while it is not loaded."""
+        loading = self._loading
+        if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
+            return None
+        return loading.result()
+
+    async def _invocations(self) -> Handler:
+        """What answers a call with the engine alone. A failure to load it is final."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(load_service(self._engine, self._limits, self._times))
+        return (await asyncio.shield(self._loading)).invocations
+
+    def health(self) -> EngineHealth:
+        """The handler's where it has failed, else the engine's if that is loaded."""
+        health = self.custom.health()
+        return self.service.runtime.health() if health.alive and self.service is not None else health
+
+    async def stop(self) -> None:
+        """End the handler's worker, then free the engine."""
+        await self.custom.stop()
+        if self._loading is None:
+            return
+        self._loading.cancel()
+        await asyncio.wait({self._loading})
+        if self.service is not None:
+            await self.service.stop()
+
+
+async def _load_handler_before_engine(
+    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
+) -> Service:
+    both = _EngineBehindHandler(settings, limits, times)
+    undo.push_async_callback(both.stop)
+    engine = await both.start()
+    if engine is None:
+        return Service(both.handler_settings, both.custom, both, custom=both.custom)
+    return Service(
+        engine.settings,
+        both.custom,
+        both,
+        generation=engine.generation,
+        openai=engine.openai,
+        queue=engine.queue,
+        engine=engine.engine,
+        custom=both.custom,
+        adapters=engine.adapters,
+    )
+
+
+async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
+    custom = _custom_handler(settings, limits)
     await custom.start()
     undo.push_async_callback(custom.stop)
     adapters = None

@@ -77,8 +77,20 @@ class AdapterConflict(AdapterError):
     """The name is taken, or the order contradicts itself or what is registered."""
 
 
+class AdapterTaken(AdapterConflict):
+    """An adapter of that name is registered."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the adapter {name[:_SHOWN]!r} is registered already")
+        self.name = name
+
+
 class AdapterFailed(AdapterError):
     """The adapter cannot be loaded, or the custom handler has refused it."""
+
+
+class AdapterMissing(AdapterFailed):
+    """There is nothing where its files should be."""
 
 
 class NoRoomForAdapter(AdapterError):

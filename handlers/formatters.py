@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -53,6 +55,76 @@ def formatters_of(module: ModuleType) -> Formatters:
     )
 
 
+_SIGNATURES = {
+    ("input", True): "f(decoded_payload: dict, tokenizer=None, **kwargs) -> dict",
+    ("output", True): "f(response) -> dict | str | object",
+    ("input", False): "f(input_item: Input, **kwargs) -> RequestInput",
+    ("output", False): "f(request_output: RequestOutput) -> str",
+}
+"""What LMI calls, with option.async_mode and without it."""
+_TYPES = {
+    True: frozenset({"dict", "Dict", "Mapping", "MutableMapping"}),
+    False: frozenset({"Input", "RequestInput", "TextInput", "RequestOutput", "TextGenerationOutput"}),
+}
+"""Types in annotations that show for which of the two a formatter was written."""
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def kind_fault(formatters: Formatters, *, async_mode: bool) -> str:
+    """What is wrong with formatters that the model's mode cannot call, and what they should be; empty if nothing is.
+
+    Parameters and annotations tell; a function without annotations may be of either kind.
+    """
+    for kind, function in (("input", formatters.input), ("output", formatters.output)):
+        if function is None or not (fault := _fault(function, kind, async_mode)):
+            continue
+        mode = f"with option.async_mode={str(async_mode).lower()}"
+        wanted = f"{mode} the {kind} formatter has the signature {_SIGNATURES[kind, async_mode]}"
+        return f"{getattr(function, '__name__', function)}{_signature(function) or ''} {fault}; {wanted}"
+    return ""
+
+
+def _fault(function: Formatter, kind: str, async_mode: bool) -> str:
+    if inspect.iscoroutinefunction(function):
+        return "is a coroutine function, which nobody awaits"
+    signature = _signature(function)
+    if signature is None:
+        return ""
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+        return "takes no argument"
+    first, *others = parameters
+    offered = {"tokenizer"} if kind == "input" else set[str]()
+    needed = {each.name for each in others if each.default is each.empty and each.kind not in _VARIABLE}
+    if async_mode and needed - offered:
+        return "needs more arguments than it gets"
+    other = _TYPES[not async_mode]
+    for annotation in (first.annotation, signature.return_annotation):
+        names = _type_names(annotation)
+        if names & other and not names & _TYPES[async_mode]:
+            return f"is written for option.async_mode={str(not async_mode).lower()}"
+    return ""
+
+
+def _signature(function: Formatter) -> inspect.Signature | None:
+    """The signature, with annotations as types where they can be evaluated; None of a compiled callable."""
+    for evaluated in (True, False):
+        with contextlib.suppress(Exception):
+            return inspect.signature(function, eval_str=evaluated)
+    return None
+
+
+def _type_names(annotation: Any) -> set[str]:
+    """The names in an annotation, which may be text, with those of a class's bases."""
+    if annotation is inspect.Parameter.empty:
+        return set()
+    if isinstance(annotation, type):
+        return {base.__name__ for base in annotation.__mro__}
+    return set(re.findall(r"\w+", str(annotation)))
+
+
 async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
     """Install the model's `requirements.txt`, and make the packages importable that this process does not have itself.
 
@@ -76,8 +148,8 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
     """Import the model's `model.py`; None where it has no formatters. They can be used until `imports` are removed.
 
     Raises:
-        EngineStartError: it cannot be imported, with file and line; or it has no function of the name in
-            `option.output_formatter`.
+        EngineStartError: it cannot be imported, with file and line; it has no function of the name in
+            `option.output_formatter`; or a formatter is not of the kind that the model's mode calls.
     """
     path = settings.formatters
     if path is None:
@@ -95,8 +167,10 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
     elif settings.output_formatter is not None:  # a built-in one was asked for
         found = Formatters(found.input, None)
     if found.input is None and found.output is None:
-        logger.info("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
+        logger.warning("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
         return None
+    if fault := kind_fault(found, async_mode=settings.async_mode):
+        raise EngineStartError(f"{path.name}: {fault}")
     for kind, formatter in (("input", found.input), ("output", found.output)):
         if formatter is not None:
             logger.info("%s formatter: %s of %s", kind, getattr(formatter, "__name__", formatter), path.name)

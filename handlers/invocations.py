@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
 from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_of, events, is_error
-from handlers.contracts.lmi.errors import JSON, payload_refused, unknown_adapter
+from handlers.contracts.lmi.errors import (
+    FAILED_DEPENDENCY,
+    JSON,
+    failed_dependency,
+    payload_error,
+    payload_refused,
+    unknown_adapter,
+)
+from handlers.contracts.lmi.formatters import PayloadFormatters
 from handlers.contracts.protocol import (
     LONG_BODY,
     Call,
@@ -23,7 +33,8 @@ from handlers.contracts.protocol import (
     Running,
     adapter_header,
 )
-from handlers.errors import InvalidRequest, UnknownAdapter
+from handlers.errors import GenerationFailed, InvalidRequest, RequestError, UnknownAdapter
+from handlers.formatters import FormatterThread
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler
 from handlers.sessions import SESSION_ID, Sessions
@@ -83,6 +94,162 @@ class ShapedReply:
     def _begin(self) -> None:
         self._started = True
         self._writer.start(self._status, self.shape.stream_type, self._headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Formatting:
+    """A customer's formatters of LMI's asynchronous mode, and the thread on which they run."""
+
+    formatters: PayloadFormatters
+    thread: FormatterThread
+    answer_object: Callable[[str, bytes], Any] | None = None
+    """vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter."""
+
+    async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
+        """The call as one of the formatters' methods changes it.
+
+        Raises:
+            ContractError: the call is refused.
+        """
+        try:
+            return await self.thread.run(partial(change, call))
+        except RequestError as error:
+            raise failed_dependency(error.message) from None
+
+
+class FormattedReply:
+    """Implements `ReplyWriter`: passes vLLM's replies on to another writer, as a customer's output formatter has them.
+
+    The formatter gets vLLM's object for a whole answer, and each event of a stream as vLLM has sent it. Errors are not
+    the formatter's.
+    """
+
+    def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncShape, path: str) -> None:
+        self._writer, self._formatting, self._shape, self._path = writer, formatting, shape, path
+        self._events: deque[bytes] = deque()
+        """Those that have not been formatted."""
+        self._status = 0
+        self._headers: tuple[tuple[str, str], ...] = ()
+        self._formatting_now = self._all_there = self._started = self._ended = False
+        self._caught_up = asyncio.Event()
+        self._caught_up.set()
+        self.running: Running | None = None
+        """What ends the generation if the formatter fails."""
+
+    def reply(self, reply: Reply) -> None:
+        if reply.status >= 400:
+            self._ended = True
+            self._writer.reply(self._shape.reply(reply))
+            return
+        self._status, self._headers = reply.status, reply.headers
+        self._formatting.thread.submit(partial(self._format_answer, reply.body), self._on_answer)
+
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """Wait for the first event: if that is an error, the reply is no stream."""
+        self._status, self._headers = status, headers
+
+    def write(self, data: bytes) -> None:
+        self._events.extend(events(data))
+        if len(self._events) > _MOST_UNFORMATTED:
+            self._caught_up.clear()
+        self._format_next()
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        self.write(part())
+
+    def end(self, data: bytes) -> None:
+        self._all_there = True
+        self.write(data)
+
+    async def drain(self) -> None:
+        await self._caught_up.wait()
+        await self._writer.drain()
+
+    def _format_answer(self, body: bytes) -> bytes:
+        assert self._formatting.answer_object is not None
+        return self._formatting.formatters.written(self._formatting.answer_object(self._path, body))
+
+    def _on_answer(self, outcome: bytes | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            self._fail(outcome)
+        else:
+            self._writer.reply(Reply(self._status, JSON, outcome, self._headers))
+
+    def _format_next(self) -> None:
+        """Begin a job, one at a time, so that a formatter that lags finds all that has come meanwhile."""
+        if self._formatting_now or self._ended:
+            return
+        if self._events:
+            self._formatting_now = True
+            self._formatting.thread.submit(self._format_events, self._on_events)
+        elif self._all_there:
+            self._ended = True
+            self._begin()
+            self._writer.end(b"\n")
+
+    def _format_events(self) -> tuple[list[bytes], BaseException | None]:
+        """On the formatters' thread: the lines of some events, up to an error."""
+        lines: list[bytes] = []
+        while self._events and len(lines) < _FORMATTED_PER_JOB:
+            event = self._events.popleft()
+            try:
+                if is_error(event):
+                    return lines, _VllmFailed(event)
+                lines.append(self._formatting.formatters.written(f"data: {event.decode()}\n\n"))
+            except Exception as error:
+                return lines, error
+        return lines, None
+
+    def _on_events(self, outcome: tuple[list[bytes], BaseException | None] | BaseException) -> None:
+        self._formatting_now = False
+        lines, error = ([], outcome) if isinstance(outcome, BaseException) else outcome
+        if lines:
+            self._begin()
+            self._writer.write(b"".join(lines))
+        if len(self._events) <= _MOST_UNFORMATTED:
+            self._caught_up.set()
+        if error is not None:
+            self._fail(error)
+        self._format_next()
+
+    def _begin(self) -> None:
+        if not self._started:
+            self._started = True
+            self._writer.start(self._status, self._shape.stream_type, self._headers)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the reply with an error, and the generation."""
+        self._ended = True
+        self._events.clear()
+        self._caught_up.set()
+        if self.running is not None:
+            self.running.cancel()
+        if isinstance(error, _VllmFailed):
+            event = error.event
+            refusal = self._shape.reply(Reply(error_of(event).code, JSON, event))
+            last = self._shape.event(event)
+        else:
+            message = error.message if isinstance(error, GenerationFailed) else f"internal error: {error}"
+            last = payload_error(message)
+            refusal = Reply(FAILED_DEPENDENCY, JSON, last)
+        if self._started:
+            self._writer.end(last)
+        else:
+            self._writer.reply(refusal)
+
+
+_FORMATTED_PER_JOB = 16
+"""Events; other requests' formatters have their turn after so many."""
+_MOST_UNFORMATTED = 64
+"""Events that may wait for the formatter before vLLM's front end has to wait."""
+
+
+class _VllmFailed(Exception):
+    """A stream of vLLM's ends with this error event."""
+
+    def __init__(self, event: bytes) -> None:
+        super().__init__(event)
+        self.event = event
 
 
 Kind = Literal["chat", "completion", "lmi", "session"]
@@ -149,19 +316,26 @@ class InvocationsHandler:
         settings: ModelSettings,
         sessions: Sessions,
         overload_status: int = 503,
+        formatting: Formatting | None = None,
     ) -> None:
-        """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat."""
-        self._lmi, self._openai, self._settings = lmi, openai, settings
+        """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat. `formatting`: where it has
+        an output formatter, vLLM's front end answers bodies with `inputs`, too."""
+        self._lmi, self._openai, self._settings, self._formatting = lmi, openai, settings, formatting
         self._sessions, self._overload_status = sessions, overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
+        formatting = self._formatting
+        if formatting is not None:
+            call = await formatting.of_call(formatting.formatters.read, call)
         body = await self._read(call) if any(mark in call.body for mark in _MARKS) else _LMI
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))
             return None
         if SESSION_ID in dict(call.headers):
             await self._sessions.check(call)
+        if formatting is not None and formatting.formatters.writes:
+            return await self._formatted(formatting, body, call, writer)
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)
         if self._openai is None:
@@ -171,10 +345,25 @@ class InvocationsHandler:
                 f"`{body.field}` needs vLLM as the engine (option.rolling_batch=vllm); send `inputs` instead"
             )
         shape = self._shape(body)
+        return await self._begin(self._openai, body, call, writer if shape is None else ShapedReply(writer, shape))
+
+    async def _formatted(self, formatting: Formatting, body: Body, call: Call, writer: ReplyWriter) -> Running:
+        """Answer a call by vLLM's front end and the model's output formatter."""
+        assert self._openai is not None, "the model has not loaded without it"
+        shape = AsyncShape(self._overload_status)
+        if body.kind == "lmi":
+            call = await formatting.of_call(formatting.formatters.as_completion, call)
+            body = Body("completion")
+            shape = AsyncShape(self._overload_status, FAILED_DEPENDENCY)
+        reply = FormattedReply(writer, formatting, shape, _PATHS[body.kind])
+        reply.running = running = await self._begin(self._openai, body, call, reply)
+        return running
+
+    async def _begin(self, openai: OpenAIHandler, body: Body, call: Call, writer: ReplyWriter) -> Running:
         try:
-            return await self._openai.begin(
+            return await openai.begin(
                 replace(call, method="POST", content_type=JSON, query=()),
-                writer if shape is None else ShapedReply(writer, shape),
+                writer,
                 _PATHS[body.kind],
                 any_model=True,
                 adapter=self._adapter(call),

@@ -111,6 +111,8 @@ class ModelSettings:
     """Whether answers of the dynamic batch are streamed, and how."""
     handler: HandlerSettings | None = None
     """A customer's handler instead of an engine."""
+    handler_before_engine: HandlerSettings | None = None
+    """A customer's `handle` that gets every call of `/invocations` first, and may leave it to the engine."""
     enable_stateful_sessions: bool = True
     """The built-in handlers serve sessions."""
     sessions_expiration: int = 1200

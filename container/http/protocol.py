@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with what it lacks: time and size limits, joined writes, HTTP/1.0, protocol offers.
+"""uvicorn's HTTP protocol with what it lacks: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
 
 The one module that touches uvicorn's internals. It was run with uvicorn 0.54.0; `check_uvicorn` refuses other releases
 when the server starts, and tests/live/test_uvicorn_seam.py fails where one of these has moved:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,17 @@ UVICORN = "0.54."
 BREAK_OFF = "slipway.break_off"
 """In `scope["extensions"]`: a function that drops the connection at once, with all that waits in it."""
 
+_TCP_CLOSE = 7
+"""The state of a TCP connection that is reset, as the first byte of TCP_INFO has it."""
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LEADING_ZERO = b"0"
+"""Of the size of the chunk that comes next."""
+_LOOKS_WITH_PROBE = (0, 3)
+"""The second is for a proxy that has taken the first, and only then finds that its client has left."""
+
 _OVERRIDDEN = (
     *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *("connection_made", "connection_lost", "data_received", "eof_received", "pause_writing", "resume_writing"),
     *("send_400_response", "shutdown", "_unset_keepalive_if_required", "timeout_keep_alive_handler"),
 )
 
@@ -75,7 +84,7 @@ class Cork:
 class CorkedTransport:
     """A transport that sends what is written in one turn of the event loop as one piece.
 
-    Where a reply is out and its request is not all in, `close` ends our side only. The connection is closed when the
+    Where a client may be sending still, `close` ends our side only. The connection is closed when the
     client has ended its own side, or `linger_seconds` later: a client that sends before it reads would lose its reply
     otherwise.
     """
@@ -88,7 +97,7 @@ class CorkedTransport:
         closing: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.0,
     ) -> None:
-        """`still_sends`: whether a reply is out and its request is not all in. `closing`: called when it is closed."""
+        """`still_sends`: whether the client may be sending. `closing`: called when it is closed."""
         self._transport, self._cork = transport, cork
         self._still_sends, self._closing, self._linger_seconds = still_sends, closing, linger_seconds
         self._pieces: list[bytes] = []
@@ -152,6 +161,10 @@ class _AnyLength(int):
         return self
 
 
+class _Refused(Exception):
+    """A request that cannot be served, though httptools can read it; the message is for the client."""
+
+
 def _new_parser(protocol: HttpProtocol) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(protocol)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
@@ -163,8 +176,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     Beyond uvicorn's protocol it limits heads, pipelined requests, and the time in which a client says nothing or takes
     nothing; it ends replies without a length with the connection for clients of HTTP/1.0, which know no chunks (nginx's
-    `proxy_pass` is one by default); it serves requests that offer another protocol as plain HTTP; and every request of
-    a connection hears that its client has left.
+    `proxy_pass` is one by default); it serves requests that offer another protocol as plain HTTP; it refuses what it
+    cannot read only after it has answered what came before; and every request hears that its client has left.
+
+    A client that ends its own side (RFC 9112, section 9.6) and one that leaves look the same until they are sent
+    something: the system of the one that has left answers with a reset. Where the reply is not complete within
+    `LOOK_SECONDS`, both are therefore sent what any client of HTTP/1.1 has to understand and ignore: an interim reply
+    or, in the middle of a stream, a leading zero of a chunk's size. HTTP/1.0 has neither, so its clients count as gone.
     """
 
     MAX_HEAD = 256 * 1024
@@ -175,6 +193,9 @@ class HttpProtocol(HttpToolsProtocol):
     """For which a client may take nothing of what waits for it."""
     LINGER_SECONDS = 10.0
     """For which a client may go on to send a body that nobody reads, and take its reply."""
+    LOOK_SECONDS = 0.02
+    """After which it is looked whether a client that has ended its own side has left; each further look, in twice the
+    time of the one before, in a second at most."""
     MAX_PIPELINED = 100
     """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
 
@@ -188,6 +209,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
+        self._unreadable = ""
+        """What is wrong with what came after all requests so far; nothing more is read then."""
+        self._look: asyncio.TimerHandle | None = None
+        """Set once the client has ended its own side."""
 
     # The transport's callbacks.
 
@@ -206,6 +231,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._unset_head_limit()
         self._unset_send_limit()
+        if self._look is not None:
+            self._look.cancel()
         # uvicorn tells the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering
@@ -214,7 +241,7 @@ class HttpProtocol(HttpToolsProtocol):
             running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if self._connection.lingering:
+        if self._connection.lingering or self._unreadable:
             return
         self._overhead += len(data)
         self._unset_keepalive_if_required()
@@ -224,9 +251,12 @@ class HttpProtocol(HttpToolsProtocol):
             if not self._connection.is_closing():
                 self.data_received(self._without_offer(data[offer.args[0] :]))
             return
-        except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            reason = (
+                str(error.__context__) if isinstance(error.__context__, _Refused) else "Invalid HTTP request received."
+            )
+            self.logger.warning(reason)
+            self.send_400_response(reason)
             return
         if self._overhead > self.MAX_HEAD:
             self.send_400_response("Request header is too large.")
@@ -235,6 +265,17 @@ class HttpProtocol(HttpToolsProtocol):
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
             self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has ended its side. Keep the connection where a whole request is still to be answered."""
+        self._connection.flush()  # a reply may have been written in this turn
+        unfinished = self._unfinished()
+        if self.pipeline and self.pipeline[0][0] is unfinished:
+            self.pipeline.popleft()
+        if not self._answers() or self._answering is unfinished:
+            return False
+        self._look = self.loop.call_later(self.LOOK_SECONDS, self._look_for_client, 0)
+        return True
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -271,6 +312,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_limit is not None:
             self._unset_head_limit()
         self.scope["extensions"] = self._extensions
+        self._check_head()
         super().on_headers_complete()
         if self.parser.should_upgrade():
             return
@@ -278,6 +320,16 @@ class HttpProtocol(HttpToolsProtocol):
         self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
             self._connection.abort()
+
+    def _check_head(self) -> None:
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding" and value.lower() != b"chunked":
+                raise _Refused("The only transfer coding that is known here is chunked.")
+        if hosts != 1 and self.parser.get_http_version() == "1.1":
+            raise _Refused("A request of HTTP/1.1 needs one Host header.")
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
@@ -293,16 +345,65 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _still_sends(self) -> bool:
-        """Whether a reply is out and its request is not all in."""
+        """Whether a reply is out and its request is not all in, or it cannot be told where that ends."""
         answered = self._answering is not None and self._answering.response_complete
-        return answered and self.cycle is not None and self.cycle.more_body
+        return bool(self._unreadable) or (answered and self._unfinished() is not None)
+
+    def _answers(self) -> bool:
+        """Whether a request is being answered."""
+        return self._answering is not None and not self._answering.response_complete
+
+    def _unfinished(self) -> RequestResponseCycle | None:
+        """The request whose body is not all in."""
+        return self.cycle if self.cycle is not None and self.cycle.more_body else None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._answers() or self._connection.is_closing():
+            return
+        if self._unreadable:
+            super().send_400_response(self._unreadable)
+        elif self._look is not None:
+            self._connection.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be read; in the middle of a reply, where this would be taken for a part of that, close."""
-        if self._answering is not None and self._answering.response_started and not self._answering.response_complete:
+        """Answer what cannot be read, after all that came before it; its own reply may have begun: then close."""
+        unfinished = self._unfinished()
+        if self.pipeline and self.pipeline[0][0] is unfinished:
+            self.pipeline.popleft()
+        self._unreadable = msg
+        answering = self._answering
+        if answering is None or answering.response_complete:
+            super().send_400_response(msg)
+        elif answering is not unfinished:
+            return
+        elif answering.response_started:
             self._connection.close()
         else:
             super().send_400_response(msg)
+
+    def _look_for_client(self, looks: int) -> None:
+        """Break the connection off if the client has left, and not just ended its own side."""
+        answering = self._answering
+        if answering is None or answering.response_complete or self._connection.is_closing():
+            return
+        if answering.scope["http_version"] < "1.1" or self._is_reset():
+            self._connection.abort()
+            return
+        if looks in _LOOKS_WITH_PROBE:
+            if not answering.response_started:
+                self._connection.write(_INTERIM)
+            elif answering.chunked_encoding:
+                self._connection.write(_LEADING_ZERO)
+        seconds = min(self.LOOK_SECONDS * 2 ** min(looks + 1, 10), 1.0)
+        self._look = self.loop.call_later(seconds, self._look_for_client, looks + 1)
+
+    def _is_reset(self) -> bool:
+        """Whether the client's system has answered with a reset; only Linux tells before the next write."""
+        if not hasattr(socket, "TCP_INFO"):
+            return False
+        connection = self._connection.get_extra_info("socket")
+        return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def shutdown(self) -> None:
         """End with the server. A request that is not all here yet is not waited for."""

@@ -24,6 +24,10 @@ Headers = list[tuple[bytes, bytes]]
 MAX_UNSENT = 16 * 1024 * 1024
 """Bytes of a stream that wait for its client, beside as many in the connection; a single part may be larger."""
 
+_RETRY_AFTER = (b"retry-after", b"1")
+"""Of a reply to which something else belongs in a moment. A place in the queue may be free with the next token."""
+_LATER = (429, 503)
+
 NO_CACHE: Headers = [
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
@@ -92,6 +96,8 @@ class HttpReply:
             if reply.content_type:
                 framing.append((b"content-type", reply.content_type.encode("latin-1")))
             framing.append((b"content-length", str(len(reply.body)).encode()))
+        if reply.status in _LATER and not any(name == b"retry-after" for name, _ in self.headers):
+            self.headers = [*self.headers, _RETRY_AFTER]  # a handler's own goes before
         self._start(reply.status, framing, reply.headers)
         self.end(b"" if reply.status in WITHOUT_BODY else reply.body)
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from container.settings.settings import Settings
 from container.sources.location import FetchTimeout, SourceError
+from handlers.adapters import Adapter, AdapterOrder
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, generate
 from handlers.entry_point import Limits, Service, load_service
-from handlers.memory_release import exempt_loaded_model
+from handlers.errors import RequestError
+from handlers.memory_release import collect_after_load
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, SamplingParameters
@@ -108,7 +110,53 @@ class Lifecycle:
         Raises:
             EngineStartError: the model cannot be loaded, or cannot generate.
         """
+        try:
+            await self._load(place)
+        except BaseException as error:
+            # Last: the management API takes the model off the list then, and /ping does not show it as failed.
+            if self.stage is State.STARTING:
+                self.stage, self._failure = State.FAILED, str(error)
+            raise
+        if self.stage is State.STARTING:
+            self.stage = State.READY
+
+    async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
+        """Stop what there is of a model that has failed, and load it again, with the adapters that it had.
+
+        It counts as failed until it is ready. `place`: as in `start`.
+
+        Raises:
+            EngineStartError: the model cannot be loaded, or cannot generate.
+        """
+        old = self.service
+        assert old is not None, "it was ready once"
+        await old.stop(self._failure)
+        self.startup_times = StartupTimes()
+        try:
+            await self._load(place)
+        except BaseException:
+            self.service = old  # it has the error that calls get
+            raise
+        if old.adapters is not None:
+            await self._register_again(old.adapters.all())
+        if self.stage is State.FAILED:
+            self.stage, self._failure = State.READY, ""
+
+    async def _register_again(self, adapters: Sequence[Adapter]) -> None:
+        registry = self.service.adapters if self.service is not None else None
+        if registry is None:
+            return
+        for adapter in adapters:
+            given = {name: getattr(adapter, name) for name in ("name", "src", "preload", "pin", "alias", "options")}
+            try:
+                if adapter.name not in registry:
+                    await registry.register(AdapterOrder(**given))
+            except RequestError as error:
+                logger.error("adapter %s is not there any more: %s", adapter.name, error.message)
+
+    async def _load(self, place: Callable[[ModelSettings], ModelSettings] | None) -> None:
         started = time.monotonic()
+        service: Service | None = None
         try:
             server, secure_mode = self.settings.server, self.settings.secure_mode
             limits = Limits(
@@ -117,30 +165,24 @@ class Lifecycle:
                 unavailable_status=server.wlm_error_http_code,
                 model_aliases=server.model_aliases,
                 adapter_faults=secure_mode.adapter_faults if secure_mode is not None else None,
+                adapter_downloads=self.settings.remote_adapters,
             )
             await self.fetch()
             if place is not None:
-                self.model = await asyncio.to_thread(place, self.model)
-            self.service = await load_service(self.model, limits, self.startup_times)
-            if self.service.engine is not None:
+                self.model = await asyncio.to_thread(place, self.settings.model)
+            self.service = service = await load_service(self.model, limits, self.startup_times)
+            if service.engine is not None:
                 with self.startup_times.phase("first token"):
-                    await _warm_up(self.service.engine)
-            self._stall = StallWatch(partial(self._health, self.service), server.stall_timeout)
-            await asyncio.to_thread(exempt_loaded_model)
-        except BaseException as error:
-            try:
-                if self.service is not None:
-                    await self.service.stop()
-                    self.let_go()
-            finally:
-                # Last: the management API takes the model off the list then, and /ping does not show it as failed.
-                if self.stage is State.STARTING:
-                    self.stage, self._failure = State.FAILED, str(error)
+                    await _warm_up(service.engine)
+            self._stall = StallWatch(partial(self._health, service), server.stall_timeout)
+            await asyncio.to_thread(collect_after_load, model_is_here=service.engine is not None)
+        except BaseException:
+            if service is not None:
+                await service.stop()
+                self.let_go()
             raise
-        if self.stage is State.STARTING:
-            self.stage = State.READY
-            seconds = time.monotonic() - started
-            logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
+        seconds = time.monotonic() - started
+        logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
     async def fetch(self) -> None:
         """Download the weights that are on S3; `start` does it where it has not been done.

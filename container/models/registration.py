@@ -20,6 +20,7 @@ from container.sources.download import SETTINGS_SECONDS
 from container.sources.location import name_of_url
 from handlers.contracts.lmi.management import Registration
 from handlers.daemon_thread import in_daemon_thread
+from handlers.engines.choice import is_vllm
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.errors import NotReady, Overloaded
@@ -39,6 +40,8 @@ _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
 """How long reading a model's settings may take, which are downloaded where the model is on S3."""
+_LONGEST_PAUSE_SECONDS = 60.0
+"""Before an engine is started again; the first pause is a second, and each further one twice as long."""
 _LEAVING_SECONDS = 5.0
 """How long the calls that were ended with a model may take to let go of it, before its memory is released."""
 _MOMENT_SECONDS = 0.2
@@ -49,6 +52,9 @@ _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 class LoadFailed(Exception):
     """A model cannot be loaded; the message says why."""
+
+
+_REFUSALS = (LoadFailed, OutOfMemory, NotReady)
 
 
 class Registrar:
@@ -74,7 +80,7 @@ class Registrar:
 
     @property
     def loading(self) -> bool:
-        """Whether a model of the management API is being loaded."""
+        """Whether a model of the management API is being loaded, or an engine started again."""
         return bool(self._loads)
 
     async def start(self) -> None:
@@ -156,6 +162,37 @@ class Registrar:
         custom.scale(min_workers, max_workers)
         return min_workers, max_workers
 
+    def restart(self, model: Model, reason: str) -> bool:
+        """Begin to start a model's engine again, which has died or is stalled; it counts as failed until it is ready.
+
+        Returns False where that is not to be done, or not any more.
+        """
+        if model in self._loads:
+            return True
+        most = self._server.engine_restart
+        if model.restarts >= most or self._models.draining or not is_vllm(model.lifecycle.model):
+            return False
+        pause = min(2.0**model.restarts, _LONGEST_PAUSE_SECONDS)
+        model.restarts += 1
+        model.lifecycle.fail(f"{reason}; it is started again")
+        logger.error(
+            "model %s: %s; /ping now answers 500; the engine is started again in %g s (%d of %d)",
+            *(model.title, reason, pause, model.restarts, most),
+        )
+        task = asyncio.create_task(self._restart(model, pause))
+        self._loads[model] = task
+        task.add_done_callback(lambda done: self._on_loaded(model, done))
+        return True
+
+    async def _restart(self, model: Model, pause: float) -> None:
+        await asyncio.sleep(pause)
+        async with self._one_at_a_time:
+            try:
+                await model.lifecycle.restart(self._place)
+            except EngineStartError as error:
+                raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
+        logger.info("model %s: the engine is there again", model.title)
+
     async def stop(self) -> None:
         """Cancel what is being read or loaded, and wait for what is being unloaded."""
         while self._loads or self._tasks:
@@ -229,7 +266,7 @@ class Registrar:
     def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:
         del self._loads[model]
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s", error)
+            logger.error("%s", error, exc_info=None if isinstance(error, _REFUSALS) else error)
 
     async def _unload(self, model: Model, load: asyncio.Task[None] | None) -> None:
         if load is not None:

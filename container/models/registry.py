@@ -36,6 +36,8 @@ class Model:
     version: str | None = None
     at_startup: bool = True
     scaled_to_zero: bool = False
+    restarts: int = 0
+    """How often its engine was started again."""
     registered_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 

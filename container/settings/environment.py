@@ -43,7 +43,7 @@ _PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
 _VARIABLES = frozenset(
     {
         *(name for name, _ in (*SAGEMAKER_MODEL_KEYS, *_SAGEMAKER_SERVER_KEYS)),
-        *("SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_SECURE_MODE"),
+        *("SAGEMAKER_MAX_PAYLOAD_IN_MB", "SAGEMAKER_SECURE_MODE", "SAGEMAKER_PROGRAM"),
         *("SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),
         *("HF_MODEL_ID", "HF_REVISION", "HF_TASK", "HF_TOKEN", "DJL_ENTRY_POINT", "DJL_OFFLINE"),
         *("PYTHON_EXECUTABLE", "STANDARD_AUTO_INSTALL_REQ", "STANDARD_PIP_ARGS"),
@@ -139,13 +139,21 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
         ),
         _SCHEDULED,
     ),
-    "API_KEY": "requests are served without a key; let a proxy ask for it",
+    **dict.fromkeys(("API_KEY", "VLLM_API_KEY"), "requests are served without a key; let a proxy ask for it"),
+    **dict.fromkeys(
+        (
+            *("CUSTOM_FASTAPI_PING_HANDLER", "CUSTOM_FASTAPI_INVOCATION_HANDLER", "CUSTOM_SCRIPT_FILENAME"),
+            *("CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE", "CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS"),
+            *("CUSTOM_PRE_PROCESS", "CUSTOM_POST_PROCESS"),
+        ),
+        "there is no FastAPI application; a model.py may have formatters, or a handler of its own",
+    ),
     "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
     "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
     "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
     "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
 }
-"""TGI's variables that have nothing to set here, and what there is instead."""
+"""Variables of TGI and of AWS's vLLM image that have nothing to set here, and what there is instead."""
 
 _KNOWN = _VARIABLES | _WITHOUT_EFFECT.keys() | {alias.variable for alias in ALIASES}
 
@@ -182,7 +190,7 @@ def read_variables(
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
     warnings += [
-        f"{name} (environment, of TGI) has no effect: {instead}"
+        f"{name} (environment) has no effect: {instead}"
         for name, instead in _WITHOUT_EFFECT.items()
         if name in variables
     ]

@@ -14,6 +14,9 @@ from container.settings.values import assignments
 from container.sources import location
 from handlers.model_settings import HandlerSettings
 
+SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
+"""LMI's own handler for vLLM, which asks the `handle` of a `model.py` first."""
+
 
 def handler_settings(
     sources: Sources, entry_point: str, function: str, model_id: str | None, packages: Mapping[str, Any]
@@ -59,6 +62,18 @@ def handler_settings(
         rolling_batch=rolling_batch != "disable",
         properties=properties,
         **fields,
+        **packages,
+    )
+
+
+def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapping[str, Any]) -> HandlerSettings:
+    """The settings of a `handle` beside LMI's service for vLLM: one worker, which sees all GPUs of the model."""
+    devices = _worker_devices(sources, gpu_count())
+    return HandlerSettings(
+        entry_point=SERVICE_FOR_VLLM,
+        async_mode=True,
+        devices=(",".join(devices),) if devices else (),
+        properties=_properties(sources, model_id),
         **packages,
     )
 

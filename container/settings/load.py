@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from container.devices import gpu_count
 from container.settings import options, server
@@ -84,7 +85,7 @@ def load_settings(
     memory = _declared_memory(sources)
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
-        secure_mode = _for_model(secure_mode, sources, model.get("model_id"))
+        secure_mode = _for_model(secure_mode, sources, model)
         lookup.problems += secure_mode.model_faults()
     if fields["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
@@ -100,6 +101,7 @@ def load_settings(
         memory,
         secure_mode,
         remote.opened,
+        remote.adapters(model["model_loading_timeout"]),
     )
 
 
@@ -227,8 +229,8 @@ def _declared_memory(sources: Sources) -> DeclaredMemory:
     return DeclaredMemory(None if required is None else int(required), int(reserved or 0))
 
 
-def _for_model(mode: SecureMode, sources: Sources, model_id: str | None) -> SecureMode:
-    directories = [sources.model_dir]
+def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any]) -> SecureMode:
+    directories, model_id, handler = [sources.model_dir], model.get("model_id"), model.get("handler")
     if model_id is not None and os.path.isdir(model_id):
         directories.append(Path(model_id))
     return replace(
@@ -237,6 +239,7 @@ def _for_model(mode: SecureMode, sources: Sources, model_id: str | None) -> Secu
         variables=sources.variables,
         directories=tuple(dict.fromkeys(directories)),
         fetched=tuple(remote.directory for remote in sources.remote_models.opened),
+        handler=Path(handler.entry_point) if handler is not None and os.path.isabs(handler.entry_point) else None,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from container.devices import allowed_devices, gpu_count
 from container.settings import options
-from container.settings.handler import handler_settings
+from container.settings.handler import SERVICE_FOR_VLLM, handler_before_engine, handler_settings
 from container.settings.options import (
     ASYNC_MODE,
     BATCH_SIZE,
@@ -38,17 +38,18 @@ from container.sources.location import ModelNotFound, SourceError, is_s3
 
 _BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
 """LMI's own handlers, in whose place an engine serves."""
-_ASYNCHRONOUS = frozenset({"djl_python.lmi_vllm.vllm_async_service", "djl_python.lmi_trtllm.trtllm_async_service"})
+_ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
 """LMI's own handlers with the newer schema, as with `option.async_mode=true`."""
 _FORMER = frozenset(
     {"djl_python.deepspeed", "djl_python.tensorrt_llm_python", "djl_python.transformers_neuronx", "djl_python.tnx"}
 )
 """LMI's former handlers for text generation."""
-_NOT_SERVED = frozenset(
-    f"djl_python.{name}"
-    for name in ("sklearn_handler", "xgboost_handler", "sagemaker", "stable_diffusion_inf2", "stable-diffusion")
-)
+_PREDICTIVE = frozenset({"djl_python.sklearn_handler", "djl_python.xgboost_handler"})
+_NOT_SERVED = _PREDICTIVE | {"djl_python.stable_diffusion_inf2", "djl_python.stable-diffusion"}
 """LMI's handlers for other models than language models."""
+SCRIPT = "djl_python.sagemaker"
+"""Serves SageMaker's script mode: a file with `model_fn`."""
+_LOADS = "model_fn"
 _SHARED_OPTIONS = frozenset(
     {
         *("batch_size", "max_batch_delay", "option.predict_timeout", "option.model_loading_timeout"),
@@ -66,26 +67,51 @@ def model_fields(sources: Sources) -> dict[str, Any]:
     function = str(sources.lookup.value(FUNCTION, sources.model) or FUNCTION.default)
     files = (sources.model_dir / "model.py", sources.model_dir / f"{sources.model_dir.name}.py")
     code = next((path for path in files if os.path.isfile(path)), None)
-    entry_point = _entry_point(sources, code, function)
+    script = _script(sources, code)
+    entry_point = _entry_point(sources, code, script, function)
     if entry_point is None:
         return _engine_model(sources, code)
     return _handler_model(sources, entry_point, function)
 
 
-def _entry_point(sources: Sources, code: Path | None, function: str) -> str | None:
+def _script(sources: Sources, code: Path | None) -> Path | None:
+    """The file with `model_fn`: `model.py`, or where SageMaker's toolkits have it."""
+    program = sources.variables.get("SAGEMAKER_PROGRAM")
+    inference = program.text.strip() if program is not None else "inference.py"
+    places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
+    return next((path for path in places if path and path.is_file() and _defines(path, _LOADS)), None)
+
+
+def _entry_point(sources: Sources, code: Path | None, script: Path | None, function: str) -> str | None:
     """The handler's file or module; None where an engine serves."""
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
     text = sources.value(ENTRY_POINT)
     if text is None or given is None:
         named = MODEL_ID.key in sources.model or "HF_MODEL_ID" in sources.variables
         has_model = named or location.has_model(sources.model_dir)
-        return str(code) if code is not None and (_defines(code, function) or not has_model) else None
+        if code is not None and (_defines(code, function) or _defines(code, _LOADS) or not has_model):
+            return str(code)
+        if script is not None and has_model:
+            path = script.relative_to(sources.model_dir)
+            sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
+        return str(script) if script is not None and not has_model else None
     name = str(text)
     if name in _BUILT_IN | _ASYNCHRONOUS | _FORMER:
         _use_engine(name, given, sources)
         return None
     fault = ""
-    if name in _NOT_SERVED:
+    if name == SCRIPT:
+        if script is not None:
+            return str(script)
+        fault = f"there is no model.py, inference.py or code/inference.py with {_LOADS} in the model directory"
+        if os.path.isfile(sources.model_dir / "metadata.yaml"):
+            fault += "; what SageMaker's ModelBuilder saves (metadata.yaml) is not served by this version of Slipway"
+    elif name in _PREDICTIVE:
+        fault = (
+            "not served by this version of Slipway; a model.py with "
+            f"{_LOADS} that loads the model is served with {ENTRY_POINT.key}={SCRIPT}"
+        )
+    elif name in _NOT_SERVED:
         fault = "not served by this version of Slipway; only language models are served"
     elif "://" in name:
         fault = "not served by this version of Slipway; put the file into the model directory"
@@ -166,9 +192,20 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
     _set_model(sources, fields, required=True)
+    if _has_handle_before_engine(sources, code):
+        packages = _package_fields(sources)
+        fields["handler_before_engine"] = handler_before_engine(sources, fields["model_id"], packages)
     if "HF_TOKEN" in sources.variables:
         lookup.entries.append(SettingEntry("HF_TOKEN", HIDDEN, sources.variables["HF_TOKEN"].source))
     return fields
+
+
+def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
+    """Whether there may be a `handle` that LMI's service for vLLM asks first."""
+    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
+    if given is None or given.text.strip() != SERVICE_FOR_VLLM:
+        return False
+    return code is not None and code.name == "model.py" and _defines(code, "handle")
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
@@ -289,6 +326,12 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[st
         sources.lookup.replace(SettingEntry(MAX_ROLLING_BATCH_SIZE.key, _HANDLERS_ROLLING_BATCH, DEFAULT))
     fields["model_id"] = sources.value(MODEL_ID)
     _set_model(sources, fields, required=False)
+    path, given = Path(entry_point), sources.model.get(ROLLING_BATCH.key)
+    is_script = path.is_file() and _defines(path, _LOADS) and not _defines(path, function)
+    if is_script and given is not None and given.word != "disable":
+        # Its functions are for one request.
+        sources.lookup.ignore(ROLLING_BATCH.key, given, f"{path.name} has {_LOADS} and no `{function}`")
+        sources.model[ROLLING_BATCH.key] = Value("disable", given.source)
     fields["handler"] = handler_settings(sources, entry_point, function, fields["model_id"], _package_fields(sources))
     return fields
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,8 @@ class SecureMode:
     """The model directory, and that of the weights if it is another."""
     fetched: tuple[Path, ...] = ()
     """Directories of models that were fetched from S3; they are never trusted."""
+    handler: Path | None = None
+    """The file of the model's handler; None where an engine or a module serves."""
 
     def model_faults(self) -> list[str]:
         """What is refused of the model, a line each."""
@@ -87,9 +89,9 @@ class SecureMode:
         found += self._interpreter()
         if SCRIPTS in self.controls:
             found += self._entry_point()
-            found += _model_code(self.directories)
+            found += _model_code(self.directories, self.handler)
         if REQUIREMENTS in self.controls:
-            found += _requirements(self.directories)
+            found += _requirements(self.directories, self.handler)
         remote_code = self.keys.get("option.trust_remote_code")
         if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code):
             found.append(f"{REMOTE_CODE}: {remote_code.describe('option.trust_remote_code')}")
@@ -101,8 +103,14 @@ class SecureMode:
         return found
 
     def adapter_faults(self, directory: Path) -> list[str]:
-        """What is refused of an adapter's directory, a line each."""
-        checks = {SCRIPTS: _model_code, REQUIREMENTS: _requirements, PICKLES: _pickles}
+        """What is refused of an adapter's directory, a line each; what is no directory cannot be looked into."""
+        if not directory.is_dir():
+            return [f"`src` must be a directory in the secure mode; there is none at {directory}"]
+        checks: dict[str, Callable[[Iterable[Path]], Iterator[str]]] = {
+            SCRIPTS: _model_code,
+            REQUIREMENTS: _requirements,
+            PICKLES: _pickles,
+        }
         return [fault for control, check in checks.items() if control in self.controls for fault in check((directory,))]
 
     def _interpreter(self) -> Iterator[str]:
@@ -143,16 +151,16 @@ def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
     return [part.strip() for part in value.text.split(",") if part.strip()] if value is not None else []
 
 
-def _model_code(directories: Iterable[Path]) -> Iterator[str]:
+def _model_code(directories: Iterable[Path], handler: Path | None = None) -> Iterator[str]:
     """Whatever the entry point is: formatters in a `model.py` are code, too."""
-    for directory in directories:
-        for name in dict.fromkeys(("model.py", f"{directory.name}.py")):
-            if os.path.lexists(directory / name):
-                yield f"{SCRIPTS}: there is a {name}"
+    found = [directory / name for directory in directories for name in ("model.py", f"{directory.name}.py")]
+    for path in dict.fromkeys((*found, *([handler] if handler is not None else []))):
+        if os.path.lexists(path):
+            yield f"{SCRIPTS}: there is a {path.name}"
 
 
-def _requirements(directories: Iterable[Path]) -> Iterator[str]:
-    for directory in directories:
+def _requirements(directories: Iterable[Path], handler: Path | None = None) -> Iterator[str]:
+    for directory in dict.fromkeys((*directories, *([handler.parent] if handler is not None else []))):
         if os.path.lexists(directory / "requirements.txt"):
             yield f"{REQUIREMENTS}: there is a requirements.txt"
 

@@ -87,6 +87,14 @@ SERVED = (
         "Seconds without progress of the engine while requests run, after which /ping answers 500; 0: never",
     ),
     Option("fail_fast_when_stalled", BOOLEAN, "false", "With `fail_fast`, exit when the engine is stalled, too"),
+    Option(
+        "engine_restart",
+        integer(0),
+        "0",
+        "How often a vLLM engine that has died is started again, after pauses of 1, 2, 4 ... seconds; `fail_fast` is "
+        "for what comes after that",
+    ),
+    Option("engine_restart_when_stalled", BOOLEAN, "false", "With `engine_restart`, a stalled engine, too"),
     Option("log_format", choice(("plain", "json")), "plain", "Format of logs"),
     Option("log_level", LOG_LEVEL, "info", "Lowest level that is logged"),
     Option("log_prompts", BOOLEAN, "false", "Log request bodies, including prompts"),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from container.settings.environment import Alias
     from container.settings.secure_mode import SecureMode
     from container.settings.values import Scalar
-    from container.sources.download import RemoteModel
+    from container.sources.download import RemoteAdapters, RemoteModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class ServerSettings:
     stall_timeout: float = 60.0
     """Seconds; 0: a stalled engine is not looked for."""
     fail_fast_when_stalled: bool = False
+    engine_restart: int = 0
+    engine_restart_when_stalled: bool = False
     log_format: Literal["plain", "json"] = "plain"
     log_level: str = "info"
     log_prompts: bool = False
@@ -96,6 +98,8 @@ class Settings:
     """Checks the model, again when weights have been fetched."""
     remote_models: tuple[RemoteModel, ...] = ()
     """Models whose weights are to be fetched before the model is loaded."""
+    remote_adapters: RemoteAdapters | None = field(default=None, compare=False)
+    """Fetches adapters while the model serves; None: those on S3 are refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ A file below `model/` is whole, and of the version in the listing. All of them m
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
@@ -22,6 +23,7 @@ import shutil
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from filelock import FileLock, Timeout
 from container.sources.location import FetchTimeout, S3Url, SourceError
 from container.sources.s3 import RemoteFile, S3Folder, selected
 from handlers.cache_dir import cache_dir, is_writable
+from handlers.daemon_thread import in_daemon_thread
+from handlers.errors import AdapterFailed, InvalidParameter
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +110,87 @@ class RemoteModels:
         except SourceError:
             return False
 
+    def adapters(self, seconds: float) -> RemoteAdapters:
+        """Return what fetches the model's adapters, each within `seconds`."""
+        return RemoteAdapters(seconds, offline=self._offline, downloads=self._downloads)
+
     @property
     def opened(self) -> tuple[RemoteModel, ...]:
         """All models that have been opened."""
         return tuple(self._opened.values())
+
+
+class RemoteAdapters:
+    """The adapters of one model that are on S3. Implements `handlers.adapters.AdapterDownloads`.
+
+    Each registration has a copy of its own, below `adapters/<id>/` in the cache directory: what it was registered with
+    stays as it is, whoever registers the same URL again.
+    """
+
+    def __init__(self, seconds: float, *, offline: bool, downloads: Path) -> None:
+        """`seconds`: how long the weights of an adapter may take."""
+        self._seconds, self._offline = seconds, offline
+        self._place = downloads / "adapters"
+        self._root = self._place / uuid.uuid4().hex
+        self._lock = FileLock(f"{self._root}.lock", thread_local=False)
+        """Held as long as the copies are in use, for other processes to see."""
+
+    async def fetch(self, url: str) -> Path:
+        stop = threading.Event()
+        try:
+            return await in_daemon_thread(lambda: self._fetch(url, stop))
+        finally:
+            stop.set()
+
+    async def remove(self, directory: Path) -> None:
+        if directory.is_relative_to(self._root):
+            await asyncio.to_thread(shutil.rmtree, self._root / directory.relative_to(self._root).parts[0], True)
+
+    async def stop(self) -> None:
+        if self._lock.is_locked:
+            await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._lock.release(force=True)
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+
+    def _fetch(self, url: str, stop: threading.Event) -> Path:
+        copy = self._root / uuid.uuid4().hex
+        try:
+            self._begin()
+            try:
+                adapter = open_model(url, copy, offline=self._offline)
+            except SourceError as error:
+                raise InvalidParameter("src", f"cannot be fetched: {error}") from None
+            try:
+                adapter.fetch_weights(self._seconds, stop)
+            except FetchTimeout as error:
+                raise AdapterFailed(f"{error}; option.model_loading_timeout sets the limit") from None
+            except SourceError as error:
+                raise AdapterFailed(str(error)) from None
+            if stop.is_set():
+                raise AdapterFailed(f"{url}: the download was stopped")
+        except BaseException:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+        return adapter.directory
+
+    def _begin(self) -> None:
+        """Hold the lock, and remove the copies of processes that have ended without doing so."""
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            for left in self._place.iterdir():
+                lock = FileLock(f"{left}.lock")
+                if left != self._root and left.is_dir():
+                    with contextlib.suppress(Timeout), lock.acquire(timeout=0):
+                        shutil.rmtree(left, ignore_errors=True)
+                        Path(lock.lock_file).unlink(missing_ok=True)
+        except OSError as error:
+            raise AdapterFailed(
+                f"{self._place} cannot be written: {error}; SERVING_DOWNLOAD_DIR names another"
+            ) from None
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:

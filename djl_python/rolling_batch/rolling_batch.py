@@ -1,23 +1,21 @@
-"""The base class of a rolling batch, and one step of a handler that has one."""
+"""The base class of a rolling batch."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from typing import Any
 
-from djl_python import wire
-from djl_python.encode_decode import decode
-from djl_python.inputs import Input
-from djl_python.outputs import Output
 from djl_python.request import Request
-from djl_python.request_io import TextInput, Token
+from djl_python.request_io import Token
 from djl_python.utils import IdCounter
 
 FAILURE = "exception occurred during rolling batch inference"
 FAILURE_CODE = 424
+
+FINISH_REASON_MAPPER = ["length", "eos_token", "stop_sequence"]
 
 Results = list[dict[str, Any]]
 
@@ -54,6 +52,20 @@ class RollingBatch(ABC):
         return None
 
 
+def filter_unused_generation_params(
+    parameters: dict[str, Any], allowed_params: Set[str], backend: str, remove_unused_params: bool = False
+) -> dict[str, Any]:
+    """Logs the parameters that a backend does not have; returns `parameters`, from which they may be removed."""
+    unused = parameters.keys() - allowed_params
+    if unused:
+        names = ", ".join(sorted(unused))
+        logging.warning("%s with rolling batch does not support the parameters %s", backend, names)
+    if remove_unused_params:
+        for name in unused:
+            del parameters[name]
+    return parameters
+
+
 def stop_on_any_exception(step: Callable[..., Results]) -> Callable[..., Results]:
     """Ends all active requests with an error when a step fails."""
 
@@ -85,73 +97,3 @@ def _result(request: Request) -> dict[str, Any]:
     request.reset_next_token()
     failure = {"error": request.get_error_message(), "code": request.get_error_code()}
     return result | {name: value for name, value in failure.items() if value}
-
-
-def parse_rolling_batch_request(item: Input, configuration: Mapping[str, Any]) -> TextInput:
-    """LMI's default schema; `configuration` gives `output_formatter` and `tgi_compat`.
-
-    Raises:
-        ValueError: the body, `inputs` or `parameters` are malformed.
-    """
-    payload = decode(item, item.get_property("Content-Type"))
-    if not isinstance(payload, dict):
-        raise ValueError("Request payload should be a json object specifying the 'inputs' field")
-    prompt, parameters = payload.get("inputs"), payload.get("parameters") or {}
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError("The 'inputs' field must be a string that is not empty")
-    if not isinstance(parameters, dict):
-        raise ValueError("'parameters' must be provided as an object of key-value pairs")
-    parameters = parameters | {"stream": bool(payload.get("stream", parameters.get("stream")))}
-    return TextInput(
-        input_text=prompt,
-        parameters=parameters,
-        adapters=payload.get("adapters"),
-        output_formatter=configuration.get("output_formatter"),
-        tgi_compat=str(configuration.get("tgi_compat", "")).lower() == "true",
-    )
-
-
-def rolling_batch_inference(batch: RollingBatch, inputs: Input, parse: Callable[[Input], TextInput]) -> Output:
-    """Runs one step. A request that cannot be parsed gets an error of its own; the others continue."""
-    if inputs.get_property("reset_rollingbatch"):
-        batch.reset()
-    # The requests that the batch has already come first, without data.
-    items = inputs.get_batches()
-    known = sum(not item.get_as_bytes() for item in items)
-    new: list[Request] = []
-    errors: dict[int, str] = {}
-    for index, item in enumerate(items[known:], known):
-        try:
-            new.append(Request(_complete(parse(item), item, batch)))
-        except Exception as error:  # also whatever a custom formatter raises
-            logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
-            errors[index] = f"Input Parsing failed. {error}"
-    results = iter(batch.inference(new))
-    output = Output()
-    for index in range(len(items)):
-        failure = errors.get(index)
-        _add(output, index, next(results) if failure is None else _error(failure))
-    return output
-
-
-def _complete(request: TextInput, item: Input, batch: RollingBatch) -> TextInput:
-    request.request_id = batch.req_id_counter.next_id()
-    request.client_request_id = item.get_property("requestId")
-    request.tokenizer = batch.get_tokenizer()
-    request.server_parameters = dict(request.parameters)
-    if item.contains_key("seed"):
-        request.server_parameters.setdefault("seed", item.get_as_string("seed"))
-    return request
-
-
-def _error(message: str) -> dict[str, Any]:
-    error = wire.sendable(message)
-    return {"data": "", "last": True, "code": FAILURE_CODE, "error": error, "content_type": "application/json"}
-
-
-def _add(output: Output, index: int, result: Mapping[str, Any]) -> None:
-    chunk = {name: value for name, value in result.items() if value is not None}
-    output.add(Output.binary_encode(chunk), key="data", batch_index=index)
-    for name, header in (("content_type", "Content-Type"), ("request_id", "requestId")):
-        if result.get(name) is not None:
-            output.add_property(f"batch_{index}_{header}", result[name])

@@ -150,6 +150,10 @@ class ParameterReader:
             return value
         raise _wrong(name, "an object", value)
 
+    def value(self, name: str, kind: Kind) -> Any:
+        """The value as it is, or None if absent. `kind`: what it should be; an array holds strings."""
+        return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
+
     def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
         """A list of strings, none empty; one string alone stands for a list of it."""
         items = {"type": "string", "maxLength": longest}

@@ -35,7 +35,11 @@ MEANINGS = {
     "end_id": "Token that ends the generation instead of the model's own; -1 for none.",
     "exclude_input_in_output": "Leave the prompt out of text_output; by default it is there unless streaming.",
     "frequency_penalty": "Discourages frequent tokens.",
-    "grammar": "The text fits a grammar: type is json, json_schema or regex, value the schema or expression.",
+    "grammar": "The text fits: type is json, json_object, json_schema or regex, value the schema or expression.",
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        "Earlier name of this field of structured_outputs.",
+    ),
     "guided_decoding": "Earlier name of structured_outputs.",
     "guided_decoding_guide": "The schema, expression or grammar that the text fits.",
     "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
@@ -76,6 +80,7 @@ MEANINGS = {
     **dict.fromkeys(
         ("return_context_logits", "return_generation_logits", "watermark", "is_3d_lora_weight"), "Refused if true."
     ),
+    "response_format": "OpenAI's: type is text, json_object or json_schema; and what grammar takes.",
     "return_cumulative_logprob": "Return cumulative_logprob.",
     "return_finish_reason": "Return finish_reason.",
     "return_full_text": "Put the prompt in front of the text.",

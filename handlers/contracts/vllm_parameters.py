@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, Reader, decode_json
+from handlers.contracts.constraints import decoded, read_constraint
+from handlers.contracts.json_fields import Kind, ParameterReader, Reader
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
@@ -23,13 +24,6 @@ MAX_SEQUENCES = 16384
 """vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES)."""
 GREEDY_BELOW = 1e-5
 """vLLM's epsilon: a temperature below it is greedy decoding."""
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
-"""The engine makes one grammar of them before it begins."""
-
-_CONSTRAINTS = ("structured_outputs", "guided_decoding")
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-"""Fields of earlier releases that select a back end, which the server does."""
 _NOT_FOR_CLIENTS = {
     "logits_processors": "is not allowed: a request cannot bring code into the engine",
     **dict.fromkeys(
@@ -170,7 +164,7 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
         bad_words=tuple(dict.fromkeys(read.strings("bad_words"))),
         logit_bias=read.logit_bias("logit_bias"),
         allowed_token_ids=allowed_token_ids or None,
-        constraint=_constraint(read),
+        constraint=read_constraint(read),
     )
 
 
@@ -204,66 +198,3 @@ def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
     if early_stopping:
         raise InvalidParameter("early_stopping", "has an effect only with `use_beam_search` true")
     return None
-
-
-def _constraint(read: ParameterReader) -> Constraint | None:
-    documents = {name: read.optional_object(name) for name in _CONSTRAINTS}
-    given = {name: values for name, values in documents.items() if values is not None}
-    if len(given) > 1:
-        raise InvalidParameter("guided_decoding", "is the earlier name of `structured_outputs`: send one of them")
-    return next((_constraint_of(name, values) for name, values in given.items()), None)
-
-
-def _constraint_of(parameter: str, values: dict[str, Any]) -> Constraint:
-    within = f"{parameter}."
-    read = ParameterReader({within + name: value for name, value in values.items()})
-    kinds = [kind for kind in _KINDS if read.has(within + kind)]
-    if len(kinds) != 1:
-        raise InvalidParameter(
-            parameter, f"must have exactly one of {', '.join(_KINDS)}; got {' and '.join(kinds) or 'none'}"
-        )
-    any_whitespace = not read.boolean(within + "disable_any_whitespace", False)
-    if read.boolean(within + "disable_additional_properties", False):
-        raise InvalidParameter(
-            within + "disable_additional_properties",
-            'cannot be switched on here: put "additionalProperties": false into the schema',
-        )
-    name = within + kinds[0]
-    form = _form(read, name, kinds[0], values[kinds[0]])
-    constraint = Constraint(parameter=name, any_whitespace=any_whitespace, **form)
-    if unknown := read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}:
-        raise InvalidParameter(min(unknown)[:_LONGEST_NAME], "is not a field that this server can follow")
-    return constraint
-
-
-def _form(read: ParameterReader, name: str, kind: str, value: Any) -> dict[str, Any]:
-    """The field of `Constraint` that a kind of constraint sets."""
-    match kind:
-        case "json":
-            if not isinstance(decoded(value), dict):
-                raise InvalidParameter(name, "must be a JSON schema: an object, or the text of one")
-            return {"json_schema": value if isinstance(value, str) else msgspec.json.encode(value).decode()}
-        case "choice":
-            choice = read.strings(name, most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
-            if not choice:
-                raise InvalidParameter(name, "must have at least one string")
-            return {"choice": tuple(dict.fromkeys(choice))}
-        case "json_object":
-            if not read.boolean(name, True):
-                raise InvalidParameter(name, "must be true if it is given")
-            return {"json_object": True}
-        case _:
-            text = read.optional_string(name) or ""
-            if not text.strip():
-                raise InvalidParameter(name, "must not be empty")
-            return {kind: text}
-
-
-def decoded(value: Any) -> Any:
-    """The document that a text holds; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return decode_json(value)
-    except JsonError:
-        return value

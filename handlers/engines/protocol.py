@@ -232,8 +232,8 @@ class Engine(Protocol):
     def status(self) -> EngineStatus:
         """Return the scheduler's last report."""
 
-    async def stop(self) -> None:
-        """Free everything. Requests that still run end with an error."""
+    async def stop(self, why: str = "the server is stopping") -> None:
+        """Free everything. Requests that still run end with an error that says why."""
 
 
 class EngineStartError(Exception):

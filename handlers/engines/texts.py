@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from handlers.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
-from handlers.request import GenerationRequest, Token
+from handlers.request import GenerationRequest, SamplingParameters, Token
 
 LONG_TEXT = 4096
 """Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
@@ -136,6 +136,20 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
         )
 
 
+def check_beams(sampling: SamplingParameters) -> None:
+    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to.
+
+    Raises:
+        InvalidParameter: naming the parameter.
+    """
+    if sampling.constraint is not None:
+        raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
+    for name in ("allowed_token_ids", "bad_words", "logit_bias"):
+        if getattr(sampling, name):
+            raise InvalidParameter(name, _NOT_WITH_BEAMS)
+
+
+_NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16
 """Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds."""
 _CONTEXT = 8

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class OpenAICall:
     """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
-    __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "engine", "failed", "generates")
+    __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "engine", "failed", "generates", "submitted")
 
     def __init__(self, queue: EngineQueue, any_model: bool = False) -> None:
         self._queue, self.engine = queue, queue.engine
@@ -31,8 +31,10 @@ class OpenAICall:
         """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
         self.generates = False
         """It was admitted to the queue."""
-        self.failed = False
-        """The engine gave up on one of its requests."""
+        self.submitted = False
+        """Its body has been read, and something of it is to be generated."""
+        self.failed = ""
+        """Why the engine gave up on one of its requests; empty if it did not."""
 
     def take(self, sequences: int) -> None:
         """Take places for sequences of this call.

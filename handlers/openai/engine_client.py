@@ -16,7 +16,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -140,6 +140,7 @@ class EngineClient:
             check_parameters(sampling_params, self._engine.sampling, self._engine.tokenizer)
             self._check_length(prompt)
             call.take(sampling_params.n)
+        call.submitted = True
         return self._generate(call, prompt, sampling_params, request_id, options)
 
     def _check_length(self, prompt: Any) -> None:
@@ -167,24 +168,39 @@ class EngineClient:
             if request is not None:
                 await request.abandon()
             raise
-        except Exception:
+        except Exception as error:
+            # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
+            dead = isinstance(error, EngineDeadError)
+            failure = GenerationError(EngineDead().message) if dead else error
             if request is not None:
-                call.failed = True
+                call.failed = str(failure)
                 await request.give_up()
-            raise
+            raise failure from None
         finally:
             call.release(params.n)
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         with _vllms_errors():
             if params.structured_outputs is not None:
-                await self._engine.constraints.check("structured_outputs", params.structured_outputs)
+                params.structured_outputs = await self._engine.constraints.checked("structured_outputs", params)
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
+        known = {*self._sequences(request_id)}  # ids are the clients', who may use one twice
         try:
             return await self._llm.add_request(request_id, prompt, params, **options)
-        except OverflowError as error:  # a number that the engine's message cannot hold
-            raise VLLMValidationError(str(error)) from None
+        except BaseException as error:
+            # vLLM registers a request before it sends it to the engine, and leaves it there if that fails.
+            registered = [sequence for sequence in self._sequences(request_id) if sequence not in known]
+            with contextlib.suppress(EngineDeadError):
+                await self._llm.abort(registered, internal=True)
+            if isinstance(error, OverflowError):  # a number that the engine's message cannot hold
+                raise VLLMValidationError(str(error)) from None
+            raise
+
+    def _sequences(self, request_id: str) -> Sequence[str]:
+        """vLLM's own ids of what runs for a request."""
+        ids: Sequence[str] = self._llm.output_processor.external_req_ids.get(request_id, ())
+        return ids
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
         """What vLLM is told of the adapter of this name, which is in its memory until the call ends.
@@ -297,5 +313,5 @@ def _vllms_errors() -> Iterator[None]:
         raise VLLMValidationError(error.message, parameter="n") from None
     except Overloaded as error:
         raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
-    except EngineDead:
-        raise EngineDeadError from None
+    except EngineDead as error:
+        raise GenerationError(error.message) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,12 +18,13 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.contract import CHAT, OpenAIContract
+from handlers.contracts.openai.constraints import BATCH, CHAT, FIELDS, enforceable
+from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
-from handlers.errors import Overloaded, RequestError, UnknownAdapter
+from handlers.errors import InvalidParameter, Overloaded, RequestError, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
@@ -38,11 +40,13 @@ _MESSAGES = "/v1/messages"
 """Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 """Before the HTTP request's id in those of vLLM's answers."""
+_ONE_OF_MANY = re.compile(r"[-_]\d+$")
+"""After it, in the requests of an answer to several prompts or conversations."""
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
 """Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
-_CONVERSATIONS = frozenset({CHAT, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
+_CONVERSATIONS = frozenset({CHAT, BATCH, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
 _MARKS = (b"{", b"[", b",")
 """What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
@@ -51,6 +55,18 @@ _MARKS_OF_PROMPTS = 2_000_000
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+
+
+def import_front_end(settings: ModelSettings) -> None:
+    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time.
+
+    Raises:
+        EngineStartError: it is not one that we know.
+    """
+    if is_vllm(settings):
+        from handlers.openai import engine_client, vllm_app  # noqa: F401
+
+        vllm_app.routers()
 
 
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
@@ -79,8 +95,15 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     )
     served = accepted.union(names)
     common = front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)
-    contract = OpenAIContract(common) if common is not None else None
-    return OpenAIHandler(app, queue, engine.async_llm, names[0], public, contract)
+    return OpenAIHandler(
+        app,
+        queue,
+        engine.async_llm,
+        names[0],
+        public,
+        OpenAIContract(common) if common is not None else None,
+        parses_tools=bool(engine.frontend_arguments.get("tool_call_parser")),
+    )
 
 
 class OpenAIHandler:
@@ -94,9 +117,13 @@ class OpenAIHandler:
         model: str = "",
         adapters: Collection[str] = (),
         contract: OpenAIContract | None = None,
+        *,
+        parses_tools: bool = False,
     ) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers. `model`, `adapters`: names in bodies;
-        adapters come and go. `contract`: None: everything goes to vLLM's front end."""
+        adapters come and go. `contract`: None: everything goes to vLLM's front end. `parses_tools`: the model has a
+        parser of tool calls."""
+        self._parses_tools = parses_tools
         self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
         self._contract = contract
         self._long = asyncio.Lock()
@@ -142,7 +169,8 @@ class OpenAIHandler:
                 return running
         if adapter is not None and call.body:
             call = with_model(call, adapter or self._model)
-        return _RunningCall(self._app, OpenAICall(self._queue, any_model), without_nulls(call, path), writer, path)
+        held = OpenAICall(self._queue, any_model)
+        return _RunningCall(self._app, held, without_nulls(call, path), writer, path, self._parses_tools)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
@@ -191,9 +219,8 @@ class OpenAIHandler:
 
 
 def _belongs(known: str, request_id: str) -> bool:
-    """Whether vLLM's id of a request is of the answer with this id; completions have one for each prompt."""
-    answer, _, prompt = known.rpartition("-")
-    names = (known, answer) if prompt.isdigit() else (known,)
+    """Whether vLLM's id of a request is of the answer with this id; many prompts and conversations have one each."""
+    names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
 
 
@@ -203,7 +230,10 @@ class _RunningCall:
     Implements `Running`.
     """
 
-    def __init__(self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+    def __init__(
+        self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, parses_tools: bool
+    ) -> None:
+        self._parses_tools = parses_tools
         self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
         self._gone = asyncio.Event()
         self._body_read = False
@@ -224,17 +254,23 @@ class _RunningCall:
             if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
                 self._finish(refusal)
             else:
+                self._call = call = with_constraints(call, path, parses_tools=self._parses_tools)
                 await self._app(scope(call, path), self._receive, self._send)
+        except InvalidParameter as error:
+            self._finish(refuse(error))
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception:
-            logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
+            # Where the engine has failed, vLLM stumbles over that in some of its streams.
+            if not self._held.failed:
+                logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
         finally:
             self._held.close()
             if not self._gone.is_set():
-                self._finish(error_reply("Internal server error", "InternalServerError", 500))
+                reason = self._held.failed or "Internal server error"
+                self._finish(error_reply(reason, "InternalServerError", 500))
                 if self._held.generates:
-                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=self._held.failed)
+                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     async def _receive(self) -> dict[str, Any]:
         """The body, and after it nothing but a disconnect."""
@@ -259,6 +295,8 @@ class _RunningCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
+        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's would say how it stumbled over that
+            data = _last_events(self._path, error_reply(self._held.failed, "InternalServerError", 500))
         if last and not self._started:
             writer.reply(Reply(self._status, self._content_type, data, self._headers))
         elif last:
@@ -343,6 +381,24 @@ def with_model(call: Call, name: str) -> Call:
         return call
     document["model"] = msgspec.Raw(msgspec.json.encode(name))
     return replace(call, body=msgspec.json.encode(document))
+
+
+def with_constraints(call: Call, path: str, *, parses_tools: bool) -> Call:
+    """The call with its constraints as vLLM enforces them; what cannot be read is left to vLLM to refuse.
+
+    Raises:
+        InvalidParameter: vLLM would not enforce one of them.
+    """
+    try:
+        document = _decode(call.body)
+        given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return call
+    given = {name: value for name, value in given.items() if value is not None}
+    if not (changes := enforceable(given, path, parses_tools=parses_tools) if given else {}):
+        return call
+    fields = {name: value for name, value in (document | changes).items() if value is not None}
+    return replace(call, body=msgspec.json.encode(fields))
 
 
 def without_nulls(call: Call, path: str) -> Call:

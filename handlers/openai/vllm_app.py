@@ -31,17 +31,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.renderers import merge_kwargs
 from vllm.renderers.hf import HfRenderer
 
 from handlers.contracts.openai.contract import FrontEnd
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.vllm.seam import unknown_vllm
+from handlers.openai.current_call import current_call
 
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
@@ -62,6 +64,12 @@ _ROUTERS = (
 )
 
 
+def answer_object(path: str, body: bytes) -> Any:
+    """vLLM's own object for the body of an answer on a path of its front end."""
+    kind = ChatCompletionResponse if path == "/v1/chat/completions" else CompletionResponse
+    return kind.model_validate_json(body)
+
+
 def lower_client_errors() -> None:
     """Have every handler of the root logger show as information what clients cause. May be called again."""
     for handler in logging.getLogger().handlers:
@@ -71,12 +79,13 @@ def lower_client_errors() -> None:
 def client_error_filter(record: logging.LogRecord) -> bool:
     """Lower the record of a client's error to INFO, without its traceback; drop it where that is not logged.
 
-    Failures of the server's own pass as they are.
+    So is that of a request whose engine has failed, which is logged once and for all requests. Failures of the server's
+    own pass as they are.
     """
     if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
         return True
     error = record.exc_info[1] if record.exc_info else None
-    if error is not None and not _is_clients(error):
+    if error is not None and not (_is_clients(error) or isinstance(error, GenerationError)):
         return True
     text = record.getMessage()[:_LONGEST]
     # The exception's text may repeat what the client sent.
@@ -84,6 +93,18 @@ def client_error_filter(record: logging.LogRecord) -> bool:
     record.args = record.exc_info = record.exc_text = None
     record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
     return logging.getLogger().isEnabledFor(logging.INFO)
+
+
+def routers() -> list[Any]:
+    """vLLM's routers, which are imported first.
+
+    Raises:
+        EngineStartError: this vLLM has them elsewhere.
+    """
+    try:
+        return [importlib.import_module(name).router for name in _ROUTERS]
+    except (ImportError, AttributeError) as error:
+        raise unknown_vllm(f"its front end has moved ({error})") from error
 
 
 async def build(
@@ -113,12 +134,12 @@ async def build(
     )
     _choose_tool_grammar(client.vllm_config.structured_outputs_config.backend)
     try:
-        for name in _ROUTERS:
-            app.include_router(importlib.import_module(name).router)
+        for router in routers():
+            app.include_router(router)
         init_exception_handler(app)
         # Starlette's own, such as for a body nested too deep to be read, which vLLM leaves in another shape.
         app.add_exception_handler(HTTPException, http_exception_handler)
-        answer_stumbling_validators(app)
+        answer_stumbling_readers(app)
         app.state.args = args
         # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
         app.state.server = SimpleNamespace(should_exit=False)
@@ -214,21 +235,33 @@ def _renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     return render
 
 
-def answer_stumbling_validators(app: FastAPI) -> None:
-    """Have it answered as the client's fault when a check of the body finds a type that its author did not think of.
+def answer_stumbling_readers(app: FastAPI) -> None:
+    """Have it answered as the client's fault when what reads the body finds a value that its author did not think of.
 
-    vLLM's checks that come before pydantic's look into what should be an object, and raise what Python raises.
+    vLLM's checks before pydantic's look into what should be an object, and its conversions take the first part of lists
+    that may be empty; both raise what Python raises.
     """
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
-        if not any(name.startswith("fastapi._compat") for name in modules):
+    async def refuse(_: Request, error: Exception) -> Response:
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if _reads_body(modules):
+            error = VLLMValidationError(f"the body has a value that cannot be used: {error}")
+        elif not _is_clients(error) or modules[-1].startswith("handlers."):
             raise error
-        refusal = create_error_response(VLLMValidationError(f"the body has a value of a wrong type: {error}"))
+        refusal = create_error_response(error)
         return JSONResponse(refusal.model_dump(), refusal.error.code)
 
     for kind in (AttributeError, TypeError, KeyError, IndexError):
         app.add_exception_handler(kind, refuse)
+
+
+def _reads_body(modules: Sequence[str]) -> bool:
+    """Whether an error that went through these modules, the last of which raised it, is of FastAPI or vLLM reading the
+    body, before anything was generated for it."""
+    if any(name.startswith("fastapi._compat") for name in modules):
+        return True
+    call = current_call.get(None)
+    return call is not None and not call.submitted and modules[-1].startswith(_OF_REQUESTS)
 
 
 def _is_clients(error: BaseException) -> bool:

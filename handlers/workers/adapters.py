@@ -24,6 +24,8 @@ _NOTHING_SAID = frozenset({"", "OK", "No content"})
 class WorkerAdapters:
     """Implements `handlers.adapters.AdapterHost` with the workers of one model."""
 
+    reads_src = True
+
     def __init__(self, workers: Callable[[], Collection[Worker]], patience: float) -> None:
         """`workers`: those that take requests. `patience`: seconds that each may take to answer, including the calls
         that it has to finish before."""
@@ -34,20 +36,23 @@ class WorkerAdapters:
         """One order at a time: no worker starts to take requests in the middle of one."""
 
     async def register(self, adapter: Adapter) -> str:
-        if not await asyncio.to_thread(_exists, adapter):
-            raise AdapterFailed(f"src: there is nothing at {adapter.path}")
         async with self._telling:
             try:
                 message = await self._tell_all(REGISTER, adapter)
             except AdapterError:
-                await self._take_back(adapter)
+                former = self._known.get(adapter.name)
+                await self._take_back((UNREGISTER, adapter), *([(REGISTER, former)] if former is not None else []))
                 raise
             self._known[adapter.name] = adapter
         return message
 
     async def update(self, adapter: Adapter) -> str:
         async with self._telling:
-            message = await self._tell_all(UPDATE, adapter)
+            try:
+                message = await self._tell_all(UPDATE, adapter)
+            except AdapterError:
+                await self._take_back((UPDATE, self._known[adapter.name]))
+                raise
             self._known[adapter.name] = adapter
         return message
 
@@ -88,15 +93,13 @@ class WorkerAdapters:
             said = said or answer
         return said
 
-    async def _take_back(self, adapter: Adapter) -> None:
-        """Undo a registration that some workers may have carried out, and restore the former adapter of its name."""
-        former = self._known.get(adapter.name)
-        orders = [(UNREGISTER, adapter), *([(REGISTER, former)] if former is not None else [])]
-        for function, subject in orders:
+    async def _take_back(self, *orders: tuple[str, Adapter]) -> None:
+        """Undo with these orders what some workers may have carried out."""
+        for function, adapter in orders:
             try:
-                await self._tell_all(function, subject)
+                await self._tell_all(function, adapter)
             except AdapterError as error:
-                logger.info("adapter %s: %s", subject.name, error)
+                logger.info("adapter %s: %s", adapter.name, error)
 
     async def _tell(self, worker: Worker, function: str, adapter: Adapter) -> str:
         receiver = _AnswerReceiver()
@@ -146,15 +149,8 @@ class _WorkerLost(AdapterFailed):
 
 
 def _message(function: str, adapter: Adapter) -> InputMessage:
-    named = (("name", adapter.name), ("alias", adapter.alias or adapter.name), ("src", str(adapter.path)))
+    named = (("name", adapter.name), ("alias", adapter.alias or adapter.name), ("src", adapter.src))
     loaded = (("preload", str(adapter.preload).lower()), ("pin", str(adapter.pin).lower()))
     options = {**dict(named), **dict(loaded), **adapter.options}
     contents = tuple((name, value.encode("utf-8", "replace")) for name, value in options.items())
     return InputMessage((("handler", function), *named), contents)
-
-
-def _exists(adapter: Adapter) -> bool:
-    try:
-        return bool(adapter.src) and adapter.path.exists()
-    except OSError:
-        return False

@@ -14,7 +14,8 @@ from handlers.errors import UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.workers.adapters import WorkerAdapters
 from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request
-from handlers.workers.packages import prepare_interpreter, variables_of
+from handlers.workers.engine_calls import LoadedEngine
+from handlers.workers.packages import prepare_interpreter, requirements_dir, variables_of
 from handlers.workers.pool import Pool, PoolStatus
 from handlers.workers.reply import HandlerReply
 from handlers.workers.rolling_batch import RollingBatcher
@@ -37,9 +38,10 @@ class CustomHandler:
         unavailable_status: int = 503,
         grace: float = 5.0,
         client_patience: float = 120.0,
+        engine: LoadedEngine | None = None,
     ) -> None:
         """`grace`: seconds that `stop` gives a worker to finish its calls. `client_patience`: seconds that a client may
-        take nothing of its stream before its call is cancelled.
+        take nothing of its stream before its call is cancelled. `engine`: what the handler's calls to an engine go to.
 
         Raises ValueError if the settings name no handler."""
         if settings.handler is None:
@@ -60,7 +62,7 @@ class CustomHandler:
             max_batch_delay=settings.max_batch_delay,
             max_rolling_batch_size=settings.rolling_batch_size,
         )
-        self._grace = grace
+        self._grace, self._engine = grace, engine
         self._pool: Pool | None = None
         self.adapter_host = WorkerAdapters(
             lambda: self._pool.workers if self._pool is not None else (), settings.predict_timeout
@@ -75,7 +77,8 @@ class CustomHandler:
             EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
                 customer's code where that is at fault.
         """
-        python = await prepare_interpreter(self._settings.model_dir, self._handler)
+        directory = requirements_dir(self._settings.model_dir, self._handler)
+        python = await prepare_interpreter(directory, self._handler)
         rolling = self._handler.rolling_batch and not self._handler.async_mode
         batcher = RollingBatcher if rolling else CallBatcher
         pool = Pool(self._worker_plan(python), self._handler, self._calls, batcher, self.adapter_host.introduce)
@@ -136,4 +139,5 @@ class CustomHandler:
                 properties=dict(handler.properties),
             ),
             load_timeout=self._settings.model_loading_timeout,
+            engine=self._engine,
         )

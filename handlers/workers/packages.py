@@ -57,6 +57,16 @@ def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
     return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
 
 
+def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
+    """Where `requirements.txt` is: in the model's directory, or where only that has one, in that of the handler's file,
+    such as SageMaker's `code/`."""
+    own = Path(settings.entry_point).parent
+    elsewhere = (
+        os.path.isabs(own) and os.path.isfile(own / REQUIREMENTS) and not os.path.isfile(model_dir / REQUIREMENTS)
+    )
+    return own if elsewhere else model_dir
+
+
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
     """The interpreter for the model's workers. Installs the requirements, unless that has been done before.
 

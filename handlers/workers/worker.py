@@ -20,6 +20,7 @@ from pathlib import Path
 import djl_python
 from handlers.engines.protocol import EngineStartError
 from handlers.workers import runtime
+from handlers.workers.engine_calls import EngineCalls, LoadedEngine
 from handlers.workers.runtime.channel import (
     HEADER_SIZE,
     WINDOW,
@@ -67,6 +68,8 @@ class WorkerPlan:
     order: LoadOrder
     load_timeout: float
     """Seconds."""
+    engine: LoadedEngine | None = None
+    """The model's engine, where the handler may call one."""
 
 
 class Receiver:
@@ -103,6 +106,7 @@ class Worker:
         self._plan = plan
         self._on_end = on_end
         self._receivers: dict[int, Receiver] = {}
+        self._engine_calls = EngineCalls(plan.engine, self._send)
         self._last_call = 0
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the handler could not be loaded; empty if it was."""
@@ -189,6 +193,8 @@ class Worker:
             self._settle_load("")
         elif frame.kind is Kind.LOAD_FAILED:
             self._settle_load(frame.body.decode())
+        elif frame.kind in (Kind.CALL, Kind.CANCEL):
+            self._engine_calls.take(frame)
         elif frame.call in self._receivers:
             try:
                 self._pass_on(frame, self._receivers[frame.call])
@@ -239,6 +245,7 @@ class Worker:
         if was_ready:
             logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
             self._on_end(reason)  # first, so that this worker gets no more requests
+        self._engine_calls.stop()
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.on_lost(reason)

@@ -11,9 +11,9 @@ import pytest
 
 from djl_python.request_io import TextInput
 from handlers.adapters import Adapter
-from handlers.contracts.openai.family import models
+from handlers.contracts.openai.family import model, models, refuse
 from handlers.contracts.protocol import Call
-from handlers.errors import UnknownAdapter
+from handlers.errors import UnknownAdapter, UnknownModel
 from tests.contracts import exchange, test_lmi_async, test_lmi_formatters, tgi_exchange, triton_exchange
 
 HEADER = (("X-Amzn-SageMaker-Adapter-Identifier", "h"),)
@@ -81,3 +81,28 @@ def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:
     cards = msgspec.json.decode(models(Call(body=b"", request_id="r"), (view,)).body)["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
     assert shown == [("base", "base", None), ("other", "other", None), ("a", "/x", "base")]
+
+
+@pytest.mark.parametrize("name", ["base", "org/other", "a"])
+def test_one_of_the_models_is_what_the_list_has_of_it(name: str) -> None:
+    adapter = Adapter(name="a", src="s3://b/x", path=Path("/x"), id=1)
+    views = (replace(triton_exchange.view(served_model_names=("base", "org/other")), adapters=(adapter,)),)
+    listed = msgspec.json.decode(models(Call(body=b"", request_id="r"), views).body)["data"]
+    reply = model(Call(body=b"", request_id="r", path_parameters={"id": name}), views)
+    assert (reply.status, reply.content_type) == (200, "application/json")
+    card = msgspec.json.decode(reply.body)
+    assert list(card) == list(listed[0])
+    varying = {"created": 0, "permission": []}
+    assert [one | varying for one in listed if one["id"] == name] == [card | varying]
+
+
+def test_a_model_that_is_none_of_these_is_not_found_in_vllms_words() -> None:
+    call = Call(body=b"", request_id="r", path_parameters={"id": "org/nope"})
+    with pytest.raises(UnknownModel) as caught:
+        model(call, (triton_exchange.view(),))
+    reply = refuse(caught.value)
+    assert (reply.status, reply.body) == (
+        404,
+        b'{"error":{"message":"The model `org/nope` does not exist.","type":"NotFoundError","param":"model",'
+        b'"code":404}}',
+    )

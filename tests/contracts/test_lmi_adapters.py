@@ -21,8 +21,11 @@ from handlers.contracts.protocol import Call
 from handlers.errors import (
     AdapterConflict,
     AdapterFailed,
+    AdapterMissing,
+    AdapterTaken,
     EngineDead,
     InternalError,
+    InvalidParameter,
     InvalidRequest,
     NoRoomForAdapter,
     NotReady,
@@ -253,7 +256,15 @@ def test_vllms_routes_answer_as_vllm_does() -> None:
         b'"code":404}}'
     )
     assert vllm.refuse_adapter(AdapterFailed("m")).status == 400
+    assert vllm.refuse_adapter(AdapterMissing("m")).status == 404
     assert vllm.refuse_adapter(AdapterConflict("m")).status == 400
+    assert vllm.refuse_adapter(InvalidParameter("src", "cannot be fetched: m")).body == (
+        b'{"error":{"message":"`lora_path` cannot be fetched: m","type":"BadRequestError","param":"lora_path",'
+        b'"code":400}}'
+    )
+    taken = vllm.refuse_adapter(AdapterTaken("a"))
+    assert (taken.status, b'"type":"InvalidUserInput"' in taken.body) == (400, True)
+    assert b"The lora adapter 'a' has already been loaded." in taken.body
     assert vllm.refuse_adapter(NoRoomForAdapter("m")).status == 503
     assert vllm.refuse_adapter(NotServed("m")).status == 404
     with pytest.raises(InvalidRequest, match="must be provided"):

@@ -11,7 +11,8 @@ import pytest
 
 from djl_python import Input
 from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
-from handlers.contracts.lmi.formatters import FormatterContract
+from handlers.contracts.lmi.asynchronous import LmiAsyncContract
+from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.errors import EngineDead, GenerationFailed, Overloaded
@@ -226,3 +227,177 @@ def test_errors_of_a_formatted_answer_have_lmis_bytes() -> None:
 )
 def test_bad_requests_are_refused_as_without_formatters(request_: Call, message: str) -> None:
     assert message in json.loads(refusal(contract(write=whole_answer), request_).body)["error"]
+
+
+# Formatters of the asynchronous mode.
+
+
+def payload_formatters(
+    read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
+) -> PayloadFormatters:
+    model = replace(MODEL, async_mode=True, **options)
+    return PayloadFormatters(LmiAsyncContract(model), read=read, write=write, tokenizer="tokenizer")
+
+
+def renamed(decoded_payload: dict[str, Any], tokenizer: Any = None, **kwargs: Any) -> dict[str, Any]:
+    if "inputPrompt" in decoded_payload:
+        decoded_payload["inputs"] = decoded_payload.pop("inputPrompt")
+    decoded_payload.setdefault("parameters", {}).setdefault("max_new_tokens", 256)
+    return decoded_payload
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "expected"),
+    [
+        (b'{"inputPrompt": "Hi"}', "application/json", b'{"inputs": "Hi", "parameters": {"max_new_tokens": 256}}'),
+        (
+            b'{"prompt": "Hi", "parameters": {"max_new_tokens": 5}}',
+            "",
+            b'{"prompt": "Hi", "parameters": {"max_new_tokens": 5}}',
+        ),
+        (b"Hi", "text/plain", b'{"inputs": ["Hi"], "parameters": {"max_new_tokens": 256}}'),
+        (
+            b'{"messages": [], "adapters": "a"}',
+            "application/json; charset=utf-8",
+            b'{"messages": [], "parameters": {"max_new_tokens": 256}, "adapters": "a"}',
+        ),
+    ],
+)
+def test_a_payload_formatter_changes_the_body_before_it_is_parsed(
+    body: bytes, content_type: str, expected: bytes
+) -> None:
+    changed = payload_formatters(renamed).read(call(body, content_type))
+    assert (changed.body, changed.content_type) == (expected, "application/json")
+
+
+def test_a_payload_formatter_gets_the_tokenizer_where_it_takes_it_and_never_sees_adapters() -> None:
+    seen: list[Any] = []
+
+    def positional(payload: Any) -> Any:
+        seen.append(payload.copy())
+        return payload
+
+    def named(payload: Any, tokenizer: Any) -> Any:
+        seen.append(tokenizer)
+        return payload
+
+    def anything(payload: Any, **keywords: Any) -> Any:
+        seen.append(keywords)
+        return payload
+
+    for read in (positional, named, anything):
+        payload_formatters(read).read(call({"inputs": "x", "adapters": "a"}))
+    assert seen == [{"inputs": "x"}, "tokenizer", {"tokenizer": "tokenizer"}]
+
+
+@pytest.mark.parametrize(
+    ("read", "request_", "message"),
+    [
+        (failing, call(PROMPT), "Custom formatter failed: 'question'"),
+        (lambda given: None, call(PROMPT), "Custom formatter failed: the input formatter returned NoneType; expected"),
+        (
+            lambda given: {"inputs": object()},
+            call(PROMPT),
+            "Custom formatter failed: Object of type object is not JSON",
+        ),
+        (renamed, call(b"{"), "Input Parsing failed. The body is not valid JSON"),
+        (renamed, call(b"\xff", "text/plain"), "Input Parsing failed. The body is not valid text/plain"),
+    ],
+)
+def test_a_failing_payload_formatter_refuses_its_request_and_says_why(
+    read: Callable[..., Any], request_: Call, message: str
+) -> None:
+    with pytest.raises(ContractError) as caught:
+        payload_formatters(read).read(request_)
+    reply = caught.value.reply
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    assert json.loads(reply.body)["error"].startswith(message)
+
+
+def test_a_request_with_inputs_becomes_a_completion_for_an_output_formatter() -> None:
+    asked = {
+        "inputs": "Tell me",
+        "model": "m",
+        "parameters": {"max_new_tokens": 2, "do_sample": False, "stop_sequences": ["."], "return_full_text": True},
+    }
+    completion = payload_formatters(write=str).as_completion(call(asked))
+    assert completion.body == (
+        b'{"prompt":"Tell me","stream":false,"max_tokens":2,"min_tokens":0,"temperature":0.0,"top_k":0,"top_p":1.0,'
+        b'"min_p":0.0,"repetition_penalty":1.0,"presence_penalty":0.0,"frequency_penalty":0.0,"stop":["."],'
+        b'"include_stop_str_in_output":false,"ignore_eos":false,"skip_special_tokens":true,'
+        b'"spaces_between_special_tokens":true,"echo":true,"model":"m"}'
+    )
+
+
+def test_details_and_streams_ask_vllm_for_tokens_and_usage_as_lmi_does() -> None:
+    def completion(**more: Any) -> dict[str, Any]:
+        given = {"inputs": "x", "parameters": {"details": True, "decoder_input_details": True}, **more}
+        document: dict[str, Any] = json.loads(payload_formatters(write=str).as_completion(call(given)).body)
+        return document
+
+    shown = {"logprobs": 1, "return_tokens_as_token_ids": True}
+    assert completion().items() >= {**shown, "prompt_logprobs": 1}.items()
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True).items() >= {**shown, "stream": True, "stream_options": usage}.items()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"json": {"type": "object"}}, {"json": '{"type":"object"}'}),
+        ({"grammar": "root ::= x", "disable_any_whitespace": True}, {"grammar": "root ::= x"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_a_constraint_stays_one(name: str, outputs: dict[str, Any], expected: dict[str, Any]) -> None:
+    asked = {"inputs": "x", "parameters": {name: outputs}}
+    document = json.loads(payload_formatters(write=str).as_completion(call(asked)).body)
+    one_line = "disable_any_whitespace" in outputs
+    assert document["structured_outputs"] == {**expected, "disable_any_whitespace": one_line}
+    assert "guided_decoding" not in document
+
+
+def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"watermark": True}}))
+    assert "parameters without effect: watermark" in caplog.text
+
+
+def test_a_request_that_lmi_refuses_is_refused_before_it_becomes_a_completion() -> None:
+    with pytest.raises(ContractError, match="`max_new_tokens` must be at least 1"):
+        payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"max_new_tokens": 0}}))
+
+
+class Dumped:
+    """A response as vLLM's are, with the methods of pydantic."""
+
+    def model_dump_json(self) -> str:
+        return '{"id":"x"}'
+
+
+class Dumpable:
+    def model_dump(self) -> dict[str, Any]:
+        return {"id": "ü"}
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (Dumped(), b'{"id":"x"}\n'),
+        (Dumpable(), '{"id": "ü"}\n'.encode()),
+        ({"custom_formatter_applied": True}, b'{"custom_formatter_applied": true}\n'),
+        ('data: {"id": 1}\n\n', b'data: {"id": 1}\n\n\n'),
+        ("", b"\n"),
+    ],
+)
+def test_what_an_output_formatter_returns_is_sent_as_a_line(value: Any, line: bytes) -> None:
+    assert payload_formatters(write=lambda response: value).written("response") == line
+
+
+@pytest.mark.parametrize("value", [None, 5, [1], b"x", {"x": object()}])
+def test_what_cannot_be_sent_fails_the_request(value: Any) -> None:
+    with pytest.raises(GenerationFailed, match="Custom formatter failed: "):
+        payload_formatters(write=lambda response: value).written("response")

@@ -195,8 +195,10 @@ def test_a_boolean_stop_has_no_effect_on_tensorrt_llm_and_is_refused_elsewhere()
 
 
 @pytest.mark.parametrize("name", ["min_length", "bad_sequences"])
-def test_names_of_tensorrt_llm_are_unknown_elsewhere(name: str) -> None:
-    assert read_parameters({name: 1}, ParameterRules()).ignored == (name,)
+def test_what_constrains_on_tensorrt_llm_alone_is_refused_elsewhere(name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"`{name}` constrains the text by a name that is not read here"):
+        read_parameters({name: 1}, ParameterRules())
+    assert read_parameters({name: None}, ParameterRules()).ignored == ()
 
 
 @pytest.mark.parametrize(

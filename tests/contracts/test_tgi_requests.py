@@ -119,7 +119,7 @@ SCHEMA = {"properties": {"a": {"type": "string"}}}
         ({"type": "regex", "value": "[0-9]+"}, {"regex": "[0-9]+"}),
         ({"type": "json", "value": SCHEMA}, {"json_schema": SCHEMA}),
         ({"type": "json_object", "value": SCHEMA}, {"json_schema": SCHEMA}),
-        ({"type": "json", "value": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+        ({"type": "json", "value": json.dumps(SCHEMA, separators=(",", ":"))}, {"json_schema": SCHEMA}),
         ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
     ],
 )
@@ -132,6 +132,7 @@ def test_a_grammar_is_a_constraint(grammar: dict[str, Any], constraint: dict[str
     assert sampling({"grammar": grammar}).constraint == expected
 
 
+NOT_READ = "`{}` is not read here; in `parameters`, `grammar` and `stop` constrain the text"
 WRONG = [
     ({"temperature": 0}, "`temperature` must be strictly positive"),
     ({"temperature": -1.5}, "`temperature` must be strictly positive"),
@@ -153,10 +154,31 @@ WRONG = [
     ({"watermark": True}, "`watermark` is not supported by this server"),
     ({"adapter_id": "mine"}, "`adapter_id` cannot be used: this server has no adapters"),
     ({"grammar": {"type": "json", "value": {}}}, "grammar is not valid: Grammar must have a 'properties' field"),
-    ({"grammar": {"type": "json", "value": "{"}}, "grammar is not valid: Input data was truncated"),
-    ({"grammar": {"type": "json_schema", "value": 1}}, "grammar is not valid: `value` must be a JSON schema"),
-    ({"grammar": {"type": "regex", "value": ""}}, "grammar is not valid: `value` must be a regular expression"),
-    ({"grammar": {"type": "x"}}, "grammar is not valid: `type` must be `json`, `json_schema` or `regex`"),
+    (
+        {"grammar": {"type": "json", "value": "{"}},
+        "grammar is not valid: `grammar.value` must be a JSON schema: an object, or the text of one",
+    ),
+    (
+        {"grammar": {"type": "json_schema", "value": 1}},
+        "grammar is not valid: `grammar.value` must be an object with `schema`",
+    ),
+    (
+        {"grammar": {"type": "json_schema", "value": SCHEMA}},
+        "grammar is not valid: `grammar.value.schema` must be a JSON schema: an object, or the text of one",
+    ),
+    (
+        {"grammar": {"type": "json_object"}},
+        "grammar is not valid: `grammar` of type json_object must have `value`; got none",
+    ),
+    ({"grammar": {"type": "regex", "value": ""}}, "grammar is not valid: `grammar.value` must not be empty"),
+    (
+        {"grammar": {"type": "x"}},
+        "grammar is not valid: `grammar.type` must be one of json_object, json_schema, json, regex; got x",
+    ),
+    ({"response_format": {"type": "json_object"}}, NOT_READ.format("response_format")),
+    ({"guided_json": {}}, NOT_READ.format("guided_json")),
+    ({"bad_words": ["a"]}, NOT_READ.format("bad_words")),
+    ({"min_new_tokens": 2}, NOT_READ.format("min_new_tokens")),
 ]
 WRONG_PLAIN = [
     ({"best_of": 0, "do_sample": True}, "`best_of` must be > 0 and <= 2. Given: 0"),

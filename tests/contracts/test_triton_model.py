@@ -210,13 +210,18 @@ def test_the_served_model_is_loaded_and_stays_so(
     assert parts(told(path, {"model": name}, method="POST", of=view(state))) == expected
 
 
-def test_tensors_are_refused_as_for_any_model_that_streams() -> None:
-    assert parts(told(MODEL + "/infer", NAMED, method="POST", body=b"{}")) == (
+def test_tensors_are_refused_with_the_routes_to_use() -> None:
+    infer = next(route for route in TRITON.routes if isinstance(route, Tells) and route.path == MODEL + "/infer")
+    call = Call(body=b"{}", request_id="r", method="POST", path="/v2/models/model/infer", path_parameters=NAMED)
+    assert parts(infer.tell(call, view())) == (
         501,
         "application/json",
-        b'{"error":"ModelInfer RPC doesn\'t support models with decoupled transaction policy; use generate or '
-        b'generate_stream"}',
+        b'{"error":"/infer is not served; use POST /v2/models/model/generate or '
+        b'POST /v2/models/model/generate_stream"}',
     )
+    own = infer.tell(call, view(handler=HandlerSettings(entry_point="model.py")))
+    assert own.status == 501
+    assert b"/infer is not served: this model has a handler of its own; /invocations" in own.body
 
 
 def test_another_method_and_another_path_are_refused_as_by_triton() -> None:

@@ -47,6 +47,16 @@ def test_the_whole_life_of_an_adapter(handler: Server, tmp_path: Path) -> None:
     assert (gone.status_code, gone.json()["error"]) == (424, "the adapter 'mine' is not registered")
 
 
+def test_a_source_is_the_handlers_affair_and_an_update_changes_it_in_all_workers(handler: Server) -> None:
+    client = handler.client
+    assert client.post("/adapters", params={"name": "id", "src": "s3://no-such-bucket/x"}).status_code == 200
+    assert client.post("/adapters/id/update", params={"src": "an-id"}).json() == {"status": "Adapter id updated"}
+    assert client.get("/adapters/id").json()["src"] == "an-id"
+    said = [client.post("/invocations?adapter=id").json()["adapter"]["src"] for _ in range(4)]
+    assert said == ["an-id"] * 4
+    assert client.delete("/adapters/id").status_code == 200
+
+
 def test_what_the_handler_refuses_is_refused(handler: Server, tmp_path: Path) -> None:
     for switch, status, text in (("error", 424, "this adapter is broken"), ("memory", 507, "no more adapters")):
         order = {"name": "bad", "src": str(tmp_path), "switch": switch}

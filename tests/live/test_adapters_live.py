@@ -18,6 +18,7 @@ import pytest
 from handlers.model_settings import ModelSettings
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, serving
+from tests.s3 import BUCKET, CREDENTIALS, moto, put
 
 PROMPTS = ("The capital of France is", "Once upon a time", "def add(a, b):", "Water boils at")
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
@@ -47,8 +48,16 @@ def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, engine_options: d
     for name in ("red", "blue"):
         shutil.copytree(made / name, directory / "model" / "adapters" / name)
     options = {"enable_lora": "true", "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8}
-    with serving(directory, rolling_batch="vllm", **options, **engine_options) as running:
-        yield running
+    with moto() as address:
+        put(
+            address, {f"lora/red/{path.name}": path.read_bytes() for path in (made / "red").iterdir() if path.is_file()}
+        )
+        environment = CREDENTIALS | {
+            "AWS_ENDPOINT_URL_S3": address,
+            "SERVING_DOWNLOAD_DIR": str(directory / "downloads"),
+        }
+        with serving(directory, environment, rolling_batch="vllm", **options, **engine_options) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +174,10 @@ def test_openais_client_chats_with_an_adapter_that_the_list_of_models_names(lora
         assert set(models) == {"model", "red", "blue"}
         assert (models["red"]["parent"], models["model"]["parent"]) == ("model", None)
         assert str(models["red"]["root"]).endswith("/adapters/red")
+        retrieved = client.models.retrieve("red")
+        assert (retrieved.id, retrieved.object, retrieved.to_dict()["parent"]) == ("red", "model", "model")
+        with pytest.raises(openai.NotFoundError, match="The model `org/nope` does not exist"):
+            client.models.retrieve("org/nope")
 
         def chat(model: str) -> str | None:
             messages: Any = [{"role": "user", "content": [{"type": "text", "text": "Say hello to everybody."}]}]
@@ -400,12 +413,48 @@ def test_vllms_own_routes_load_replace_and_unload(lora: Server, made: Path, alon
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'guest' added successfully.")
     again = order("load", lora_name="guest", lora_path=str(made / "blue"))
     assert (again.status_code, again.json()["error"]["type"]) == (400, "InvalidUserInput")
+    assert "has already been loaded" in again.json()["error"]["message"]
+    assert order("load", lora_name="none", lora_path=str(made / "none")).json()["error"]["type"] == "NotFoundError"
     assert order("load", lora_name="guest", lora_path=str(made / "blue"), load_inplace=True).status_code == 200
     assert text(lora, PROMPTS[0], "guest") == alone["blue"][0]
     unloaded = order("unload", lora_name="guest")
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'guest' removed successfully.")
     assert order("unload", lora_name="guest").status_code == 404
     assert order("load", lora_name="guest").status_code == 400
+
+
+def test_an_adapter_on_s3_is_fetched_on_each_route_and_removed_with_it(
+    lora: Server, alone: dict[str, list[str]]
+) -> None:
+    model_dir = Path(str(lora.model_dir))
+    copies, source = model_dir.parent / "downloads" / "adapters", f"s3://{BUCKET}/lora/red"
+    for call in (
+        lambda: lora.client.post("/adapters", params={"name": "remote", "src": source}),
+        lambda: lora.client.post("/models/model/adapters", json={"name": "remote", "src": source}),
+        lambda: lora.client.post("/v1/load_lora_adapter", json={"lora_name": "remote", "lora_path": source}),
+    ):
+        response = call()
+        assert response.status_code == 200, response.text
+        assert [path.name for path in copies.glob("*/*/models/*/model/*")] == ["red"]
+        assert text(lora, PROMPTS[0], "remote") == alone["red"][0]
+        assert lora.client.get("/adapters/remote").json()["src"] == source
+        unregister(lora, "remote")
+        assert list(copies.glob("*/*")) == []
+    nowhere = f"s3://{BUCKET}/lora/none"
+    refused = lora.client.post("/adapters", params={"name": "remote", "src": nowhere})
+    why = f"cannot be fetched: {nowhere}/: there are no objects below this prefix; give the folder that holds the "
+    assert (refused.status_code, refused.json()) == (
+        400,
+        {"code": 400, "type": "BadRequestException", "message": f"`src` {why}unpacked files"},
+    )
+    refused = lora.client.post("/v1/load_lora_adapter", json={"lora_name": "remote", "lora_path": nowhere})
+    assert (refused.status_code, refused.json()["error"]) == (
+        400,
+        {"message": f"`lora_path` {why}unpacked files", "type": "BadRequestError", "param": "lora_path", "code": 400},
+    )
+    refused = lora.client.post("/adapters", params={"name": "remote", "src": "https://host/red"})
+    assert (refused.status_code, refused.json()["type"]) == (400, "BadRequestException")
+    assert "remote" not in registered(lora)
 
 
 def test_formatters_of_an_adapter_are_for_its_requests_alone(

@@ -17,9 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as example_settings
-from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Call
 from handlers.engines.protocol import Engine, generate
@@ -27,6 +24,8 @@ from handlers.entry_point import Limits, load_service
 from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
+from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
 from tests.recorder import Recorder
@@ -142,40 +141,6 @@ async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(s
         assert engine.meter.aborted_requests == 1
 
 
-SAMPLINGS = (
-    SamplingParameters(max_tokens=6),
-    SamplingParameters(max_tokens=9, repetition_penalty=1.3),
-    SamplingParameters(max_tokens=9, stop=("e",)),
-    SamplingParameters(max_tokens=7, temperature=0.8, seed=5),
-)
-REQUESTS = st.builds(
-    request_for,
-    st.one_of(st.sampled_from(PROMPTS), st.text("ab é你.\n", min_size=1, max_size=60)),
-    st.sampled_from(SAMPLINGS),
-    stream=st.booleans(),
-    truncate_prompt_tokens=st.sampled_from([None, None, 5]),
-)
-
-
-@pytest.fixture(scope="module")
-def runner(sample_model: Path) -> Iterator[tuple[asyncio.Runner, Engine, Engine]]:
-    """A loop with an engine that batches, and one that takes each request alone."""
-    with asyncio.Runner() as loop:
-        batching, single = engine_with(sample_model, batch_size=4), engine_with(sample_model, batch_size=1)
-        yield loop, loop.run(batching.__aenter__()), loop.run(single.__aenter__())
-        for engine in (batching, single):
-            loop.run(engine.__aexit__(None, None, None))
-
-
-@example_settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(REQUESTS, min_size=1, max_size=8))
-def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
-    runner: tuple[asyncio.Runner, Engine, Engine], requests: list[GenerationRequest]
-) -> None:
-    loop, batching, single = runner
-    assert loop.run(texts(batching, *requests)) == loop.run(texts(single, *requests))
-
-
 @pytest.mark.asyncio
 async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, CodeGenConfig
@@ -231,6 +196,23 @@ def test_over_http_a_wrong_parameter_is_424_and_its_neighbours_are_answered(serv
     )
 
 
+def test_over_http_what_constrains_a_token_is_enforced(server: Server) -> None:
+    (route,) = DYNAMIC.values()
+    _, text = answer_of(server, route, {})
+    assert not any(check(text) for name, (_, check) in TOKENWISE.items() if name != "min_tokens"), text
+    assert answer_of(server, route, {"logit_bias": TOKENWISE["min_tokens"][0]["logit_bias"]})[1] == ""
+    assert list(disobeyed(server, route, TOKENWISE)) == []
+
+
+WITHOUT_VLLM = {
+    **by_name("bad_sequences force_words_ids json_format guided_whitespace_pattern"),
+    **{
+        name: ({"num_beams": 2, **NAMES[name]}, f"`{name}` cannot be used together with beam search")
+        for name in ("logit_bias", "bad_words", "allowed_token_ids")
+    },
+}
+
+
 def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -242,6 +224,10 @@ def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
     reply = server.client.post("/invocations", json={"messages": messages})
     assert (reply.status_code, reply.json()["code"]) == (424, 424)
     assert "`messages` needs vLLM" in reply.json()["error"]
+    (route,) = DYNAMIC.values()
+    needs = "` needs the vLLM engine (option.rolling_batch=vllm)"
+    forms = {name: (fields, needs) for name, (fields, _) in FORMS.items()}
+    assert list(accepted(server, route, forms | WITHOUT_VLLM)) == []
     for name, value in (("response_pool", ["a"]), ("json_format", {"a": "string"})):
         reply = server.client.post("/v1/generate", json={"prompt": "Hello", name: value})
         assert reply.status_code == 422

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from djl_python.np_util import from_nd_list, to_nd_list
-from tests.live.server import Server, serving_copy, start_copy
+from tests.live.server import Server, copy_model, hosted, serving_copy, start_copy
 from tests.waiting import wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
@@ -59,6 +59,16 @@ def test_a_chat_reaches_the_handler_by_openais_client_and_other_contracts_say_th
         with pytest.raises(openai.InternalServerError, match="this model has a handler of its own") as refused:
             client.completions.create(model="any", prompt="x")
         assert refused.value.status_code == 501
+
+
+def test_a_script_of_sagemaker_is_served_from_its_code_directory(host: Server, tmp_path: Path) -> None:
+    with hosted(host, copy_model(HANDLERS / "script", tmp_path / "model")) as script:
+        csv = {"content-type": "text/csv", "accept": "application/json"}
+        answer = script.client.post("/invocations", content=b"1,2\n3,4\n", headers=csv)
+        assert (answer.status_code, answer.json()) == (200, [[3, 5], [7, 9]])
+        assert answer.headers["content-type"] == "application/json"
+        refused = script.client.post("/invocations", content=b"x", headers={"content-type": "image/png"})
+        assert (refused.status_code, refused.json()["code"]) == (415, 415)
 
 
 def test_forms_and_files_become_content(echo: Server) -> None:

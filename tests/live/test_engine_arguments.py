@@ -171,6 +171,25 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
         assert reason in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("api_key", "hidden", "requests are served without a key: let a proxy ask for it"),
+        ("root_path", "/llm", "let a proxy take the prefix off"),
+        ("ssl_keyfile", "/key", "is of vLLM's own server and has no effect here"),
+        ("no_such_thing", "1", "neither LMI nor vLLM has an option"),
+    ],
+)
+def test_an_argument_that_is_not_the_engines_is_warned_of(
+    settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str, words: str
+) -> None:
+    from handlers.engines.vllm.arguments import engine_arguments
+
+    assert name not in engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
+    assert words in caplog.text
+    assert "hidden" not in caplog.text
+
+
 def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
     """vLLM's own checks, and its own layers, decide on every size from 1 to 8 of every model of the table."""
     configs = tmp_path / "configs.json"

@@ -1,4 +1,4 @@
-"""A customer's formatters around a real engine, over HTTP."""
+"""A customer's formatters, and a `handle` of a customer's, around a real engine, over HTTP."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.live.server import Server, copy_model, hosted, start_copy
+from tests.live.server import Server, copy_model, hosted, records, start_copy
 
-FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FORMATTERS = FIXTURES / "formatters"
 PROMPT = "The capital of France is"
 
 
@@ -66,6 +68,8 @@ def test_an_older_formatter_gets_tokens_one_by_one(
         body = server.invoke(PROMPT, max_new_tokens=3, details=True).text
         assert body == "< Paris><.><\n>| Paris.\n|length"
         assert server.invoke(PROMPT, max_new_tokens=3).text == "< Paris><.><\n>| Paris.\n|None"
+        chat = server.client.post("/invocations", json=CHAT)
+        assert chat.json()["object"] == "chat.completion", "a chat has its own format, as in LMI"
 
 
 def test_a_formatter_may_be_named_in_the_settings(
@@ -114,6 +118,166 @@ def test_a_formatter_that_hangs_fails_its_request_and_stops_nothing_else(
         started = time.monotonic()
         assert server.invoke(PROMPT, max_new_tokens=3).text == " Paris.\n"
         assert time.monotonic() - started < 6, "it waited for what is left of the request that had hung"
+
+
+CHAT = {"messages": [{"role": "user", "content": "Say yes"}], "max_tokens": 4, "temperature": 0}
+GREEDY = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "do_sample": False}}
+COMPLETION = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def payload(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("payload") / "model"
+    with hosted(host, copy_model(FORMATTERS / "payload", directory, async_mode="true", **engine_options)) as model:
+        yield model
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/predictions/{name}"])
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (GREEDY, "text_completion"),
+        ({"inputPrompt": PROMPT, "parameters": GREEDY["parameters"]}, "text_completion"),
+        (COMPLETION, "text_completion"),
+        (CHAT, "chat.completion"),
+        ({"ask": "Say yes", "max_tokens": 4, "temperature": 0}, "chat.completion"),
+    ],
+)
+def test_formatters_of_the_asynchronous_mode_change_every_kind_of_body_and_answer(
+    payload: Server, path: str, body: dict[str, object], kind: str
+) -> None:
+    response = payload.client.post(path.format(name=payload.name), json=body)
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/json"), response.text
+    answer = response.json()
+    assert (answer["object"], answer["model"], answer["processed_by"]) == (kind, payload.name, "payload")
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] if kind == "chat.completion" else choice["text"] == " Paris.\n"
+
+
+@pytest.mark.parametrize("body", [GREEDY, COMPLETION, CHAT])
+def test_formatters_of_the_asynchronous_mode_get_each_event_of_a_stream(
+    payload: Server, body: dict[str, object]
+) -> None:
+    whole = payload.client.post("/invocations", json=body).json()["choices"][0]
+    response = payload.client.post("/invocations", json={**body, "stream": True})
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/jsonlines")
+    assert response.text.endswith("\ndata: [DONE]\n\n\n\n")
+    chunks = records(response.text.replace("data: [DONE]", ""))
+    assert {chunk["processed_by"] for chunk in chunks} == {"payload"}
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    if "messages" in body:
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        assert text == whole["message"]["content"]
+    else:
+        # vLLM puts tokens together where it is faster than its front end.
+        assert "".join(choice["text"] for choice in choices) == " Paris.\n"
+    if "inputs" in body:
+        assert choices[0]["logprobs"]["tokens"] == ["token_id:7042"], "details of tokens are there, as in LMI"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ({"inputs": "x", "parameters": {"max_new_tokens": -3}}, 424, "`max_new_tokens` must be at least 1"),
+        ({"inputs": "x " * 2000}, 424, "maximum context length"),
+        ({"prompt": "x", "max_tokens": -3}, 400, "max_tokens must be at least 1"),
+        ({"nothing": 1}, 424, "The body has none of `inputs`, `messages` and `prompt`"),
+        ([1], 424, "Custom formatter failed: the input formatter returned list; expected dict"),
+    ],
+)
+def test_what_is_refused_is_no_answer_for_an_output_formatter(
+    payload: Server, body: object, status: int, text: str
+) -> None:
+    for content in (body, {**body, "stream": True}) if isinstance(body, dict) else (body,):
+        response = payload.client.post("/invocations", json=content)
+        assert response.status_code == status
+        assert text in response.json()["error"]
+        assert response.json()["code"] == status
+
+
+def test_a_failing_formatter_of_the_asynchronous_mode_fails_its_own_request_alone(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    model = copy_model(FORMATTERS / "payload_failing", tmp_path / "model", async_mode="true", **engine_options)
+    long = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    with hosted(host, model) as server:
+        good = server.client.post("/invocations", json=GREEDY)
+        assert good.json() == {"custom_formatter_applied": True, "generated_text": " Paris.\n", "model": server.name}
+        unread = server.client.post("/invocations", json={"inputs": "read this"})
+        assert (unread.status_code, unread.text) == (
+            424,
+            '{"error":"Custom formatter failed: no such question","code":424}',
+        )
+        unwritten = server.client.post("/invocations", json=long)
+        assert (unwritten.status_code, unwritten.text) == (
+            424,
+            '{"error":"Custom formatter failed: \\u0027answer\\u0027","code":424}',
+        )
+        midway = server.client.post("/invocations", json={**long, "stream": True})
+        assert midway.status_code == 200
+        assert midway.text.startswith('data: {"id":')
+        assert midway.text.endswith('{"error":"Custom formatter failed: \\u0027answer\\u0027","code":424}')
+        server.wait_for_metric("slipway_engine_running", 0)
+
+
+def test_a_handle_comes_before_the_engine_and_may_call_it(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    options = {**engine_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service", "rolling_batch": "disable"}
+    model = copy_model(FIXTURES / "handlers" / "before_engine", tmp_path / "model", **options)
+    with hosted(host, model) as server:
+
+        def ask(**body: object) -> httpx.Response:
+            return server.client.post("/invocations", json=body)
+
+        own = ask(do="answer", inputs="Hi")
+        assert own.text == '{"custom_handler_used": true, "inputs": "Hi"}\n'
+        assert ask(do="stream", inputs="a b").text == '{"word": "a"}\n{"word": "b"}\n\n'
+        assert ask(**GREEDY).text == '{"generated_text": " Paris.\\n"}\n'
+        chat = ask(**CHAT)
+        assert (chat.json()["object"], chat.headers["content-type"]) == ("chat.completion", "application/json")
+        stream = ask(**GREEDY, stream=True)
+        assert [record["token"]["text"] for record in records(stream.text)] == [" Paris", ".", "\n"]
+        assert stream.text.endswith("}\n\n\n")
+        assert stream.headers["content-type"] == "application/jsonlines"
+        called = ask(do="call", **GREEDY, stream=False)
+        assert "generated_text" in called.json()
+        wrapped = records(ask(do="wrap", **GREEDY, stream=True).text)
+        assert wrapped[0] == {"custom_handler_used": True}
+        assert len(wrapped) == 4
+        failed = ask(do="fail", inputs="x")
+        assert (failed.status_code, failed.text) == (
+            424,
+            '{"error":"Custom handler failed: Custom handler intentional failure","code":424}',
+        )
+        refused = ask(inputs="x", parameters={"max_new_tokens": -1})
+        assert (refused.status_code, refused.json()["code"]) == (424, 424)
+        long = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/invocations", json=long) as left:
+            next(left.iter_lines())
+            server.wait_for_metric("slipway_engine_running", 1)
+        server.wait_for_metric("slipway_engine_running", 0)
+        models = server.client.get("/v1/models").json()
+        assert models["data"], "the engine's other routes are served, too"
+
+
+def test_a_handle_with_a_model_of_its_own_loads_the_engine_when_it_first_calls_it(
+    host: Server, tmp_path: Path, engine_options: dict[str, object]
+) -> None:
+    options = {**engine_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service"}
+    model = copy_model(FIXTURES / "handlers" / "before_engine", tmp_path / "model", **options)
+    with (model / "serving.properties").open("a") as file:
+        file.write("own_model=yes\n")
+    with hosted(host, model) as server:
+        assert server.client.post("/invocations", json={"do": "answer", "inputs": "Hi"}).status_code == 200
+        assert server.client.post("/v1/completions", json={**COMPLETION, "model": server.name}).status_code == 501
+        engine_metric = f'slipway_engine_running{{model="{server.name}"}}'
+        assert engine_metric not in server.client.get("/metrics").text
+        called = server.client.post("/invocations", json={"do": "call", **GREEDY})
+        assert "generated_text" in called.json()
+        assert server.ping() == 200
 
 
 def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine_options: dict[str, object]) -> None:

@@ -173,6 +173,30 @@ def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Serv
     wait_for_ping(vllm_server, 200, 15)
 
 
+LONE_SURROGATE = '["a\\ud800"]'
+"""What the engine's messages cannot hold."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", '"messages": [{"role": "user", "content": "Hi"}], "n": 2, "stop": '),
+        ("/v1/completions", '"prompt": ["Hi", "Ho"], "stop": '),
+        ("/v1/responses", '"input": "Hi", "stop": '),
+        ("/v1/messages", '"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}], "stop_sequences": '),
+        ("/invocations", '"inputs": "Hi", "parameters": {"max_new_tokens": 1}, "stop": '),
+    ],
+)
+def test_a_refused_request_leaves_nothing_for_an_idle_engine_to_be_late_with(
+    vllm_server: Server, path: str, body: str
+) -> None:
+    """The next test waits for as long as the engine may stand still."""
+    content = f'{{"model": "model", {body}{LONE_SURROGATE}}}'
+    answer = vllm_server.client.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 424)
+    assert "Traceback" not in vllm_server.log_text()
+
+
 def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_until_it_moves(
     vllm_server: Server,
 ) -> None:

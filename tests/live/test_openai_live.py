@@ -17,6 +17,16 @@ import jsonschema
 import openai
 import pytest
 
+from tests.live.constrained import (
+    ASYNCHRONOUS,
+    FORMS,
+    TOKENWISE,
+    WRONG_FORMS,
+    accepted,
+    answer,
+    by_name,
+    disobeyed,
+)
 from tests.live.server import Server, hosted, records, write_model
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
@@ -307,6 +317,26 @@ def test_an_answer_is_aborted_by_the_id_that_it_shows(server: Server, path: str)
     assert last["choices"][0]["finish_reason"] == "abort"
 
 
+def test_a_batch_has_an_answer_for_each_conversation(client: openai.OpenAI, server: Server) -> None:
+    conversations = [MESSAGES, [{"role": "user", "content": "Count to three."}]]
+    reply = server.client.post("/v1/chat/completions/batch", json={"messages": conversations, **GREEDY}).json()
+    texts = [client.chat.completions.create(messages=one, **GREEDY).choices[0].message.content for one in conversations]
+    assert [(choice["index"], choice["message"]["content"]) for choice in reply["choices"]] == list(enumerate(texts))
+    assert reply["usage"]["completion_tokens"] == 16
+
+
+def test_a_batch_is_aborted_by_the_id_of_its_request(server: Server) -> None:
+    batch = {"messages": [MESSAGES, MESSAGES], "max_tokens": 900, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(
+            server.client.post, "/v1/chat/completions/batch", json=batch, headers={"x-request-id": "batch-1"}
+        )
+        server.wait_for_metric("slipway_engine_running", 2)
+        assert server.client.post("/v1/abort_request", json={"request_id": "batch-1"}).status_code == 200
+        choices = reply.result().json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+
+
 def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
     names = [
         *("slipway_generated_tokens_total", "slipway_generations_finished_total", "slipway_generations_total"),
@@ -357,6 +387,30 @@ class TestSmall:
         assert call.type == "function"
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+    @pytest.mark.parametrize("name", ASYNCHRONOUS)
+    def test_the_asynchronous_handler_enforces_or_refuses_what_constrains(self, small: Server, name: str) -> None:
+        route = ASYNCHRONOUS[name]
+        _, text = answer(small, route, {})
+        assert not any(check(text) for form, (_, check) in {**FORMS, **TOKENWISE}.items() if form != "min_tokens"), text
+        wrong = list(disobeyed(small, route, {**FORMS, **TOKENWISE}, at_a_time=2))
+        assert not wrong, "\n".join(wrong)
+        unread = by_name("bad_sequences min_new_tokens json_format regex ebnf guided_whitespace_pattern tool_choice")
+        wrong = list(accepted(small, route, {**WRONG_FORMS, **unread}, at_a_time=2))
+        assert not wrong, "\n".join(wrong)
+
+    @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_response_that_has_to_call_a_tool_does(self, small: Server, choice: Any, stream: bool) -> None:
+        tool = {"type": "function", "strict": True, **WEATHER["function"]}
+        with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
+            asked = {"model": "first", "input": "Hello!", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
+            response = client.responses.create(tool_choice=choice, stream=stream, **asked)
+            if stream:
+                response = list(response)[-1].response
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [call.name for call in calls] == ["weather"]
+        assert json.loads(calls[0].arguments)["city"] in ("Paris", "Rome")
 
     def test_tools_may_be_left_to_the_model(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
@@ -427,6 +481,7 @@ class TestSmall:
             assert whole.result(timeout=60).status_code == 500
             assert whole.result().json()["error"]["type"] == "InternalServerError"
             assert '"error"' in stream.result(timeout=60).text
+            assert all("the engine has died" in call.result().text for call in (whole, stream))
         assert time.monotonic() - died < 8
         late = small.client.post("/v1/completions", json=document)
         assert late.status_code == 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from dataclasses import replace
@@ -91,21 +92,21 @@ def test_a_check_that_trips_over_a_wrong_type_is_the_clients_fault_and_other_fau
     from fastapi.testclient import TestClient
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    from handlers.openai.vllm_app import answer_stumbling_validators
+    from handlers.openai.vllm_app import answer_stumbling_readers
 
     def chat(request: Any) -> None:
         raise AttributeError("a bug of ours")
 
     chat.__annotations__["request"] = ChatCompletionRequest  # the type itself, as FastAPI wants it
     app = FastAPI()
-    answer_stumbling_validators(app)
+    answer_stumbling_readers(app)
     app.post("/chat")(chat)
     chatting = {"messages": [{"role": "user", "content": "x"}]}
     with TestClient(app, raise_server_exceptions=False) as client:
         refused = client.post("/chat", json=chatting | {"structured_outputs": 5})
         assert refused.status_code == 400
         assert refused.json()["error"] == {
-            "message": "the body has a value of a wrong type: 'int' object has no attribute 'get'",
+            "message": "the body has a value that cannot be used: 'int' object has no attribute 'get'",
             "type": "BadRequestError",
             "param": None,
             "code": 400,
@@ -266,3 +267,111 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     assert llm.aborted == ["a-internal"]
     assert call.failed
     assert handler.open_sequences == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("error", [UnicodeEncodeError("utf-8", "\ud800", 0, 1, "x"), OverflowError(), "cancelled"])
+async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_nothing_else(
+    error: Any, sequences: int
+) -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from handlers.engine_handler import EngineQueue
+    from handlers.meter import Meter
+    from handlers.openai.current_call import OpenAICall
+    from handlers.openai.engine_client import EngineClient
+
+    aborted: list[str] = []
+
+    class Llm:
+        """vLLM's engine, which cannot send a request to its process."""
+
+        output_processor = OutputProcessor(None, log_stats=False)
+        engine_core = SimpleNamespace(abort_requests_async=lambda ids: _note(aborted, ids))
+        errored = log_requests = False
+        abort = AsyncLLM.abort
+
+        def register(self, request_id: str, number: int) -> None:
+            params = SamplingParams(detokenize=False)
+            request = EngineCoreRequest(f"{request_id}-{number}", [1], None, params, None, 0.0, None, None, None)
+            request.external_req_id = request_id
+            self.output_processor.add_request(request, None)
+
+        async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+            for number in range(params.n):
+                self.register(request_id, number)
+            if isinstance(error, Exception):
+                raise error
+            await asyncio.Event().wait()
+
+    llm: Any = Llm()
+    llm.register("a", 99)  # another client's, of the same id
+    engine: Any = SimpleNamespace(async_llm=llm, meter=Meter(), adapters=None)
+    call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    call.take(sequences)
+    stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(n=sequences), "a", {})
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises((UnicodeEncodeError, VLLMValidationError, asyncio.CancelledError)):
+        await task
+    assert list(llm.output_processor.request_states) == ["a-99"]
+    assert aborted == [f"a-{number}" for number in range(sequences)]
+
+
+async def _note(noted: list[str], ids: list[str]) -> None:
+    noted += ids
+
+
+def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_generated() -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+    from handlers.engine_handler import EngineQueue
+    from handlers.meter import Meter
+    from handlers.openai.current_call import OpenAICall, current_call
+    from handlers.openai.vllm_app import answer_stumbling_readers
+
+    call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    app = FastAPI()
+    answer_stumbling_readers(app)
+
+    @app.post("/responses")
+    async def responses() -> None:
+        from openai.types.responses import ResponseOutputMessage
+
+        current_call.set(call)
+        empty = ResponseOutputMessage(id="", content=[], role="assistant", status="completed", type="message")
+        construct_input_messages(request_input=[empty])
+
+    with TestClient(app, raise_server_exceptions=False) as client:
+        refused = client.post("/responses")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "the body has a value that cannot be used: list index out of range"
+        call.submitted = True
+        assert client.post("/responses").status_code == 500
+
+
+def test_a_request_whose_engine_has_failed_is_logged_without_a_traceback() -> None:
+    from vllm.exceptions import GenerationError
+
+    from handlers.openai.vllm_app import client_error_filter
+
+    error = GenerationError("the engine has died")
+    record = logging.LogRecord(
+        "vllm.entrypoints.anthropic.api_router",
+        logging.ERROR,
+        "",
+        0,
+        "Error in create_messages: %s",
+        (error,),
+        (GenerationError, error, None),
+    )
+    client_error_filter(record)
+    assert (record.levelno, record.exc_info) == (logging.INFO, None)

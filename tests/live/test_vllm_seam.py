@@ -61,17 +61,7 @@ class Processor:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        state = PushedState.from_new_request(
-            tokenizer=self.tokenizer,
-            request=request,
-            prompt=None,
-            parent_req=None,
-            request_index=0,
-            queue=None,
-            log_stats=False,
-            stream_interval=1,
-        )
-        state.attach(generation, 0, sink, self.meter, ModelTexts(self.tokenizer), request)
+        state = PushedState(request, generation, 0, sink, self.meter, ModelTexts(self.tokenizer))
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 

@@ -100,13 +100,22 @@ _ANSWER = an_answer(
     *("responses", "finish_reasons", "usages", "prompt"),
 )
 _INVALID = an_answer("HappyVllmError", "A text, or an array of entries with type, loc and msg.", "detail")
+_UNREAD: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
+    "408": ("The body's rest does not come", {JSON: OBJECT}),
+    "413": ("The body is too large", {JSON: OBJECT}),
+    "503": ("The queue is full, or the model is not ready", {JSON: OBJECT}),
+}
 _REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
 
 def _generating(summary: str, media_type: str) -> Operation:
     """A route that generates, for the API description."""
-    answers = {"200": ("The texts", {media_type: _ANSWER}), "422": ("The request is wrong", {JSON: _INVALID})}
-    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers=answers)
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {
+        "200": ("The texts", {media_type: _ANSWER}),
+        "422": ("The request is wrong", {JSON: _INVALID}),
+        "500": ("Generation failed", {JSON: OBJECT}),
+    }
+    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={**answers, **_UNREAD})
 
 
 def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
@@ -119,7 +128,10 @@ def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
     shown = {"type": "object", "properties": {name: {} for name in answer.split()}} if answer else ANYTHING
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": ("The answer", {JSON: shown})}
     if fields:
-        answers["422"] = ("The request is wrong; 400 with vLLM's error below /v2", {JSON: _INVALID})
+        answers["400"] = ("Below /v2: the request is wrong", {JSON: OBJECT})
+        answers["404"] = ("Below /v2: the model is not served here", {JSON: OBJECT})
+        answers["422"] = ("The request is wrong", {JSON: _INVALID})
+        answers |= _UNREAD
     request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
     return Operation(summary=f"{summary} (happy_vllm)", request=request, answers=answers)
 

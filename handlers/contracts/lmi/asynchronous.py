@@ -7,23 +7,27 @@ in `handlers.contracts.lmi.chat`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
+from msgspec.json import encode
+from msgspec.structs import asdict
+
+from handlers.contracts.constraints import FORMS, refuse_unread
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.lmi.adapters import adapters_of
 from handlers.contracts.lmi.body import notes_of, read_body, stream_of
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
-from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, Token, TokenDelta
+from handlers.request import Constraint, FinishReason, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {
@@ -37,7 +41,7 @@ PASSED_ON = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
         *("skip_special_tokens", "spaces_between_special_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
-        *("truncate_prompt_tokens", "structured_outputs", "guided_decoding"),
+        *("truncate_prompt_tokens", *FORMS),
     }
 )
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
@@ -62,10 +66,7 @@ class LmiAsyncContract:
 
     def parse(self, call: Call) -> Exchange:
         try:
-            body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
-            document, values, prompt = body.document, body.parameters, body.prompts[0]
-            stream = stream_of(document.get("stream", values.get("stream")))
-            parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+            document, prompt, stream, parameters = self._read(call)
             adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
@@ -82,6 +83,57 @@ class LmiAsyncContract:
         answer = StreamAnswer if stream else WholeAnswer
         notes = notes_of(document, self._fields, parameters.ignored)
         return Exchange((request,), answer(prompt, parameters, self._overload_status), notes)
+
+    def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
+        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
+
+        Raises:
+            ContractError: as `parse`.
+        """
+        try:
+            document, prompt, stream, parameters = self._read(call)
+        except InvalidRequest as error:
+            raise payload_refused(error.message) from None
+        vllm = parameters.vllm
+        sampling = {name: value for name, value in asdict(vllm.sampling).items() if value not in (None, ())}
+        del sampling["typical_p"]  # which vLLM's API does not have
+        if (constraint := sampling.pop("constraint", None)) is not None:
+            sampling["structured_outputs"] = _structured_outputs(constraint)
+        completion = {"prompt": prompt, "stream": stream, **sampling}
+        if vllm.truncate_prompt_tokens is not None:
+            completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
+        if parameters.full_text and not stream:  # vLLM refuses it in a stream, where LMI leaves it out
+            completion["echo"] = True
+        if stream or parameters.details:
+            completion |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+        if stream:
+            completion["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if parameters.prompt_details:
+            completion["prompt_logprobs"] = 1
+        completion |= {name: document[name] for name in ("model", "adapters") if name in document}
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return replace(call, body=encode(completion), content_type=JSON), notes
+
+    def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
+        """Document, prompt, whether it is streamed, and parameters. Raises InvalidRequest."""
+        body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
+        document, values = body.document, body.parameters
+        stream = stream_of(document.get("stream", values.get("stream")))
+        parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+        return document, body.prompts[0], stream, parameters
+
+
+def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """The constraint as vLLM's API has it."""
+    kinds = {
+        "json": constraint.json_schema,
+        "regex": constraint.regex,
+        "choice": constraint.choice,
+        "grammar": constraint.grammar,
+        "json_object": constraint.json_object or None,
+    }
+    given = {kind: value for kind, value in kinds.items() if value is not None}
+    return given | {"disable_any_whitespace": not constraint.any_whitespace}
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -131,6 +183,7 @@ def read_async_parameters(
     if stop := own.strings("stop_sequences"):
         passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
     ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
+    refuse_unread(given, ignored, NOT_READ)
     if ignored and strict:
         raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
     parameters = _named_as_sent(passed, given)

@@ -18,6 +18,7 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from handlers.contracts.constraints import CONSTRAINING, refuse_unread
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
 from handlers.contracts.lmi.errors import JSON, bad_request
 from handlers.contracts.protocol import Call
@@ -76,7 +77,7 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
     `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
     Raises:
-        InvalidRequest: it is no object that could be a request.
+        InvalidRequest: it is no object that could be a request, or has a constraint outside its parameters.
     """
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
@@ -90,6 +91,8 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
         parameters = {}
     elif not isinstance(parameters, dict):
         raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
+    if not CONSTRAINING.isdisjoint(document):
+        refuse_unread(document, document, "has no effect beside `inputs`: put it into `parameters`")
     return Body(document, prompts, parameters)
 
 

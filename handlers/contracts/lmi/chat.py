@@ -192,12 +192,14 @@ class AsyncShape:
 
     stream_type = "application/jsonlines"
 
-    def __init__(self, overload_status: int = 503) -> None:
-        self._overload_status = overload_status
+    def __init__(self, overload_status: int = 503, refusal_status: int | None = None) -> None:
+        """`refusal_status`: of errors that are the client's; None: vLLM's own."""
+        self._overload_status, self._refusal_status = overload_status, refusal_status
 
     def reply(self, reply: Reply) -> Reply:
         if reply.status >= 400:
-            return _lmi_error(error_of(reply.body), reply.status, self._overload_status)
+            status = self._refusal_status if self._refusal_status and reply.status < 500 else reply.status
+            return _lmi_error(error_of(reply.body), status, self._overload_status)
         return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
 
     def event(self, data: bytes) -> bytes:

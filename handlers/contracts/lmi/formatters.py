@@ -1,27 +1,39 @@
 """LMI's contract with a customer's formatters around it: theirs read the request, write the answer, or both.
 
-Source: LMI, "Custom input formatter schema" and "Custom output formatter schema". A formatter may block, so this
-contract runs in a thread.
+`FormatterContract` calls those of the rolling batch and of the dynamic batch, `PayloadFormatters` those of the
+asynchronous mode. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema"; djl_python,
+`lmi_vllm/vllm_async_service.py`. A formatter may block, so all of this runs in a thread.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import logging
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from djl_python import Input
+from djl_python.encode_decode import decode as decode_as_lmi
 from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
-from handlers.contracts.lmi.body import input_of, read_body
-from handlers.contracts.lmi.errors import JSON, failed_dependency, failure, payload_error, status_of
+from handlers.contracts.lmi.asynchronous import LmiAsyncContract
+from handlers.contracts.lmi.body import decode, input_of, is_form, media_type, read_body
+from handlers.contracts.lmi.errors import (
+    JSON,
+    failed_dependency,
+    failure,
+    payload_error,
+    payload_refused,
+    status_of,
+)
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
@@ -112,13 +124,8 @@ class FormatterContract:
         return Exchange((asked,), answer, exchange.notes)
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
-        properties, contents = input_of(call)
-        given = Input()
-        given.properties = dict(properties)
-        for key, value in contents:
-            given.content.add(key, value)
         try:
-            request = read(given, **self._keywords)
+            request = read(_handler_input(call), **self._keywords)
         except Exception as error:
             logger.exception("the input formatter failed", extra={"request_id": call.request_id})
             raise failed_dependency(f"{FAILED}: {error}") from None
@@ -156,6 +163,15 @@ class FormatterContract:
         request.server_parameters = {**parameters, **own}
         if isinstance(request, TextInput):
             request.tokenizer = self._tokenizer
+
+
+def _handler_input(call: Call) -> Input:
+    properties, contents = input_of(call)
+    given = Input()
+    given.properties = dict(properties)
+    for key, value in contents:
+        given.content.add(key, value)
+    return given
 
 
 def _document(request: RequestInput, formatter: str | None, stream: bool, own_answer: bool) -> bytes:
@@ -272,3 +288,89 @@ class FormatterAnswer:
 
 def _token(token: Token) -> FormatterToken:
     return FormatterToken(token.id, token.text, token.logprob, True if token.special else None)
+
+
+class PayloadFormatters:
+    """A customer's formatters of the asynchronous mode: one changes a body before it is parsed, one vLLM's answer."""
+
+    def __init__(
+        self, contract: LmiAsyncContract, *, read: Formatter | None, write: Formatter | None, tokenizer: Any = None
+    ) -> None:
+        """`read` and `write`: the input and the output formatter. `tokenizer`: what `read` gets under this name."""
+        self._contract, self._read, self._write = contract, read, write
+        self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
+        self.writes = write is not None
+        """There is an output formatter."""
+
+    def read(self, call: Call) -> Call:
+        """The call with the body that the input formatter makes of its own.
+
+        As in LMI the formatter does not see `adapters`, which has been taken out by then.
+
+        Raises:
+            ContractError: the body cannot be decoded, or the formatter failed.
+        """
+        if self._read is None:
+            return call
+        document = _decoded(call)
+        adapters = document.pop("adapters", None) if isinstance(document, dict) else None
+        try:
+            document = self._read(document, **self._keywords)
+            if not isinstance(document, dict):
+                raise TypeError(f"the input formatter returned {type(document).__name__}; expected dict")
+            if adapters is not None:
+                document.setdefault("adapters", adapters)
+            body = json.dumps(document).encode()
+        except Exception as error:
+            logger.exception("the input formatter failed", extra={"request_id": call.request_id})
+            raise failed_dependency(f"{FAILED}: {error}") from None
+        return replace(call, body=body, content_type=JSON)
+
+    def as_completion(self, call: Call) -> Call:
+        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
+
+        Raises:
+            ContractError: the call is refused.
+        """
+        completion, notes = self._contract.as_completion(call)
+        for note in notes:
+            logger.info("%s", note, extra={"request_id": call.request_id})
+        return completion
+
+    def written(self, response: Any) -> bytes:
+        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
+
+        Raises:
+            GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
+        """
+        assert self._write is not None
+        try:
+            return _line(self._write(response))
+        except Exception as error:
+            logger.exception("the output formatter failed")
+            raise GenerationFailed(f"{FAILED}: {error}") from None
+
+
+def _decoded(call: Call) -> Any:
+    """The document that an input formatter gets. Raises ContractError."""
+    kind = media_type(call.content_type)
+    try:
+        if "json" in kind or is_form(kind) or kind in ("", "application/octet-stream"):
+            return decode(call.body, "" if "json" in kind else call.content_type)
+        return decode_as_lmi(_handler_input(call), call.content_type)
+    except InvalidRequest as error:
+        raise payload_refused(error.message) from None
+    except (ValueError, KeyError, ImportError) as error:
+        raise payload_refused(f"the body is not valid {kind}: {error}") from None
+
+
+def _line(value: Any) -> bytes:
+    if hasattr(value, "model_dump_json"):
+        value = value.model_dump_json()
+    elif hasattr(value, "model_dump"):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        value = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        raise TypeError(f"the output formatter returned {type(value).__name__}; expected dict, str or a response")
+    return value.encode("utf-8", "replace") + b"\n"

@@ -100,9 +100,12 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
     """`meaning` and `kinds`: what the answer is where all is well, and its media types."""
     return {
         "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
+        "400": ("vLLM refuses the `prompt`: its own error", {JSON: OBJECT}),
         "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
+        "408": ("The body's rest does not come", {JSON: _FRONT_END_ERROR}),
         "413": ("The body is too large", {}),
         "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: OBJECT}),
+        "500": ("The engine has died", {JSON: OBJECT}),
         "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
     }
 

@@ -10,11 +10,16 @@ from typing import Any
 
 import msgspec
 
+from handlers.contracts.constraints import FORMS, read_constraint, refuse_unread
 from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
+NOT_READ = (
+    f"constrains the text by a name that is not read here; expected {', '.join(FORMS)}, stop, stop_sequences, "
+    "stop_token_ids, bad_words, logit_bias, allowed_token_ids or min_new_tokens"
+)
 
 _SAMPLING_DEFAULTS = (1.0, 0, 1.0)
 """Temperature, top_k and top_p."""
@@ -96,6 +101,7 @@ def read_parameters(
         output_formatter=read.optional_string("output_formatter"),
         ignored=(),
     )
+    refuse_unread(values, read.unread(), NOT_READ)
     ignored = _ignored(read, rules)
     return msgspec.structs.replace(parameters, ignored=(*ignored, "stop") if stop_ignored else ignored)
 
@@ -159,6 +165,7 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
         bad_words=read.strings("bad_words") + (read.strings("bad_sequences") if rules.trtllm else ()),
         logit_bias=read.logit_bias("logit_bias"),
         allowed_token_ids=read.integers("allowed_token_ids", minimum=0) or None,
+        constraint=read_constraint(read),
     )
 
 

@@ -181,8 +181,8 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
 
 def _constraint(body: Body) -> Constraint | None:
     form, outputs = body.response_format, body.structured_outputs
-    if body.min_tokens and (form is not None or outputs is not None):
-        raise LeftToVllm("min_tokens with a constraint")
+    if (body.min_tokens or body.ignore_eos) and (form is not None or outputs is not None):
+        raise LeftToVllm("a constraint beside what forbids the end of the text")
     if form is not None and form.json_schema is not None and form.type != "json_schema":
         raise LeftToVllm("response_format")
     if form is None or form.type == "text":
@@ -206,11 +206,11 @@ def _structured(outputs: _StructuredOutputs) -> Constraint:
         None if schema in ("", "null") else schema,
     )
     given = [kind for kind in kinds if kind is not None]
-    if len(given) != 1 or not given[0] or (given[0] is schema and not schema.startswith(("{", '"'))):
+    if len(given) != 1 or not given[0] or (given[0] is schema and not schema.startswith("{")):
         raise LeftToVllm("structured_outputs")
     return Constraint(
         parameter=_CONSTRAINT,
-        json_schema=schema if given[0] is schema else None,  # an object, or the text of one
+        json_schema=schema if given[0] is schema else None,
         regex=outputs.regex,
         choice=None if outputs.choice is None else tuple(outputs.choice),
         grammar=outputs.grammar,

@@ -25,11 +25,11 @@ from handlers.contracts.openai.body import (
 )
 from handlers.contracts.openai.chat import ChatDocument, ChatStream
 from handlers.contracts.openai.completions import CompletionDocument, CompletionStream
+from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import Answer, Call, Exchange
 from handlers.contracts.vllm_parameters import GREEDY_BELOW
 from handlers.request import GenerationRequest
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
 """Request headers that vLLM's serving classes follow."""
 

@@ -21,6 +21,8 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.errors import (
     AdapterConflict,
     AdapterError,
+    AdapterMissing,
+    AdapterTaken,
     BodyTimeout,
     BodyTooLarge,
     EngineDead,
@@ -42,6 +44,8 @@ ALIASED = "/openai"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
+_SHOWN = 200
+"""Characters of a client's text that a message repeats."""
 _TOO_LARGE = "Request Entity Too Large"
 """The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on."""
 
@@ -53,6 +57,19 @@ def models(call: Call, views: Sequence[ModelView]) -> Reply:
     created = int(time.time())
     cards = [card for view in views for card in _cards(view, created)]
     return Reply(200, JSON, msgspec.json.encode({"object": "list", "data": cards}))
+
+
+def model(call: Call, views: Sequence[ModelView]) -> Reply:
+    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route.
+
+    Raises:
+        UnknownModel: none has this id.
+    """
+    wanted, created = call.path_parameters["id"], int(time.time())
+    for card in (card for view in views for card in _cards(view, created)):
+        if card["id"] == wanted:
+            return Reply(200, JSON, msgspec.json.encode(card))
+    raise UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
 
 
 def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
@@ -207,6 +224,18 @@ def refuse_adapter(error: RequestError) -> Reply:
             return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
         case NotServed():
             return error_reply(error.message, "NotFoundError", 404)
+        case InvalidParameter(parameter="src"):
+            message = f"`lora_path`{error.message.removeprefix('`src`')}"
+            return error_reply(message, "BadRequestError", 400, "lora_path")
+        case AdapterMissing():
+            return error_reply(error.message, "NotFoundError", 404)
+        case AdapterTaken():
+            return error_reply(
+                f"The lora adapter '{error.name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+                400,
+            )
         case AdapterConflict():
             return error_reply(error.message, "InvalidUserInput", 400)
         case NoRoomForAdapter():
@@ -218,13 +247,18 @@ def refuse_adapter(error: RequestError) -> Reply:
 
 
 _MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", {JSON: {}})})
+_MODEL = Operation(
+    summary="One name of the model",
+    answers={"200": ("OpenAI's object of a model", {JSON: {}}), "404": ("There is no such name", {JSON: {}})},
+)
 _VERSIONED = (
     # In LMI this is another name of /invocations.
     Forwards(path="/v1/chat/completions", own_handler=True),
     *(
         Forwards(path=path)
         for path in (
-            *("/v1/completions", "/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/chat/completions/batch", "/v1/completions"),
+            *("/v1/responses", "/v1/responses/{response_id}/cancel"),
             *("/v1/messages", "/v1/messages/count_tokens"),
         )
     ),
@@ -238,6 +272,8 @@ OPENAI = Family(
         *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
         Tells.of_all("/v1/models", models, about=_MODELS),
         Tells.of_all(ALIASED + "/v1/models", models, about=_MODELS),
+        Tells.of_all("/v1/models/{id:path}", model, about=_MODEL),
+        Tells.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
         Forwards(path="/tokenize"),
         Forwards(path="/detokenize"),
         Forwards(path="/version", methods=("GET",)),

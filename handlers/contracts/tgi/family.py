@@ -27,7 +27,16 @@ from handlers.contracts.tgi.errors import (
     refuse_stream,
 )
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
-from handlers.contracts.tgi.request import Body, Parameters, Signed32, Unsigned32, Unsigned64, read, validate
+from handlers.contracts.tgi.request import (
+    Body,
+    Parameters,
+    Signed32,
+    Unsigned32,
+    Unsigned64,
+    read,
+    unread_names,
+    validate,
+)
 from handlers.errors import InvalidRequest
 from handlers.request import GenerationRequest
 
@@ -89,9 +98,7 @@ class TgiContract:
         return Exchange(requests, GenerationAnswer(options), notes)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        values = document.get("parameters")
-        unknown = sorted(values.keys() - set(Parameters.__struct_fields__)) if isinstance(values, dict) else []
-        unknown += sorted(document.keys() - set(Body.__struct_fields__))
+        unknown = unread_names(document, Body)
         if not unknown:
             return ()
         if self._setting.settings.strict_parameters:
@@ -146,6 +153,7 @@ class VertexContract:
             instance = msgspec.convert(document, shape)
         except msgspec.ValidationError as error:
             raise does_not_fit(f"instances: {error}") from None
+        unread_names(document, shape)
         if isinstance(instance, _TextInstance):
             prompt, given = instance.inputs, instance.parameters or Parameters()
         else:
@@ -194,11 +202,18 @@ _TOKENS = an_array(
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
 _FAILURES = {
+    "400": "The body is no JSON",
+    "408": "The body has not come in time",
+    "413": "The body is too long",
+    "415": "The content type is not application/json",
     "422": "A parameter is wrong, the prompt is too long, or the template does not take the messages",
     "424": "Generation failed",
     "429": "The queue is full",
     "503": "The model is not ready",
 }
+_OF_BODIES = "400 408 413 415 422"
+_UNREADABLE = frozenset(_OF_BODIES.split())
+"""Said in plain text; a 422 is one of both."""
 
 
 def _about(
@@ -206,14 +221,16 @@ def _about(
 ) -> Operation:
     """A route for the API description. `answer`: by media type. `failures`: its statuses beside 200."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
-    answers |= {status: (_FAILURES[status], {JSON: _ERROR}) for status in failures.split()}
+    for status in failures.split():
+        kinds = {JSON: _ERROR} if status == "422" or status not in _UNREADABLE else {}
+        answers[status] = (_FAILURES[status], kinds | ({"text/plain": STRING} if status in _UNREADABLE else {}))
     return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
 
 
 def _generates(
     path: str, contract: Callable[[ContractSetting], Contract], summary: str, answer: Mapping[str, Schema]
 ) -> Generates:
-    about = _about(summary, answer, "422 424 429 503", _BODY)
+    about = _about(summary, answer, f"{_OF_BODIES} 424 429 503", _BODY)
     return Generates(path=path, contract=contract, about=about)
 
 
@@ -243,7 +260,7 @@ TGI = Family(
             about=_about(
                 "Generate a text for each instance, as Vertex AI asks for them",
                 {JSON: an_object({"predictions": an_array(STRING)})},
-                "422 424 429 503",
+                f"{_OF_BODIES} 424 429 503",
                 an_object({"instances": _INSTANCES}, "instances"),
             ),
         ),
@@ -255,7 +272,7 @@ TGI = Family(
             tell=tell_tokens,
             methods=("POST",),
             where="inputs",
-            about=_about("Tokens of a text", {JSON: _TOKENS}, request=_BODY),
+            about=_about("Tokens of a text", {JSON: _TOKENS}, f"{_OF_BODIES} 503", _BODY),
         ),
         Tells(
             path="/chat_tokenize",
@@ -264,7 +281,7 @@ TGI = Family(
             about=_about(
                 "Prompt and tokens of a chat",
                 {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
-                "422 503",
+                f"{_OF_BODIES} 503",
                 struct(Chat, "TgiChat"),
             ),
         ),

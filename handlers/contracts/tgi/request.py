@@ -13,11 +13,12 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from handlers.contracts.constraints import constraint_of, refuse_unread
 from handlers.contracts.family import ContractSetting, LoadedModel
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import does_not_fit, unreadable
-from handlers.errors import InvalidRequest
+from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
@@ -31,6 +32,7 @@ MAX_TOP_N_TOKENS = 5
 MOST_RESERVED = 1024
 """New tokens for which TGI wants room in the context at once; more are generated as far as they fit."""
 
+_NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _LARGEST_FLOAT32 = 3.4028234e38
 _SEED_BITS = 63
@@ -53,6 +55,8 @@ class Parameters(msgspec.Struct, frozen=True):
     max_new_tokens: Unsigned32 | None = None
     return_full_text: bool | None = None
     stop: tuple[str, ...] | None = None
+    stop_sequences: tuple[str, ...] | None = None
+    """Earlier name of `stop`; clients send both."""
     truncate: Unsigned64 | None = None
     watermark: bool | None = None
     details: bool | None = None
@@ -198,7 +202,10 @@ def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) ->
     top_k = _strictly_positive("top_k", parameters.top_k, 0)
     if parameters.max_new_tokens == 0:
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
-    stop, stop_token_ids = _stop(parameters.stop or (), setting)
+    texts = parameters.stop or ()
+    if parameters.stop_sequences:
+        texts = tuple(dict.fromkeys((*texts, *parameters.stop_sequences)))
+    stop, stop_token_ids = _stop(texts, setting)
     seed = _seed(parameters.seed, best_of)
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
@@ -266,25 +273,26 @@ def _seed(seed: int | None, best_of: int) -> int | None:
 def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
     if grammar is None:
         return None
-    kind, value = grammar.get("type"), grammar.get("value")
-    if kind == "regex":
-        if not isinstance(value, str) or not value:
-            raise InvalidRequest("grammar is not valid: `value` must be a regular expression")
-        return Constraint(parameter="grammar", regex=value)
-    if kind in ("json", "json_object"):
-        try:
-            return _schema(decode_json(value) if isinstance(value, str) else value)
-        except JsonError as error:
-            raise InvalidRequest(f"grammar is not valid: {error}") from None
-    if kind == "json_schema":
-        return _schema(value.get("schema") if isinstance(value, dict) else None)
-    raise InvalidRequest("grammar is not valid: `type` must be `json`, `json_schema` or `regex`")
-
-
-def _schema(schema: Any) -> Constraint:
-    if not isinstance(schema, dict):
-        raise InvalidRequest("grammar is not valid: `value` must be a JSON schema")
-    if "properties" not in schema:
+    try:
+        constraint = constraint_of("grammar", grammar)
+    except InvalidParameter as error:
+        raise InvalidRequest(f"grammar is not valid: {error.message}") from None
+    if constraint is None:
+        return None
+    if constraint.json_schema is not None and "properties" not in decode_json(constraint.json_schema):
         raise InvalidRequest("grammar is not valid: Grammar must have a 'properties' field")
-    # TGI's documents have no white space but single spaces.
-    return Constraint(parameter="grammar", json_schema=msgspec.json.encode(schema).decode(), any_whitespace=False)
+    return msgspec.structs.replace(constraint, parameter="grammar")
+
+
+def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
+    """Names in a request of this shape, and in its `parameters`, that nothing reads.
+
+    Raises:
+        InvalidParameter: one of them would constrain the text.
+    """
+    given = document.get("parameters")
+    values = given if isinstance(given, dict) else {}
+    names = sorted(values.keys() - set(Parameters.__struct_fields__))
+    names += sorted(document.keys() - set(shape.__struct_fields__))
+    refuse_unread({**document, **values}, names, _NOT_READ)
+    return names

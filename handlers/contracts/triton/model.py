@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.family import ModelView
+from handlers.contracts.family import OWN_HANDLER, ModelView
 from handlers.contracts.json_fields import JsonError, decode_json
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
@@ -211,11 +211,11 @@ def unload(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def infer(call: Call, view: ModelView) -> Reply:
-    """Refused, as by Triton's backends whose models stream."""
-    return error_reply(
-        501,
-        "ModelInfer RPC doesn't support models with decoupled transaction policy; use generate or generate_stream",
-    )
+    """Refused: the tensors of KServe's inference are not served, as by Triton where a model streams."""
+    if view.settings.handler is not None:
+        return error_reply(501, f"/infer is not served: {OWN_HANDLER}")
+    path = call.path.removesuffix("/infer")
+    return error_reply(501, f"/infer is not served; use POST {path}/generate or POST {path}/generate_stream")
 
 
 def _backend(view: ModelView) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from handlers.contracts.vllm_parameters import decoded
+from handlers.contracts.constraints import decoded
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint
 

@@ -371,12 +371,12 @@ class BatchEngine:
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)
         return EngineStatus(running, len(self._waiting), 0.0)
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:
             return
         self._stopped = True
         self._watchdog.stop()
-        self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        self._fail_all(EngineDead(f"{why}; the request was not completed"))
         self._batches.put(None)
         if self._dispatcher is not None:
             if self._running is not None:  # it ends before its next step

@@ -23,7 +23,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from handlers.engines.texts import check_token_ids
+from handlers.engines.texts import check_beams, check_token_ids
 from handlers.engines.transformers.model import TransformersModel
 from handlers.errors import GenerationFailed, InvalidParameter, RequestError
 from handlers.request import GenerationRequest, SamplingParameters
@@ -49,6 +49,8 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
     s, size = request.sampling, model.vocabulary_size
     if s.constraint is not None:
         raise InvalidParameter(s.constraint.parameter, "needs the vLLM engine (option.rolling_batch=vllm)")
+    if request.beam_search is not None:
+        check_beams(s)
     if request.adapter is not None:
         raise InvalidParameter("adapter", "cannot be used: the dynamic batch serves no adapters")
     if request.priority:

@@ -33,6 +33,11 @@ EMPTY_SLOTS_ON_CPU = 1
 They add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
+_INSTEAD = {
+    "api_key": "; requests are served without a key: let a proxy ask for it",
+    "root_path": "; let a proxy take the prefix off",
+}
+"""What there is in place of an argument of vLLM's own server."""
 
 FRONT_END = frozenset(
     {
@@ -45,6 +50,7 @@ FRONT_END = frozenset(
     }
 )
 """Arguments of vLLM's OpenAI front end."""
+_OF_SERVER = {field.name for field in dataclasses.fields(FrontendArgs)} - FRONT_END
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
@@ -160,6 +166,9 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
             logger.warning("%s: option.%s has no effect here", source, name)
         elif name in actions:
             parsed |= _parse_one(parser, actions[name], text.strip(), source)
+        elif name in _OF_SERVER:
+            instead = _INSTEAD.get(name, "")
+            logger.warning("%s: option.%s is of vLLM's own server and has no effect here%s", source, name, instead)
         else:
             close = difflib.get_close_matches(name, [*actions, *FRONT_END], n=1)
             hint = f"; did you mean option.{close[0]}?" if close else ""

@@ -11,6 +11,7 @@ before the engine gets it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import logging
@@ -22,7 +23,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from vllm.config import VllmConfig
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from handlers.engines.texts import fast_tokenizer
@@ -42,6 +43,9 @@ WAIT_SECONDS = 60.0
 _REMEMBERED = 1024
 TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
+_NO_TAGS = (
+    'is not enforced by this model\'s back end: it needs option.structured_outputs_config={"backend": "xgrammar"}'
+)
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 _FLEXIBLE = {"whitespace_flexible": True}
@@ -81,9 +85,8 @@ class ConstraintTranslator:
             return None
         if constraint.as_is:
             outputs = _as_is(constraint)
-            await self.check(constraint.parameter, outputs)
-            return outputs
-        _check_company(constraint, sampling)
+            return await self.checked(constraint.parameter, SamplingParams(structured_outputs=outputs))
+        _check_company(constraint.parameter, sampling)
         kind, text = self._spelled(constraint)
         await self._try(constraint.parameter, kind, text)
         return StructuredOutputsParams(
@@ -91,14 +94,28 @@ class ConstraintTranslator:
             disable_any_whitespace=not constraint.any_whitespace,
         )
 
-    async def check(self, parameter: str, outputs: StructuredOutputsParams) -> None:
-        """Refuse structured outputs that vLLM's front end has read and that would harm the engine.
+    async def checked(self, parameter: str, params: SamplingParams) -> StructuredOutputsParams:
+        """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
 
-        `parameter`: what the client called them. Raises as `structured_outputs`.
+        `parameter`: what the client called them.
+
+        Raises:
+            InvalidParameter: they would harm the engine, or would not be enforced.
+            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`.
         """
+        outputs = params.structured_outputs
+        assert outputs is not None
+        _check_company(parameter, params)
+        if self._guidance:
+            if (
+                outputs.structural_tag is not None
+            ):  # its text between tags may be anything, tags without their schema too
+                raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
+            outputs = _with_options(parameter, outputs)
         for kind, text in _parts(outputs):
             _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
             await self._try(parameter, kind, text)
+        return outputs
 
     async def _try(self, parameter: str, kind: str, text: str) -> None:
         if self._trials is not None and (error := await self._trials.error(kind, text)):
@@ -119,7 +136,7 @@ class ConstraintTranslator:
             return "grammar", constraint.grammar
         schema: dict[str, Any] = {"type": "object"}
         if constraint.json_schema is not None:
-            schema = _schema(constraint, constraint.json_schema)
+            schema = _schema(constraint.parameter, constraint.json_schema)
         if self._guidance:
             schema["x-guidance"] = _FLEXIBLE if constraint.any_whitespace else _COMPACT
         return "json", json.dumps(schema)
@@ -141,12 +158,12 @@ def _as_is(constraint: Constraint) -> StructuredOutputsParams:
     )
 
 
-def _check_company(constraint: Constraint, sampling: SamplingParameters) -> None:
+def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
     """Refuse parameters that forbid the end of the text, where the constraint may leave no other token to choose."""
     if sampling.min_tokens > 0:
-        raise InvalidParameter(constraint.parameter, "cannot be used together with a minimum of new tokens")
+        raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
     if sampling.ignore_eos:
-        raise InvalidParameter(constraint.parameter, "cannot be used together with `ignore_eos`")
+        raise InvalidParameter(parameter, "cannot be used together with `ignore_eos`")
 
 
 def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
@@ -159,17 +176,32 @@ def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
         raise InvalidParameter(parameter, "must not hold half of a surrogate pair") from None
 
 
-def _schema(constraint: Constraint, text: str) -> dict[str, Any]:
+def _schema(parameter: str, text: str, *, tight: bool = True) -> dict[str, Any]:
     try:
         schema = json.loads(text)
         if isinstance(schema, dict):
-            _tighten(schema, closed='"allOf"' not in text)
+            if tight:
+                _tighten(schema, closed='"allOf"' not in text)
             return schema
     except RecursionError:
-        raise InvalidParameter(constraint.parameter, "is nested too deeply") from None
+        raise InvalidParameter(parameter, "is nested too deeply") from None
     except ValueError:
         pass
-    raise InvalidParameter(constraint.parameter, "must be a JSON schema, which is a JSON object")
+    raise InvalidParameter(parameter, "must be a JSON schema, which is a JSON object")
+
+
+def _with_options(parameter: str, outputs: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Write vLLM's options on JSON into the schema: its back end follows those of the whole engine alone."""
+    if outputs.json is None and not outputs.json_object:
+        return outputs
+    if not (outputs.disable_any_whitespace or outputs.disable_additional_properties):
+        return outputs
+    text = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json or {"type": "object"})
+    _check_size(parameter, (text,), MAX_CHARACTERS)
+    schema = _schema(parameter, text, tight=outputs.disable_additional_properties)
+    if outputs.disable_any_whitespace:
+        schema["x-guidance"] = _COMPACT
+    return dataclasses.replace(outputs, json=json.dumps(schema), json_object=None)
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -204,16 +236,11 @@ def _tighten(schema: dict[str, Any], closed: bool) -> None:
 
 
 def _parts(outputs: StructuredOutputsParams) -> list[tuple[str, str]]:
-    """Return what of them is compiled, with its kind; a structural tag holds schemas."""
+    """Return what of them is compiled, with its kind."""
     for kind in ("json", "choice", "regex", "grammar"):
         if (value := getattr(outputs, kind)) is not None:
             return [(kind, value if isinstance(value, str) else json.dumps(value))]
-    if outputs.structural_tag is None:
-        return []
-    try:
-        return [("json", json.dumps(part["schema"])) for part in json.loads(outputs.structural_tag)["structures"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return []  # vLLM says what is wrong with it
+    return []
 
 
 def _shortened(error: str) -> str:

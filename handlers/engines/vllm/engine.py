@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import vllm.platforms
-from vllm import SamplingParams
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 SUBMITS_PER_TURN = 16
 """Sequences of one request that are submitted before other tasks get their turn on the event loop."""
+REMEMBERED_REQUESTS = 256
+_REMEMBERED_CHARACTERS = 256
+"""Of stop strings."""
 
 
 class VllmEngine:
@@ -56,6 +61,8 @@ class VllmEngine:
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
+        self._checked: dict[Hashable, EngineCoreRequest] = {}
+        """Requests that vLLM has checked, without their prompts, by what others may have in common with them."""
 
     async def start(self) -> None:
         check_vllm()
@@ -137,8 +144,9 @@ class VllmEngine:
             prompt_ids = await self.prompt_token_ids(request)
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         token_ids = await self.prompt_token_ids(request)
-        structured_outputs = await self.constraints.structured_outputs(request.sampling)
-        params = self.sampling.sampling_params(request, len(token_ids), structured_outputs)
+        core_request = self._known_request(request, token_ids, adapter)
+        if core_request is None:
+            core_request = await self._checked_request(request, token_ids, adapter)
         self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
         generation = VllmGeneration(self.async_llm)
         target = sink
@@ -148,15 +156,13 @@ class VllmEngine:
             for index in range(request.candidates):
                 if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
-                own = params if index == 0 else sibling(params, index)
-                await self._add(request, token_ids, own, index, target, generation, adapter)
-        except EngineDeadError:
-            raise EngineDead from None
-        except (VLLMClientError, ValueError) as error:
-            generation.cancel()
-            raise InvalidRequest(str(error)) from error
-        except BaseException:
-            generation.cancel()
+                await self._add(request, sibling(core_request, index), index, target, generation)
+        except BaseException as error:
+            generation.cancel()  # what was registered before it failed
+            if isinstance(error, EngineDeadError):
+                raise EngineDead from None
+            if isinstance(error, VLLMClientError | ValueError):
+                raise InvalidRequest(str(error)) from error
             raise
         self.meter.started_requests += 1
         self.meter.prompt_tokens += len(token_ids)
@@ -166,19 +172,18 @@ class VllmEngine:
         if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
 
-    async def _add(
-        self,
-        request: GenerationRequest,
-        token_ids: list[int],
-        params: SamplingParams,
-        index: int,
-        sink: Sink,
-        generation: VllmGeneration,
-        adapter: LoRARequest | None,
-    ) -> None:
-        llm = self.async_llm
+    async def _checked_request(
+        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Return vLLM's request for the first sequence, checked by vLLM.
+
+        Raises:
+            InvalidRequest: vLLM refuses it, or it would harm the engine.
+        """
+        constraint = await self.constraints.structured_outputs(request.sampling)
+        params = self.sampling.sampling_params(request, len(token_ids), constraint)
         processed = partial(
-            llm.input_processor.process_inputs,
+            self.async_llm.input_processor.process_inputs,
             request.request_id,
             TokensPrompt(type="token", prompt_token_ids=token_ids),
             params,
@@ -186,25 +191,56 @@ class VllmEngine:
             lora_request=adapter,
             priority=request.priority,
         )
-        if params.structured_outputs is None:
-            core_request = processed()
-        else:  # vLLM checks a constraint again, which may take tenths of a second
-            core_request = await asyncio.to_thread(processed)
-            self._check_alive()
+        try:
+            # vLLM checks a constraint again, which may take tenths of a second.
+            core_request = processed() if constraint is None else await asyncio.to_thread(processed)
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
         check_bad_words(core_request.sampling_params)
         core_request.external_req_id = request.request_id
-        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
-        state = PushedState.from_new_request(
-            tokenizer=self.texts.tokenizer,
-            request=core_request,
-            prompt=None,
-            parent_req=None,
-            request_index=index,
-            queue=None,
-            log_stats=False,
-            stream_interval=1,
+        if (key := _repeated(request)) is not None:
+            if len(self._checked) >= REMEMBERED_REQUESTS:
+                self._checked.clear()
+            self._checked[key] = msgspec.structs.replace(core_request, prompt_token_ids=None, lora_request=None)
+        return core_request
+
+    def _known_request(
+        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
+    ) -> EngineCoreRequest | None:
+        """Return vLLM's request for the first sequence, if one like it has been checked; None if not.
+
+        What vLLM checks, and adds to the parameters, depends on these and on the model. The prompt is a text, whose
+        tokens the model has, and `prompt_token_ids` has seen to it that the context has room for them.
+        """
+        known = self._checked.get(_repeated(request))
+        if known is None:
+            return None
+        params: Any = known.sampling_params
+        limit = self.sampling.max_tokens(request.sampling, len(token_ids))
+        if params.max_tokens != limit:
+            params = copy.copy(params)
+            params.max_tokens = limit
+        return msgspec.structs.replace(
+            known,
+            external_req_id=request.request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            arrival_time=time.time(),
+            lora_request=adapter,
+            priority=request.priority,
         )
-        state.attach(request, index, sink, self.meter, self.texts, self._apart, core_request)
+
+    async def _add(
+        self,
+        request: GenerationRequest,
+        core_request: EngineCoreRequest,
+        index: int,
+        sink: Sink,
+        generation: VllmGeneration,
+    ) -> None:
+        llm = self.async_llm
+        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
+        state = PushedState(core_request, request, index, sink, self.meter, self.texts, self._apart)
         # Registered before the engine hears of it, so that no output can come before its state.
         llm.output_processor.request_states[core_request.request_id] = state
         llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)
@@ -250,7 +286,7 @@ class VllmEngine:
         for state in self._own_states():
             state.fail(error)
         # To requests that were given to AsyncLLM itself.
-        self.async_llm.output_processor.propagate_error(EngineDeadError())
+        self.async_llm.output_processor.propagate_error(GenerationError(error.message))
 
     def _own_states(self) -> list[PushedState]:
         states = self.async_llm.output_processor.request_states.values()
@@ -268,17 +304,33 @@ class VllmEngine:
     def status(self) -> EngineStatus:
         return self._reports.status
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:
             return
         self._stopped = True
         self._watchdog.stop()
         if self.adapters is not None:
             await self.adapters.stop()
-        self._fail_all(EngineDead("the server is stopping; the request was not completed"))
+        self._fail_all(EngineDead(f"{why}; the request was not completed"))
         await self.constraints.stop()
         await shut_down(self.async_llm)
         self._thread.end()
+
+
+def _repeated(request: GenerationRequest) -> Hashable:
+    """Return what makes requests alike for vLLM's checks, whatever their prompts; None for one that is not remembered.
+
+    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
+    """
+    s = request.sampling
+    if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
+        return None
+    if s.bad_words or s.logit_bias is not None or s.allowed_token_ids is not None:
+        return None
+    if s.stop and sum(map(len, s.stop)) > _REMEMBERED_CHARACTERS:
+        return None
+    sequences = (request.sequences, request.candidates, request.stream)
+    return s, *sequences, request.want_logprobs, request.top_tokens, request.want_prompt_tokens
 
 
 class VllmGeneration:

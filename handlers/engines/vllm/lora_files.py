@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from handlers.errors import AdapterFailed
+from handlers.errors import AdapterFailed, AdapterMissing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def check_adapter(directory: Path, max_rank: int) -> None:
             f"src: {directory} is a file; expected the directory of an adapter, and an archive is not unpacked"
         )
     if not os.path.isdir(directory):
-        raise AdapterFailed(f"src: there is no directory {directory}")
+        raise AdapterMissing(f"src: there is no directory {directory}")
     config = _config(directory / CONFIG)
     patterns = {f"rank_pattern.{layer}": rank for layer, rank in (config.rank_pattern or {}).items()}
     for name, rank in {"r": config.r, **patterns}.items():

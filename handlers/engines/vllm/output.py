@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import (
     FastIncrementalDetokenizer,
+    IncrementalDetokenizer,
     SlowIncrementalDetokenizer,
     uses_fast_detokenizer,
 )
@@ -170,31 +172,50 @@ _ENDED = _NoQueue()
 class PushedState(RequestState):
     """One sequence of one request."""
 
-    def attach(
+    def __init__(
         self,
+        request: EngineCoreRequest,
         generation: GenerationRequest,
         sequence: int,
         sink: Sink,
         meter: Meter,
         texts: ModelTexts,
         apart: TokensApart,
-        request: EngineCoreRequest,
     ) -> None:
-        """Set what vLLM's constructor does not know; to be called once, right after `from_new_request`."""
-        self.sink, self.meter, self.sequence = sink, meter, sequence
         self.stream, self.want_tokens = generation.stream, generation.want_tokens
-        self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
-        self.want_ranks = generation.want_ranks
-        self.own_stop_ids = generation.sampling.stop_token_ids
         self.tokenizer = texts.tokenizer
-        self.reader = self.logprobs_processor = _StepReader(meter)
-        self.queue: PushedState | _NoQueue = self
+        self.reader = _StepReader(meter)
         self.pieces: list[str] | None = None
         self.apart = apart if generation.tokens_apart else None
         if self.want_tokens and self.apart is None:
             recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
-            self.detokenizer = recording(texts.tokenizer, request)
-            self.detokenizer.pieces = self.pieces = []
+            detokenizer: Any = recording(texts.tokenizer, request)
+            detokenizer.pieces = self.pieces = []
+        else:
+            detokenizer = IncrementalDetokenizer.from_new_request(texts.tokenizer, request)
+        super().__init__(
+            request_id=request.request_id,
+            external_req_id=request.external_req_id or "",
+            parent_req=None,
+            request_index=sequence,
+            lora_request=request.lora_request,
+            output_kind=RequestOutputKind.DELTA,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=None,
+            logprobs_processor=self.reader,
+            detokenizer=detokenizer,
+            max_tokens_param=None,
+            arrival_time=request.arrival_time,
+            queue=None,
+            log_stats=False,
+            stream_interval=1,
+        )
+        self.queue: PushedState | _NoQueue = self
+        self.sink, self.meter, self.sequence = sink, meter, sequence
+        self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
+        self.want_ranks = generation.want_ranks
+        self.own_stop_ids = generation.sampling.stop_token_ids
         self.may_clip = bool(generation.sampling.stop) and self.apart is None
         self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens

@@ -10,7 +10,8 @@ they are loaded is done again (`fork_server.apply_environment`).
 
 End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
 server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
-process only between two steps, and a process that is stopped notices nothing. tests/live/test_health_live.py kills a
+process only between two steps, and a process that is stopped notices nothing. Workers that wait for one that has died
+are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills a
 server and finds nothing left.
 
 Failures: the engine process reports what vLLM's function for it raises, and its workers what `WorkerProc()` raises;
@@ -31,7 +32,8 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -39,13 +41,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.executor import multiproc_executor
-from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from handlers.engines.cpu_memory import page_cache
 from handlers.engines.start_failure import StartFailure, failure_of
@@ -56,6 +59,9 @@ _run_in_subprocess = required_function(registry, "_run_in_subprocess")
 _vllms_context, _, _ = (
     required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
 )
+_await_workers = required_function(MultiprocExecutor, "_ensure_worker_termination")
+for _executor in (multiproc_executor, uniproc_executor):
+    required_function(_executor, "get_file_store_init_method")
 _cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
 
 
@@ -157,6 +163,26 @@ def prepare_engine(report: Connection) -> None:
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
     multiproc_executor.get_mp_context = context
+    MultiprocExecutor._ensure_worker_termination = staticmethod(_end_workers)
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = _meeting_place
+
+
+def _end_workers(workers: Sequence[BaseProcess]) -> None:
+    """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
+
+    They wait for it, and end by themselves only when the engine process has waited for them for 8 seconds. It tells
+    nobody until then.
+    """
+    if any(worker.exitcode for worker in workers):
+        for worker in workers:
+            worker.kill()
+    _await_workers(workers)
+
+
+def _meeting_place() -> str:
+    """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
+    return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
 
 
 def prepare_worker(report: Connection) -> None:

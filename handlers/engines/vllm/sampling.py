@@ -12,6 +12,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm import SamplingParams
@@ -19,13 +20,14 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLogitsProcessor
 
-from handlers.engines.texts import check_token_ids
+from handlers.engines.texts import check_beams, check_token_ids
 from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 
 # What vLLM's newer model runner has room for. Beyond it, it fails inside the engine and takes all requests with it.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
@@ -69,7 +71,7 @@ class SamplingTranslator:
         want_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
         try:
             return SamplingParams(
-                max_tokens=room if s.max_tokens is None else min(s.max_tokens, room),
+                max_tokens=self.max_tokens(s, prompt_length),
                 min_tokens=min(s.min_tokens, room),
                 temperature=s.temperature,
                 top_k=min(s.top_k, self.vocabulary_size),
@@ -98,6 +100,11 @@ class SamplingTranslator:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
 
+    def max_tokens(self, sampling: SamplingParameters, prompt_length: int) -> int:
+        """Return the limit on new tokens: what is asked for, or the room that the prompt leaves."""
+        room = self.max_model_len - prompt_length
+        return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+
     def check(self, request: GenerationRequest) -> None:
         """Check what holds for single sequences and beam searches alike.
 
@@ -110,7 +117,7 @@ class SamplingTranslator:
         if request.want_prompt_tokens and not self.prompt_logprobs:
             raise InvalidRequest(NO_PROMPT_LOGPROBS)
         if request.beam_search is not None:
-            self._check_beam_search(request.beam_search, s.constraint)
+            self._check_beam_search(request.beam_search, s)
         self.check_listed_tokens(s)
         if isinstance(request.prompt, tuple):
             check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
@@ -131,9 +138,8 @@ class SamplingTranslator:
             if min(token_ids, default=0) < 0:
                 raise InvalidParameter(name, "must hold no negative token ids")
 
-    def _check_beam_search(self, beam_search: BeamSearch, constraint: Constraint | None) -> None:
-        if constraint is not None:
-            raise InvalidParameter(constraint.parameter, "cannot be used together with beam search")
+    def _check_beam_search(self, beam_search: BeamSearch, sampling: SamplingParameters) -> None:
+        check_beams(sampling)
         if not self.prefix_cache:  # each step would compute every beam from its beginning
             raise InvalidParameter(
                 "num_beams", "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
@@ -151,12 +157,15 @@ class SamplingTranslator:
         return {TYPICAL_P: sampling.typical_p}
 
 
-def sibling(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of a further sequence of the same request: each has a seed of its own."""
-    further = copy.copy(params)
+def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
+    """Return the request of a sequence by its place among those of one request: each has a seed of its own."""
+    if index == 0:
+        return request
+    params: Any = request.sampling_params
     if params.seed is not None:
-        further.seed = (params.seed + index + 2**63) % 2**64 - 2**63
-    return further
+        params = copy.copy(params)
+        params.seed = (params.seed + index + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def check_bad_words(params: SamplingParams) -> None:

@@ -24,10 +24,14 @@ from handlers.engines.protocol import EngineStartError
 logger = logging.getLogger(__name__)
 
 RELEASE = "0.32"
-_STATE = ("tokenizer", "request", "prompt", "parent_req", "request_index", "queue", "log_stats", "stream_interval")
+_STATE = (
+    *("request_id", "external_req_id", "parent_req", "request_index", "lora_request", "output_kind", "prompt"),
+    *("prompt_token_ids", "prompt_embeds", "logprobs_processor", "detokenizer", "max_tokens_param", "arrival_time"),
+    *("queue", "log_stats", "stream_interval"),
+)
 _PARAMETERS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     # handlers.engines.vllm.output
-    (RequestState, "from_new_request", _STATE),
+    (RequestState, "__init__", _STATE),
     (RequestState, "make_request_output", ("new_token_ids", "pooling_output", "finish_reason", "stop_reason")),
     (OutputProcessor, "abort_requests", ("request_ids", "internal")),
     (LogprobsProcessor, "_correct_decoded_token", ("token_id", "context_token_ids")),
@@ -37,7 +41,6 @@ _PARAMETERS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     # handlers.openai.engine_client; `lora_request`: handlers.engines.vllm.lora
     (AsyncLLM, "add_request", ("request_id", "prompt", "params")),
     (AsyncLLM, "abort", ("request_id", "internal")),
-    (RequestState, "__init__", ("external_req_id", "logprobs_processor", "lora_request", "queue")),
     (LogprobsProcessor, "update_from_output", ("output",)),
     (RequestOutputCollector, "put", ("output",)),
     (RequestOutputCollector, "get_nowait", ()),

@@ -29,6 +29,7 @@ from .channel import (
     decode_message,
     encode_message,
 )
+from .engine import FRAMES, ServerEngine
 from .guardian import end_process_group
 
 logger = logging.getLogger("djl_python")
@@ -223,15 +224,18 @@ class _SyncWindow:
 class AsyncMode:
     """Serves many calls on one event loop in the main thread; a slow client holds up its own call alone."""
 
-    def __init__(self, channel: Channel, caller: Caller) -> None:
-        self._channel, self._caller = channel, caller
+    def __init__(self, channel: Channel, caller: Caller, engine: ServerEngine) -> None:
+        self._channel, self._caller, self._engine = channel, caller, engine
         self._tasks: dict[int, tuple[asyncio.Task[None], _AsyncWindow]] = {}
         self._stopped = asyncio.Event()
 
-    async def serve(self, frames: Iterator[Frame]) -> None:
-        """Answer calls until told to stop, then finish those that run."""
+    def begin(self, frames: Iterator[Frame]) -> None:
+        """Begin to read: the initializing call may need the engine."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(frames, loop), name="worker-reader", daemon=True).start()
+
+    async def serve(self) -> None:
+        """Answer calls until told to stop, then finish those that run."""
         await self._stopped.wait()
         if self._tasks:
             await asyncio.wait([task for task, _ in self._tasks.values()])
@@ -249,6 +253,8 @@ class AsyncMode:
             self._begin(frame)
         elif frame.kind is Kind.STOP:
             self._stopped.set()
+        elif frame.kind in FRAMES:
+            self._engine.take(frame)
         elif frame.call in self._tasks:
             task, window = self._tasks[frame.call]
             if frame.kind is Kind.CREDIT:
@@ -334,6 +340,16 @@ async def _close(outputs: Any) -> None:
             await outputs.aclose()
     except Exception:
         logger.exception("The generator failed while it was closed")
+
+
+async def first_of(result: Any) -> Any:
+    """The first output of an async generator, which is read no further; anything else as it is."""
+    if not hasattr(result, "__aiter__"):
+        return result
+    try:
+        return await anext(aiter(result), None)
+    finally:
+        await _close(result)
 
 
 async def settled(result: Any) -> Any:

@@ -32,7 +32,11 @@ M = TypeVar("M", "InputMessage", "OutputMessage")
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """What a frame is.
+
+    A handler may call the model's engine: then CALL and CANCEL go to the server, and OUTPUT, CHUNK and STREAM_END to
+    the worker, under numbers of the worker's own.
+    """
 
     # To the worker.
     LOAD = 1

@@ -17,13 +17,18 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from types import ModuleType
 
+from djl_python.lmi_vllm import vllm_async_service
 from djl_python.outputs import Output
 
-from .calls import AsyncMode, Caller, SyncMode, end_at_once, is_out_of_memory, output_of, settled
+from .calls import AsyncMode, Caller, SyncMode, end_at_once, first_of, is_out_of_memory, output_of, settled
 from .channel import Channel, Frame, Kind, LoadOrder
+from .engine import ServerEngine
 from .guardian import end_process_group, guard_group
+from .script import LOADS, Script
 
 _FAILED = 300
+_HANDLE = "handle"
+"""The function that scripts of SageMaker's script mode lack."""
 
 
 class LoadError(Exception):
@@ -69,11 +74,15 @@ def _serve_sync(channel: Channel, frames: Iterator[Frame], caller: Caller, order
 
 
 async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
+    engine = ServerEngine(channel)
+    vllm_async_service.connect(engine)
+    mode = AsyncMode(channel, caller, engine)
+    mode.begin(frames)
     with _initializing(order):
-        output = output_of(await settled(caller.initialize()))
+        output = output_of(await first_of(await settled(caller.initialize())))
     _check(output)
     channel.send(Frame(Kind.LOADED))
-    await AsyncMode(channel, caller).serve(frames)
+    await mode.serve()
 
 
 @contextlib.contextmanager
@@ -104,6 +113,8 @@ def load_module(order: LoadOrder) -> ModuleType:
     sys.path.insert(0, order.model_dir)
     try:
         module = _import(order)
+        if order.function == _HANDLE and not hasattr(module, _HANDLE) and callable(getattr(module, LOADS, None)):
+            setattr(module, _HANDLE, Script(module).handle)
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
@@ -119,6 +130,8 @@ def _import(order: LoadOrder) -> ModuleType:
     if not order.entry_point.endswith(".py"):
         return importlib.import_module(order.entry_point)
     path = os.path.join(order.model_dir, order.entry_point)
+    if (directory := os.path.dirname(path)) != order.model_dir:
+        sys.path.insert(0, directory)
     name = _module_name(path, order.model_dir)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):

@@ -95,7 +95,7 @@ async def starting() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def fill(path: str) -> str:
-    return path.replace("{model}", "model").replace("{version:int}", "1")
+    return path.replace("{model}", "model").replace("{id:path}", "model").replace("{version:int}", "1")
 
 
 async def test_no_two_families_declare_one_route_unless_the_body_decides() -> None:
@@ -116,6 +116,16 @@ async def test_every_declared_route_is_served(starting: httpx.AsyncClient) -> No
         assert "x-request-id" in response.headers
 
 
+async def test_one_model_of_openais_list_is_found_by_a_name_with_a_slash(starting: httpx.AsyncClient) -> None:
+    for prefix in ("/v1", "/openai/v1"):
+        assert (await starting.get(f"{prefix}/models/model")).json()["id"] == "model"
+        for path in ("org/name", "org%2Fname"):
+            response = await starting.get(f"{prefix}/models/{path}")
+            message = "The model `org/name` does not exist."
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            assert (response.status_code, response.json()) == (404, {"error": error})
+
+
 @pytest.mark.parametrize("path", POSTS)
 async def test_a_model_that_is_loading_is_said_in_the_words_of_each_family(
     starting: httpx.AsyncClient, path: str
@@ -125,6 +135,27 @@ async def test_a_model_that_is_loading_is_said_in_the_words_of_each_family(
     assert response.headers["retry-after"] == "5"
     assert response.json().keys() == ERROR_KEYS[path]
     assert "not loaded yet" in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/predictions/some%2Fmodel", 404),
+        ("/predictions/some%2fmodel", 404),
+        ("/models/model%2finvoke", 405),
+        ("/v1%2fmodels", 404),
+        ("/predictions/mod%65l", 503),
+    ],
+)
+async def test_an_encoded_slash_is_a_character_of_a_name_and_separates_nothing(
+    starting: httpx.AsyncClient, path: str, status: int
+) -> None:
+    response = await starting.post(path, json={"inputs": "x"})
+    assert response.status_code == status
+    if "some" in path:
+        assert "Model not found: some/model." in response.text
+    elif status == 404:
+        assert "resource is not found" in response.text
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])

@@ -26,6 +26,22 @@ def test_what_vllm_leaves_in_its_directory_goes_with_it() -> None:
     assert VARIABLE not in os.environ
 
 
+def test_what_a_killed_server_has_left_goes_with_the_next_start_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, young, other = (tmp_path / name for name in ("slipway-sockets-a", "slipway-sockets-b", "slipway-other"))
+    for directory in (left, young, other):
+        directory.mkdir()
+        (directory / "socket").touch()
+    with socket_directory():
+        own = next(path for path in tmp_path.iterdir() if path not in (left, young, other))
+        for directory in (left, other, own):
+            os.utime(directory, (0, 0))
+        with socket_directory():  # of another server
+            assert (left.exists(), young.exists(), other.exists(), own.exists()) == (False, True, True, True)
+
+
 def test_a_directory_that_somebody_has_named_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with socket_directory():

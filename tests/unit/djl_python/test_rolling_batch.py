@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from djl_python import Input, Output, huggingface
+from djl_python.input_parser import parse_input_with_formatter, parse_lmi_default_request_rolling_batch
+from djl_python.properties_manager.properties import Properties
 from djl_python.request import Request
 from djl_python.request_io import TextInput, Token
 from djl_python.rolling_batch.rolling_batch import (
     FAILURE,
     Results,
     RollingBatch,
-    parse_rolling_batch_request,
+    filter_unused_generation_params,
     stop_on_any_exception,
 )
 from djl_python.test_model import TestHandler, create_concurrent_batch_request, decode_encoded_output_binary
+from djl_python.utils import get_input_details, profile_objects, rolling_batch_inference
 
 
 class Spelling(RollingBatch):
@@ -131,22 +136,170 @@ def test_without_a_class_for_it_a_rolling_batch_is_refused() -> None:
         service.initialize({"model_id": "none", "rolling_batch": "vllm"})
 
 
-def request(body: Any) -> Input:
-    made = Input()
-    made.content.add("data", json.dumps(body).encode())
-    return made
-
-
 @pytest.mark.parametrize(
     "body", [[], "x", {}, {"inputs": ""}, {"inputs": ["a"]}, {"inputs": None}, {"inputs": "a", "parameters": "x"}]
 )
 def test_a_body_that_is_no_lmi_request_is_refused(body: Any) -> None:
     with pytest.raises(ValueError, match=r"'inputs'|'parameters'"):
-        parse_rolling_batch_request(request(body), {})
+        parse_lmi_default_request_rolling_batch(body)
 
 
 def test_stream_in_the_body_wins_over_the_parameters() -> None:
-    body = {"inputs": "a", "parameters": {"stream": True, "top_k": 1}, "stream": False, "adapters": "x"}
-    parsed = parse_rolling_batch_request(request(body), {"output_formatter": "sse", "tgi_compat": "TRUE"})
-    assert parsed.parameters == {"stream": False, "top_k": 1}
-    assert (parsed.adapters, parsed.output_formatter, parsed.tgi_compat) == ("x", "sse", True)
+    body = {"inputs": "a", "parameters": {"stream": True, "top_k": 1}, "stream": False}
+    assert parse_lmi_default_request_rolling_batch(body) == ("a", {"stream": False, "top_k": 1})
+
+
+class Chatting:
+    """A tokenizer with a chat template."""
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
+        return "|".join(f"{turn['role']}:{turn['content']}" for turn in turns)
+
+
+class Service:
+    """A handler with a rolling batch of its own, written as LMI's handlers are."""
+
+    def __init__(self, **properties: Any) -> None:
+        configs = Properties(**{"model_dir": "/m", **properties})
+        self.rolling_batch = Spelling(configs.model_id_or_path, configs)
+        self.arguments: dict[str, Any] = {"configs": configs, "tokenizer": Chatting()}
+        self.arguments |= {"rolling_batch": self.rolling_batch, "adapter_registry": {"red": "the red one"}}
+
+    def __call__(self, inputs: Input) -> Output:
+        parsed = parse_input_with_formatter(inputs, **self.arguments)
+        return rolling_batch_inference(parsed, inputs, Output(), self.rolling_batch)
+
+    def parsed(self, *bodies: Any, **properties: str) -> list[Request]:
+        parsed = parse_input_with_formatter(
+            create_concurrent_batch_request(list(bodies), [properties] * len(bodies)), **self.arguments
+        )
+        assert not parsed.errors, parsed.errors
+        for request in parsed.requests:
+            assert request.parameters.pop("seed").isdigit()
+        return parsed.requests
+
+
+def test_a_handler_after_lmis_pattern_serves_each_step_of_its_own_rolling_batch() -> None:
+    service = Service(rolling_batch="auto", max_rolling_batch_size="4", unknown="x")
+    first = create_concurrent_batch_request([{"inputs": "ab"}, {"inputs": 5}], [{"requestId": "r0"}])
+    good, bad = chunks(service(first))
+    assert (good["last"], good["request_id"]) == ("False", "r0")
+    assert (bad["last"], bad["code"], bad["error"].partition(".")[0]) == ("True", "424", "Input Parsing failed")
+    (second,) = chunks(service(create_concurrent_batch_request([b""])))
+    assert (second["last"], second["data"]) == ("True", '{"generated_text": "ab"}')
+    assert [request.id for request in service.parsed({"inputs": "c"}, {"inputs": "d"})] == [1, 2]
+
+
+def test_a_chat_is_a_prompt_of_the_tokenizers_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": parts}]
+    body = {"messages": messages, "max_tokens": 3, "temperature": 0, "model": "m", "n": 2}
+    (request,) = Service().parsed(body)
+    assert request.input_text == "system:be|user:a\nb"
+    assert request.content_type == "application/json"
+    assert request.request_input.parameters["output_formatter"] == "json_chat"
+    expected = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "temperature": 0, "top_p": 1.0}
+    assert request.parameters == expected | {"max_new_tokens": 3, "do_sample": False}
+    assert Service().parsed(body | {"stream": True})[0].content_type == "application/jsonlines"
+
+
+@pytest.mark.parametrize(
+    "content", [None, {}, [{"type": "image_url", "image_url": {"url": "http://x"}}], [{"type": "text"}], ["a"]]
+)
+def test_a_chat_that_is_no_text_is_refused(content: Any) -> None:
+    service, messages = Service(), [{"role": "user", "content": content}]
+    parsed = parse_input_with_formatter(create_concurrent_batch_request([{"messages": messages}]), **service.arguments)
+    assert parsed.errors[0].startswith("Input Parsing failed. ")
+    assert parsed.requests == []
+
+
+def test_bedrocks_requests_have_their_own_schema() -> None:
+    service = Service(bedrock_compat="true")
+    (request,) = service.parsed({"prompt": "a", "max_gen_len": 2, "temperature": 0})
+    assert (request.input_text, request.parameters["max_new_tokens"]) == ("a", 2)
+    assert "do_sample" not in request.parameters
+    streaming = {"X-Amzn-SageMaker-Forwarded-Api": "InvokeEndpointWithResponseStream"}
+    (streamed,) = service.parsed({"prompt": "a"}, **streaming)
+    assert streamed.request_input.parameters["output_formatter"] == "3p_stream"
+    assert streamed.parameters == {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 512, "do_sample": True} | {
+        "return_full_text": True
+    }
+
+
+def test_a_request_gets_what_the_registry_has_of_its_adapter() -> None:
+    service = Service(enable_lora="true")
+    assert service.parsed({"inputs": "a", "adapters": "red"})[0].adapter == "the red one"
+    assert service.parsed({"inputs": "a"}, **{"X-Amzn-SageMaker-Adapter-Identifier": "red"})[0].adapter == "the red one"
+    assert service.parsed({"inputs": "a"})[0].adapter is None
+    for named, why in (("nope", "Adapter nope is not registered"), (["red", "red"], "Number of adapters")):
+        inputs = create_concurrent_batch_request([{"inputs": "a", "adapters": named}])
+        assert why in parse_input_with_formatter(inputs, **service.arguments).errors[0]
+
+
+def test_the_details_of_a_dynamic_batch() -> None:
+    configs = Properties.model_validate({"model_id": "m", "rolling_batch": "disable"})
+    bodies = [{"inputs": "a", "parameters": {"k": 1}}, {"inputs": "x", "parameters": 5}]
+    bodies.append({"inputs": ["b", "c"], "parameters": {"k": 1}})
+    parsed = parse_input_with_formatter(create_concurrent_batch_request(bodies), configs=configs)
+    assert list(parsed.errors) == [1]
+    details = get_input_details(parsed.requests, parsed.errors, parsed.batch)
+    assert details == (["a", "b", "c"], [1, 0, 2], {"k": 1}, None)
+    parsed.requests[1].request_input.server_parameters = {"k": 2}
+    with pytest.raises(ValueError, match="must have the same parameters"):
+        get_input_details(parsed.requests, parsed.errors, parsed.batch)
+
+
+def test_properties_are_those_of_the_model_and_may_be_extended() -> None:
+    class More(Properties):
+        beams: int = 1
+
+    given = {"model_id": "m", "model_dir": "/d", "batch_size": "2", "tgi_compat": "true", "beams": "4", "more": "x"}
+    more = More.model_validate(given)
+    assert (more.model_id_or_path, more.batch_size, more.tgi_compat, more.beams) == ("m", 2, True, 4)
+    some = Properties.model_validate({"model_dir": "/d", "enable_streaming": "TRUE"})
+    assert (some.model_id_or_path, some.enable_streaming.value) == ("/d", "true")
+    streams = {"rolling_batch": "disable", "enable_streaming": "true", "batch_size": "2"}
+    for wrong, why in (
+        ({"tensor_parallel_degree": "two"}, "tensor_parallel_degree"),
+        ({"rolling_batch": "nope"}, "rolling_batch"),
+        ({"model_dir": None}, "model_id_or_path"),
+        (streams, "cannot enable streaming for dynamic batching"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Properties(**{"model_dir": "/d", **wrong})
+
+
+def test_parameters_that_a_backend_lacks_may_be_removed(caplog: pytest.LogCaptureFixture) -> None:
+    assert filter_unused_generation_params({"a": 1, "b": 2}, {"a"}, "mine") == {"a": 1, "b": 2}
+    assert "mine with rolling batch does not support the parameters b" in caplog.text
+    assert filter_unused_generation_params({"a": 1, "b": 2}, {"a"}, "mine", remove_unused_params=True) == {"a": 1}
+
+
+def test_objects_are_profiled_where_the_environment_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(self: object, value: int) -> int:
+        return value + 1
+
+    assert profile_objects(step)(None, 1) == 2
+    asked: list[int] = []
+    growth = ModuleType("objgraph")
+    growth.growth = lambda limit: asked.append(limit) or [("Request", 7, 2)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "objgraph", growth)
+    monkeypatch.setenv("DJL_PYTHON_PROFILING", "TRUE")
+    monkeypatch.setenv("DJL_PYTHON_PROFILING_TOP_OBJ", "9")
+    with caplog.at_level("INFO"):
+        assert profile_objects(step)(None, 1) == 2
+    assert asked == [9]
+    assert "Function: step in" in caplog.text
+    assert "Request 7 +2" in caplog.text
+
+
+def test_a_stop_word_is_looked_for_at_the_end_of_the_sequence() -> None:
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(map(chr, ids))
+
+    stop = huggingface.StopWord(Letters(), "END")
+    assert stop([list(b"the END")], None)
+    assert not stop([list(b"END of")], None)

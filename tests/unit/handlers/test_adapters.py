@@ -12,7 +12,7 @@ import pytest
 from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
 from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
 from handlers.engines.protocol import EngineAdapter
-from handlers.errors import AdapterConflict, AdapterFailed, InvalidRequest, UnknownAdapter
+from handlers.errors import AdapterConflict, AdapterFailed, InvalidParameter, InvalidRequest, UnknownAdapter
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.asyncio
 class Host:
     """Does nothing, as slowly as the test wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_src: bool = False) -> None:
+        self.reads_src = reads_src
         self.calls: list[tuple[str, Adapter]] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
@@ -70,11 +71,45 @@ async def test_a_source_is_a_directory_of_this_machine(src: str, path: str) -> N
     assert registry.get("a").src == src
 
 
-@pytest.mark.parametrize("src", ["s3://b/x", "https://h/x", "file://other/x", "hf://[x", "/a\0b"])
-async def test_a_source_elsewhere_is_a_conflict(src: str) -> None:
+@pytest.mark.parametrize("src", ["s3://b/x", "https://h/x", "file://other/x", "hf://[x", "/a\0b", "file:///%00"])
+async def test_a_source_elsewhere_is_a_wrong_parameter(src: str) -> None:
     _, registry = make()
-    with pytest.raises(AdapterConflict, match="src"):
+    with pytest.raises(InvalidParameter, match="`src` must"):
         await registry.register(AdapterOrder(name="a", src=src))
+
+
+@pytest.mark.parametrize("src", ["an-id", "s3://b/x", "https://h/x", "file://other/x", "hf://[x", "adapters/y", "/x"])
+async def test_a_source_is_the_affair_of_a_host_that_reads_it(src: str) -> None:
+    host = Host(reads_src=True)
+    registry = AdapterRegistry(host, Path("/model"))
+    await registry.register(AdapterOrder(name="a", src="first"))
+    await registry.update(AdapterOrder(name="a", src=src))
+    assert [(what, adapter.src) for what, adapter in host.calls] == [("register", "first"), ("update", src)]
+    await registry.update(AdapterOrder(name="a", pin=True))
+    assert registry.get("a").src == src
+
+
+async def test_a_source_that_a_host_reads_is_checked_as_a_directory_where_it_may_be_one(tmp_path: Path) -> None:
+    checked: list[Path] = []
+    registry = AdapterRegistry(Host(reads_src=True), tmp_path, faults=lambda path: checked.append(path) or ())
+    for src in ("one", "file:///two", "s3://b/x"):
+        await registry.register(AdapterOrder(name=src.partition(":")[0], src=src))
+    assert checked == [tmp_path / "one", Path("/two"), tmp_path / "s3://b/x"]
+    registry = AdapterRegistry(Host(reads_src=True), tmp_path, faults=lambda path: ("no",) if path.name == "b" else ())
+    await registry.register(AdapterOrder(name="a", src="a"))
+    with pytest.raises(InvalidRequest, match="no"):
+        await registry.update(AdapterOrder(name="a", src="b"))
+    assert registry.get("a").src == "a"
+
+
+async def test_a_failed_update_leaves_the_source_as_it_was() -> None:
+    host = Host(reads_src=True)
+    registry = AdapterRegistry(host, Path("/model"))
+    await registry.register(ORDER)
+    host.failure = AdapterFailed("broken")
+    with pytest.raises(AdapterFailed, match="broken"):
+        await registry.update(AdapterOrder(name="a", src="other"))
+    assert registry.get("a").src == "/x"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a\nb", "x" * 201, ".", "..", "model"])
@@ -255,6 +290,61 @@ FORMATTER = (
     "def write(token, first_token, last_token, details, generated_text, request_id):\n"
     "    return token.text\n"
 )
+
+
+class Downloads:
+    """Says which directories there are."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.kept: list[Path] = []
+        self.stopped = False
+
+    async def fetch(self, url: str) -> Path:
+        if url.endswith("none"):
+            raise InvalidParameter("src", "cannot be fetched: it is not there")
+        self.kept.append(self.place / str(len(self.kept)) / url.rpartition("/")[2])
+        return self.kept[-1]
+
+    async def remove(self, directory: Path) -> None:
+        if directory in self.kept:
+            self.kept.remove(directory)
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+async def test_an_adapter_on_s3_is_fetched_and_its_copy_goes_with_it(tmp_path: Path) -> None:
+    host, downloads = Host(), Downloads(tmp_path)
+    registry = AdapterRegistry(host, Path("/model"), downloads=downloads)
+    await registry.register(AdapterOrder(name="a", src="s3://b/x"))
+    (copy,) = downloads.kept
+    assert (registry.get("a").src, registry.get("a").path) == ("s3://b/x", copy)
+    await registry.register(AdapterOrder(name="a", src="S3://b/y"), replacing=True)
+    assert registry.get("a").path.name == "y"
+    assert downloads.kept == [registry.get("a").path]
+    await registry.register(AdapterOrder(name="local", src="/x"))
+    await registry.unregister("local")
+    assert downloads.kept == [registry.get("a").path]
+    await registry.unregister("a")
+    assert downloads.kept == []
+    await registry.stop()
+    assert downloads.stopped
+
+
+async def test_nothing_is_kept_of_an_adapter_on_s3_that_cannot_be_registered(tmp_path: Path) -> None:
+    host, downloads = Host(), Downloads(tmp_path)
+    registry = AdapterRegistry(host, Path("/model"), downloads=downloads)
+    with pytest.raises(InvalidParameter, match="`src` cannot be fetched: it is not there"):
+        await registry.register(AdapterOrder(name="a", src="s3://b/none"))
+    host.failure = AdapterFailed("broken")
+    with pytest.raises(AdapterFailed, match="broken"):
+        await registry.register(AdapterOrder(name="a", src="s3://b/x"))
+    registry = AdapterRegistry(Host(), Path("/model"), faults=lambda _: ("there is a model.py",), downloads=downloads)
+    with pytest.raises(InvalidRequest, match=r"there is a model\.py"):
+        await registry.register(AdapterOrder(name="a", src="s3://b/x"))
+    assert downloads.kept == []
+    assert registry.all() == ()
 
 
 class Engine:

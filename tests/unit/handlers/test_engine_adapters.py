@@ -26,3 +26,19 @@ async def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
 async def test_an_adapter_without_a_model_py_has_no_formatters(tmp_path: Path) -> None:
     adapter = Adapter(name="a", src="", path=tmp_path, id=1)
     assert await AdapterFormatters(_never, None, 5.0).load(adapter) is None
+
+
+async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from djl_python.output_formatter import output_formatter\n"
+        "@output_formatter\n"
+        "def write(response: dict) -> dict:\n"
+        "    return response\n"
+    )
+    adapter = Adapter(name="a", src="", path=tmp_path, id=1)
+    with pytest.raises(
+        AdapterFailed, match=r"model\.py of the adapter: write.* is written for option\.async_mode=true"
+    ):
+        await AdapterFormatters(_never, None, 5.0).load(adapter)
+    with pytest.raises(AssertionError):  # it would make a handler
+        await AdapterFormatters(_never, None, 5.0, async_mode=True).load(adapter)

@@ -12,7 +12,14 @@ import pytest
 
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import GenerationFailed
-from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
+from handlers.formatters import (
+    Formatters,
+    FormatterThread,
+    ModelImports,
+    add_packages,
+    kind_fault,
+    load_formatters,
+)
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.workers.test_packages import make_wheel
 from tests.waiting import until
@@ -123,6 +130,90 @@ def test_code_that_cannot_be_imported_stops_the_start_with_file_and_line(
 ) -> None:
     with pytest.raises(EngineStartError, match=message):
         load(tmp_path, code)
+
+
+SIGNATURES = """
+from __future__ import annotations
+from djl_python import Input
+from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
+
+class MyInput(TextInput):
+    pass
+
+def f{}:
+    pass
+"""
+BOTH, ASYNCHRONOUS, ROLLING, NEITHER = {True, False}, {True}, {False}, set[bool]()
+
+
+def modes_of(signature: str, kind: str) -> set[bool]:
+    """The values of `async_mode` with which a formatter with such a signature is taken."""
+    modes = set()
+    for code in (SIGNATURES, SIGNATURES.replace("from __future__ import annotations", "")):
+        module: dict[str, Any] = {}
+        exec(code.format(signature), module)
+        formatters = Formatters(**{"input": None, "output": None, kind: module["f"]})
+        modes.add(frozenset(mode for mode in BOTH if not kind_fault(formatters, async_mode=mode)))
+    (found,) = modes  # the same whether annotations are evaluated or not
+    return set(found)
+
+
+@pytest.mark.parametrize(
+    ("signature", "modes"),
+    [
+        ("(decoded_payload: dict, tokenizer=None, **kwargs) -> dict", ASYNCHRONOUS),
+        ("(payload: 'Dict[str, Any]') -> 'Optional[dict]'", ASYNCHRONOUS),
+        ("(decoded_payload, tokenizer=None)", BOTH),
+        ("(payload)", BOTH),
+        ("(*given)", BOTH),
+        ("(given, *, tokenizer, **kwargs)", BOTH),
+        ("(given, tokenizer, rolling_batch)", ROLLING),
+        ("(input_item: Input, **kwargs) -> RequestInput", ROLLING),
+        ("(given, **kwargs) -> MyInput", ROLLING),
+        ("(**kwargs)", NEITHER),
+        ("()", NEITHER),
+    ],
+)
+def test_an_input_formatter_must_fit_the_mode_as_far_as_its_signature_tells(signature: str, modes: set[bool]) -> None:
+    assert modes_of(signature, "input") == modes
+
+
+@pytest.mark.parametrize(
+    ("signature", "modes"),
+    [
+        ("(response_data: dict) -> dict", ASYNCHRONOUS),
+        ("(response)", BOTH),
+        ("(output, **kwargs)", BOTH),
+        ("(response) -> str", BOTH),
+        ("(request_output: RequestOutput) -> str", ROLLING),
+        ("(output: 'request_io.TextGenerationOutput')", ROLLING),
+        ("(token, first_token, last_token, details, generated_text, id)", ROLLING),
+    ],
+)
+def test_an_output_formatter_must_fit_the_mode_as_far_as_its_signature_tells(signature: str, modes: set[bool]) -> None:
+    assert modes_of(signature, "output") == modes
+
+
+@pytest.mark.parametrize("async_mode", [True, False])
+def test_a_coroutine_function_is_no_formatter(tmp_path: Path, async_mode: bool) -> None:
+    with pytest.raises(EngineStartError, match="is a coroutine function, which nobody awaits"):
+        load(tmp_path, INPUT.replace("def read", "async def read"), async_mode=async_mode)
+
+
+def test_a_formatter_of_the_other_mode_stops_the_start_and_shows_the_signature_that_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError) as of_output:
+        load(tmp_path, OUTPUT, async_mode=True)
+    assert str(of_output.value) == (
+        "model.py: write(output: djl_python.request_io.RequestOutput) -> str is written for option.async_mode=false; "
+        "with option.async_mode=true the output formatter has the signature f(response) -> dict | str | object"
+    )
+    with pytest.raises(EngineStartError) as of_input:
+        load(tmp_path, INPUT.replace("given,", "given: dict,"))
+    assert str(of_input.value) == (
+        "model.py: read(given: dict, **keywords) is written for option.async_mode=true; "
+        "with option.async_mode=false the input formatter has the signature "
+        "f(input_item: Input, **kwargs) -> RequestInput"
+    )
 
 
 @pytest.mark.asyncio

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from types import ModuleType
 
-from handlers.memory_release import exempt_loaded_model, release_memory
+import pytest
+
+from handlers import memory_release
+from handlers.memory_release import collect_after_load, importing, release_memory
 
 
 class Cycle:
@@ -24,13 +30,80 @@ class Slow(Cycle):
         self.may_end.wait(60)
 
 
-def test_what_is_exempt_from_collection_is_released() -> None:
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(memory_release, "_loaded", False)
+    monkeypatch.setattr(memory_release, "_models_exempt", False)
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def import_something(monkeypatch: pytest.MonkeyPatch) -> Cycle:
+    """Returns what the module has made."""
+    with importing():
+        assert not gc.isenabled()
+        monkeypatch.setitem(sys.modules, f"module_{len(sys.modules)}", ModuleType("module"))
+        made = Cycle()
+    assert gc.isenabled()
+    return made
+
+
+def is_looked_at(thing: object) -> bool:
+    """Whether the collector does."""
+    return any(one is thing for one in gc.get_objects())
+
+
+def test_what_imports_make_is_exempt_from_collection_and_a_loaded_model_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = import_something(monkeypatch)
+    model = Cycle()
+    collect_after_load(model_is_here=True)
+    assert not is_looked_at(imported)
+    assert is_looked_at(model)
+    release_memory()
+    assert not is_looked_at(imported), "the next collection would look through it all"
+
+
+def test_nothing_is_collected_as_an_import_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with importing():
+            monkeypatch.setitem(sys.modules, f"module_{len(sys.modules)}", ModuleType("module"))
+            made = [Cycle() for _ in range(5 * gc.get_threshold()[0])]
+        assert (len(phases), len(made) > 0) == (0, True)
+    finally:
+        gc.callbacks.remove(note)
+
+
+def test_nothing_becomes_exempt_where_nothing_was_imported() -> None:
+    with importing():
+        model = Cycle()
+    assert is_looked_at(model)
+
+
+def test_a_model_is_released_also_where_something_was_imported_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Cycle()
+    collect_after_load(model_is_here=True)
+    import_something(monkeypatch)
+    assert not is_looked_at(model)
+    gone = weakref.ref(model)
+    del model
+    release_memory()
+    assert gone() is None
+
+
+def test_what_a_model_has_left_is_released() -> None:
     left = Cycle()
     gone = weakref.ref(left)
-    gc.freeze()
     del left
-    gc.collect()
-    assert gone() is not None
     release_memory()
     assert gone() is None
 
@@ -69,14 +142,3 @@ def test_threads_that_release_memory_at_the_same_time_take_turns() -> None:
     for thread in (first, second):
         thread.join(60)
     assert gone() is None
-
-
-def test_what_a_loaded_model_consists_of_is_exempt_from_collection() -> None:
-    thresholds, held = gc.get_threshold(), Cycle()
-    try:
-        exempt_loaded_model()
-        assert held.itself is held
-        assert all(one is not held for one in gc.get_objects()), "the collector still looks at it"
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)

@@ -81,7 +81,7 @@ def test_every_route_of_every_family_is_described() -> None:
     paths = complete()["paths"]
     for family in FAMILIES:
         for route in family.routes:
-            path = route.path.replace(":int}", "}")
+            path = re.sub(r":\w+}", "}", route.path)
             for method in route.methods:
                 assert method.lower() in paths.get(path, {}), f"{method} {path} of {family.name}"
 
@@ -114,6 +114,14 @@ def test_lmis_routes_take_chats_and_completions_as_well(settings: dict[str, Any]
         assert body_schemas(document, path) == [own, "V1ChatCompletionsRequest", "V1CompletionsRequest"]
         assert summary in document["paths"][path]["post"]["summary"]
     assert references(document) <= document["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream", "/tokenize", "/vertex", "/chat_tokenize"])
+def test_tgis_refusals_are_shown_by_their_media_types(path: str) -> None:
+    answers = json.loads(openapi_document(MODEL).json)["paths"][path]["post"]["responses"]
+    shown = {status: sorted(answer["content"]) for status, answer in answers.items() if "400" <= status < "423"}
+    plain = {status: ["text/plain"] for status in ("400", "408", "413", "415")}
+    assert shown == plain | {"422": ["application/json", "text/plain"]}
 
 
 def test_our_schemas_and_vllms_have_different_names() -> None:

@@ -109,10 +109,12 @@ async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
 
     size = 4 * HttpProtocol.MAX_HEAD
     async with connected(echo_size) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
+        writer.write(
+            b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+        )
         assert (b"%d" % size) in await reader.read()
     async with connected(echo_size) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nX-Long: " + b"x" * HttpProtocol.MAX_HEAD)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * HttpProtocol.MAX_HEAD)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
 
@@ -207,7 +209,7 @@ def serve_once(answers: bool) -> bytes:
     inner = Transport()
     connection = server.config.http_protocol_class(server.config, server.server_state, {}, _loop=loop)  # type: ignore[call-arg]
     connection.connection_made(inner)  # type: ignore[arg-type]
-    loop.call_soon(connection.data_received, b"GET / HTTP/1.1\r\n\r\n")  # type: ignore[attr-defined]
+    loop.call_soon(connection.data_received, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # type: ignore[attr-defined]
     loop.call_later(0.05, loop.stop)
     loop.run_forever()
     loop.close()
@@ -433,9 +435,9 @@ async def test_trailers_are_no_headers_of_the_request() -> None:
         await asyncio.wait_for(begun.wait(), 5)
         writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
         assert await _read_until(reader, b">")
-        writer.write(b"GET /next HTTP/1.1\r\nX-Next: y\r\n\r\n")
-        assert b"</next|x-next|>" in await _read_until(reader, b">")
-    assert seen == [[b"host", b"transfer-encoding"], [b"x-next"]]
+        writer.write(b"GET /next HTTP/1.1\r\nHost: x\r\nX-Next: y\r\n\r\n")
+        assert b"</next|host x-next|>" in await _read_until(reader, b">")
+    assert seen == [[b"host", b"transfer-encoding"], [b"host", b"x-next"]]
 
 
 @pytest.mark.parametrize("piece", [b"X-Trailer: x\r\n", b"x"])
@@ -445,22 +447,6 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
         writer.write(piece * (2 * HttpProtocol.MAX_HEAD // len(piece)))
         with contextlib.suppress(ConnectionError):
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
-
-
-async def test_what_cannot_be_read_is_not_answered_in_the_middle_of_a_reply() -> None:
-    left = asyncio.Event()
-
-    async def streaming(scope: Any, receive: Any, send: Any) -> None:
-        await _send_first(receive, send)
-        await _until_left(receive)
-        left.set()
-
-    async with connected(streaming) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await _read_until(reader, b"first\r\n")
-        writer.write(b"\x00 this is no HTTP\r\n\r\n")
-        assert await asyncio.wait_for(reader.read(), 5) == b""
-        await asyncio.wait_for(left.wait(), 5)
 
 
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
@@ -558,6 +544,133 @@ async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
     return await asyncio.wait_for(reader.readuntil(end), 5)
 
 
+async def test_what_cannot_be_read_is_answered_after_the_reply_that_has_begun() -> None:
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        await _send_first(receive, send)
+        await finish.wait()
+        await send({"type": "http.response.body", "body": b"last"})
+
+    finish = asyncio.Event()
+    async with connected(streaming) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await _read_until(reader, b"first\r\n")
+        writer.write(b"\x00 this is no HTTP\r\n\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        finish.set()
+        reply, _, refusal = (await asyncio.wait_for(reader.read(), 5)).partition(b"HTTP/1.1 400 ")
+    assert reply == b"4\r\nlast\r\n0\r\n\r\n"
+    assert refusal.endswith(b"\r\n\r\nInvalid HTTP request received.")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"BAD\r\n\r\n",
+        b"POST /bad HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
+        b"POST /bad HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 2 * HttpProtocol.MAX_HEAD,
+    ],
+    ids=["line", "body", "length"],
+)
+async def test_requests_before_one_that_cannot_be_read_are_answered_in_order(bad: bytes) -> None:
+    good = [b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi" % number for number in range(10)]
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"".join(good) + bad)
+        for number in range(10):
+            assert b"</%d|" % number in await _read_until(reader, b">")
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_body_that_cannot_be_read_is_answered_at_once() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n")
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"POST / HTTP/1.1\r\n", b"A request of HTTP/1.1 needs one Host header."),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nHost: y\r\n", b"A request of HTTP/1.1 needs one Host header."),
+        (
+            b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n",
+            b"The only transfer coding that is known here is chunked.",
+        ),
+    ],
+)
+async def test_a_head_that_cannot_be_served_is_refused_with_its_reason(head: bytes, reason: bytes) -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(head + b"\r\n0\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b"\r\n\r\n" + reason)
+
+
+# Clients that end their own side, and those that leave.
+
+HALF_CLOSED = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
+
+
+async def test_a_client_that_ends_its_own_side_gets_all_its_replies_and_then_the_end() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(3 * HALF_CLOSED)
+        writer.write_eof()
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"</a|host content-length|hi>") == 3
+    assert b"100 Continue" not in received
+
+
+async def test_a_client_that_ends_its_own_side_gets_replies_that_take_long() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.5)
+        await _send_first(receive, send)
+        await asyncio.sleep(0.5)
+        await send({"type": "http.response.body", "body": b"last"})
+
+    async def read() -> tuple[int, bytes]:
+        response = await asyncio.to_thread(http.client.HTTPResponse, client)
+        await asyncio.to_thread(response.begin)
+        return response.status, await asyncio.to_thread(response.read)
+
+    async with served(slow) as (_, address):
+        with socket.create_connection(address, timeout=10) as client:
+            client.sendall(HALF_CLOSED)
+            client.shutdown(socket.SHUT_WR)
+            assert await read() == (200, b"firstlast")
+
+
+async def _slow_start(receive: Any, send: Any) -> None:
+    await receive()
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("begin", [_slow_start, _send_first])
+async def test_a_client_that_closes_its_connection_ends_its_call_at_once(version: bytes, begin: Any) -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await begin(receive, send)
+        begun.set()
+        await _until_left(receive)
+        left.set()
+
+    async with served(endless) as (_, address):
+        client = socket.create_connection(address)
+        client.sendall(HALF_CLOSED.replace(b"1.1", version))
+        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.sleep(0.05)
+        client.close()
+        await asyncio.wait_for(left.wait(), 1.5)
+
+
+async def test_half_a_request_is_not_waited_for_once_its_client_has_ended_its_side() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(HALF_CLOSED + HALF_CLOSED[:-1])
+        writer.write_eof()
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"HTTP/1.1 ") == 1
+
+
 # Clients that are refused while they still send.
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
@@ -643,7 +756,8 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
         await _until_left(receive)
 
     async with served(application) as (_, address):
-        with client_with_little_room(address, b"GET /big HTTP/1.1\r\n\r\nGET /refused HTTP/1.1\r\n\r\n") as client:
+        requests = b"".join(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in (b"/big", b"/refused"))
+        with client_with_little_room(address, requests) as client:
             await asyncio.wait_for(refusing.wait(), 10)
             received = await asyncio.to_thread(_receive_until, client, b"\r\n\r\nno")
     assert received.count(b"x") > 8_000_000

@@ -48,6 +48,23 @@ async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
     assert (body["body"], body["more_body"]) == (b"abc", False)
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(
+    ("own", "ours", "shown"),
+    [
+        ((), [], [(b"retry-after", b"1")]),
+        ((), [(b"retry-after", b"5")], [(b"retry-after", b"5")]),
+        ((("Retry-After", "60"),), [], [(b"retry-after", b"60")]),
+    ],
+)
+async def test_a_refusal_for_now_says_when_to_come_again(
+    status: int, own: tuple[tuple[str, str], ...], ours: Any, shown: Any
+) -> None:
+    server = Server()
+    HttpReply(server.send, ours, OpenStreams(0)).reply(Reply(status, "", b"", own))
+    assert server.messages[0]["headers"] == [(b"content-length", b"0"), *shown]
+
+
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
     server = Server()
     reply = HttpReply(server.send, [], OpenStreams(0))

@@ -133,6 +133,8 @@ def test_a_variable_reaches_its_field(model_dir: Path, environ: dict[str, str], 
         ({"SERVING_MAX_REQUEST_SIZE": "10", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "1"}, "max_request_size", 1048576),
         ({"SERVING_DRAIN_TIMEOUT": "3"}, "drain_timeout", 3.0),
         ({"SERVING_FAIL_FAST": "true"}, "fail_fast", True),
+        ({"SERVING_ENGINE_RESTART": "3"}, "engine_restart", 3),
+        ({"SERVING_ENGINE_RESTART_WHEN_STALLED": "true"}, "engine_restart_when_stalled", True),
         ({"SERVING_HEALTH_CHECK_OVERRIDE": "true"}, "health_check_override", True),
         ({"SAGEMAKER_HEALTH_CHECK_OVERRIDE": "true"}, "workers_health_check", True),
         ({"SERVING_LOG_FORMAT": "JSON"}, "log_format", "json"),
@@ -383,6 +385,38 @@ def test_the_asynchronous_mode_selects_a_schema_and_leaves_the_engine(
 ) -> None:
     model = load(model_dir, properties).model
     assert (model.async_mode, model.rolling_batch) == (True, rolling_batch)
+
+
+HANDLE = "async def handle(inputs):\n    return None\n"
+
+
+def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir: Path) -> None:
+    (model_dir / "model.py").write_text(HANDLE)
+    model = load(
+        model_dir, "option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.tensor_parallel_degree=1"
+    ).model
+    assert (model.handler, model.async_mode, model.formatters) == (None, True, model_dir / "model.py")
+    handler = model.handler_before_engine
+    assert handler is not None
+    assert (handler.entry_point, handler.function) == ("djl_python.lmi_vllm.vllm_async_service", "handle")
+    assert (handler.async_mode, handler.min_workers, handler.max_workers) == (True, 1, 1)
+    assert handler.properties["tensor_parallel_degree"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "code"),
+    [
+        ("djl_python.lmi_vllm.vllm_async_service", "def some_other_function():\n    pass\n"),
+        ("djl_python.lmi_trtllm.trtllm_async_service", HANDLE),
+        ("djl_python.huggingface", HANDLE),
+    ],
+)
+def test_lmis_other_services_and_files_without_handle_have_an_engine_alone(
+    model_dir: Path, entry_point: str, code: str
+) -> None:
+    (model_dir / "model.py").write_text(code)
+    model = load(model_dir, f"option.entryPoint={entry_point}").model
+    assert (model.handler, model.handler_before_engine) == (None, None)
 
 
 def test_the_asynchronous_mode_has_no_dynamic_batch(model_dir: Path) -> None:

@@ -14,6 +14,7 @@ from container.settings.report import render_text
 from container.settings.settings import Settings, SettingsError
 from handlers.model_settings import HandlerSettings
 
+SCRIPT = "def model_fn(model_dir): ...\n"
 HANDLER = "def handle(inputs):\n    return None\n"
 FORMATTER = "from djl_python.output_formatter import output_formatter\n"
 
@@ -104,6 +105,54 @@ def test_lmis_own_handler_goes_before_model_py(model_dir: Path) -> None:
     model = load(model_dir, HANDLER, "option.entryPoint=djl_python.huggingface\noption.model_id=org/name").model
     assert model.handler is None
     assert model.formatters == model_dir / "model.py"
+
+
+@pytest.mark.parametrize("place", ["model.py", "inference.py", "code/inference.py", "code/serve.py"])
+def test_a_script_with_model_fn_is_the_handler_where_sagemaker_has_it(model_dir: Path, place: str) -> None:
+    path = model_dir / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(SCRIPT)
+    environ = {"SAGEMAKER_PROGRAM": path.name} if path.name == "serve.py" else {}
+    assert handler(model_dir, None, "", environ).entry_point == str(path)
+    given = "option.entryPoint=djl_python.sagemaker\noption.model_id=org/name"
+    assert handler(model_dir, None, given, environ).entry_point == str(path)
+    assert handler(model_dir, None, f"option.entryPoint={place}", environ).entry_point == str(path)
+
+
+def test_a_script_beside_a_model_of_an_engine_is_used_where_it_is_model_py_or_asked_for(model_dir: Path) -> None:
+    assert handler(model_dir, SCRIPT, "option.model_id=org/name").entry_point == str(model_dir / "model.py")
+    (model_dir / "model.py").unlink()
+    (model_dir / "code").mkdir()
+    (model_dir / "code" / "inference.py").write_text(SCRIPT)
+    found = load(model_dir, None, "option.model_id=org/name")
+    assert found.model.handler is None
+    assert "code/inference.py is not used: option.entryPoint=djl_python.sagemaker would serve it" in found.warnings
+
+
+def test_a_script_has_no_rolling_batch(model_dir: Path) -> None:
+    found = load(model_dir, SCRIPT, "option.rolling_batch=auto")
+    assert found.model.handler is not None
+    assert not found.model.handler.rolling_batch
+    assert any("model.py has model_fn and no `handle`" in warning for warning in found.warnings)
+    assert handler(model_dir, HANDLER, "option.rolling_batch=auto").rolling_batch
+
+
+def test_a_script_has_to_be_there(model_dir: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"there is no model\.py, inference\.py or code/inference\.py with model_fn"
+    ):
+        load(model_dir, FORMATTER, "option.entryPoint=djl_python.sagemaker")
+    (model_dir / "metadata.yaml").touch()
+    with pytest.raises(SettingsError, match=r"ModelBuilder saves \(metadata\.yaml\) is not served"):
+        load(model_dir, None, "option.entryPoint=djl_python.sagemaker")
+
+
+@pytest.mark.parametrize("name", ["sklearn_handler", "xgboost_handler"])
+def test_lmis_handlers_of_predictive_models_are_refused_with_what_serves_such_a_model(
+    model_dir: Path, name: str
+) -> None:
+    with pytest.raises(SettingsError, match=r"not served.*model_fn.*option\.entryPoint=djl_python\.sagemaker"):
+        load(model_dir, SCRIPT, f"option.entryPoint=djl_python.{name}")
 
 
 def test_another_function_may_be_the_handler(model_dir: Path) -> None:

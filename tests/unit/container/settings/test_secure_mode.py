@@ -82,6 +82,17 @@ def test_inference_scripts(model_dir: Path) -> None:
     load(model_dir)
 
 
+def test_a_script_of_sagemaker_is_code_although_its_entry_point_is_of_ours(model_dir: Path) -> None:
+    control, entry_point = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS", "option.entryPoint=djl_python.sagemaker"
+    (model_dir / "code").mkdir()
+    (model_dir / "code" / "inference.py").write_text("def model_fn(model_dir): ...")
+    (model_dir / "code" / "requirements.txt").touch()
+    assert f"{control}: there is a inference.py" in refused(model_dir, control, properties=entry_point)
+    control = "DISALLOW_REQUIREMENTS_TXT"
+    assert f"{control}: there is a requirements.txt" in refused(model_dir, control, properties=entry_point)
+    load(model_dir, "DISALLOW_PICKLE_FILES", properties=entry_point)
+
+
 def test_a_formatter_is_code_beside_an_entry_point_of_ours_as_well(model_dir: Path) -> None:
     control = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
     (model_dir / "model.py").write_text("x = 1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,15 +56,13 @@ def test_other_threads_run_while_a_long_text_is_worked_on(tokenizer: Any, work: 
     call: Callable[[Any], Any] = getattr(texts, work)
     ended = threading.Event()
     thread = threading.Thread(target=lambda: (call(given), ended.set()))
-    began, longest = time.monotonic(), 0.0
     thread.start()
-    last = began
+    turns = 0
     while not ended.wait(0.0005):
         texts.decode([42])
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
+        turns += 1
     thread.join()
-    assert longest < (time.monotonic() - began) / 2
+    assert turns > 5  # at most 2, before it begins, where the work holds the interpreter's lock
 
 
 def test_a_prompt_that_has_its_special_tokens_gets_no_others(tokenizer: Any) -> None:

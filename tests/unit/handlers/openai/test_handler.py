@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,8 +215,8 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("failed", [False, True])
-async def test_calls_that_generate_are_counted_and_give_their_places_back(failed: bool) -> None:
+@pytest.mark.parametrize("failed", ["", "the engine has died"])
+async def test_calls_that_generate_are_counted_and_give_their_places_back(failed: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         current_call.get().take(3)
         current_call.get().failed = failed
@@ -224,7 +225,40 @@ async def test_calls_that_generate_are_counted_and_give_their_places_back(failed
 
     _, handler = await served(app)
     assert handler.open_sequences == 0
-    assert (handler.engine.meter.calls.succeeded, handler.engine.meter.calls.failed) == (not failed, failed)
+    assert (handler.engine.meter.calls.succeeded, handler.engine.meter.calls.failed) == (not failed, bool(failed))
+
+
+@pytest.mark.asyncio
+async def test_a_stream_whose_engine_fails_ends_with_the_reason_and_says_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(part(b"data: {}\n\n", more=True))
+        current_call.get().failed = "the engine has died"
+        raise ValueError("vLLM cannot make an event of that")
+
+    writer, _ = await served(app)
+    error = {"message": "the engine has died", "type": "InternalServerError", "param": None, "code": 500}
+    *_, last, done = b"".join(writer.parts).decode().strip().split("\n\n")
+    assert (json.loads(last.removeprefix("data: ")), done) == ({"error": error}, "data: [DONE]")
+    assert not caplog.records
+
+
+@pytest.mark.asyncio
+async def test_the_error_event_of_a_message_stream_says_why_the_engine_failed() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(part(b"event: message_start\ndata: {}\n\n", more=True))
+        current_call.get().failed = "the engine has died"
+        await send(part(b'event: error\ndata: {"message": "1 validation error for ChatCompletion"}\n\n', more=True))
+        await send(part(b""))
+
+    writer, _ = await served(app, replace(CALL, path="/v1/messages"))
+    error = b'{"type":"error","error":{"type":"internal_error","message":"the engine has died"}}'
+    assert b"".join(writer.parts) == b"event: message_start\ndata: {}\n\nevent: error\ndata: " + error + b"\n\n"
 
 
 def test_a_call_holds_places_until_it_ends() -> None:
@@ -293,3 +327,19 @@ def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     assert first.released == 1
     assert keep("a", late) is late
     assert late.released == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("request_id", ["a-b", "chatcmpl-a-b"])
+async def test_an_abort_ends_all_requests_of_an_answer(request_id: str) -> None:
+    class Llm:
+        errored = False
+        output_processor = SimpleNamespace(external_req_ids=["chatcmpl-a-b_0", "chatcmpl-a-b_1", "chatcmpl-a-bc_0"])
+
+        async def abort(self, ids: list[str]) -> None:
+            ended.extend(ids)
+
+    ended: list[str] = []
+    OpenAIHandler(None, queue_of(), Llm()).abort(request_id)
+    await until(lambda: bool(ended))
+    assert ended == ["chatcmpl-a-b_0", "chatcmpl-a-b_1"]

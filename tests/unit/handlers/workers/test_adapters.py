@@ -66,6 +66,36 @@ async def test_every_worker_is_told_name_alias_source_and_options(tmp_path: Path
         assert await known(client, 2) == [(), ()]
 
 
+@pytest.mark.parametrize("src", ["an-id", "s3://bucket/adapter", "beside/it"])
+async def test_a_source_reaches_the_handler_as_it_was_given(src: str) -> None:
+    async with handling() as (client, registry):
+        await registry.register(AdapterOrder(name="a", src=src))
+        said = (await ask(client, "a"))["adapter"]
+        assert (said["src"], said["property_src"]) == (src, src)
+
+
+async def test_another_source_reaches_all_workers_and_those_that_start_later() -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        await registry.register(AdapterOrder(name="a", src="old"))
+        await registry.update(AdapterOrder(name="a", src="new", options={"k": "v"}))
+        pids = set(client.pids)
+        assert {(await ask(client, "a"))["adapter"]["src"] for _ in range(4)} == {"new"}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(client.pids) == 2 and not pids & set(client.pids))
+        said = [(await ask(client, "a"))["adapter"] for _ in range(4)]
+        assert {(one["src"], one["k"]) for one in said} == {("new", "v")}
+
+
+async def test_where_one_worker_refuses_another_source_all_keep_the_former() -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        await registry.register(AdapterOrder(name="a", src="old"))
+        with pytest.raises(AdapterFailed, match="not in this worker"):
+            await registry.update(AdapterOrder(name="a", src="new", options={"not_in": str(client.pids[1])}))
+        assert {(await ask(client, "a"))["adapter"]["src"] for _ in range(4)} == {"old"}
+        assert registry.get("a").src == "old"
+
+
 async def test_what_the_handler_says_becomes_the_status(tmp_path: Path) -> None:
     async with handling() as (_, registry):
         assert await registry.register(order(tmp_path, say="it is here")) == "it is here"
@@ -77,8 +107,6 @@ async def test_a_handler_that_refuses_is_a_failure_and_leaves_nothing(tmp_path: 
             await registry.register(order(tmp_path, switch="error"))
         with pytest.raises(NoRoomForAdapter, match="no more adapters"):
             await registry.register(order(tmp_path, switch="memory"))
-        with pytest.raises(AdapterFailed, match="there is nothing at"):
-            await registry.register(order(tmp_path / "none"))
         assert registry.all() == ()
         assert await known(client, 1) == [()]
         await registry.register(order(tmp_path, stays="true"))

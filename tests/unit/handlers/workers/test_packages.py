@@ -17,7 +17,7 @@ import pytest
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings
 from handlers.workers.custom_handler import CustomHandler
-from handlers.workers.packages import prepare_interpreter
+from handlers.workers.packages import prepare_interpreter, requirements_dir
 from tests.unit.handlers.workers.harness import MODELS, serving, settings_for
 from tests.waiting import until
 
@@ -194,3 +194,14 @@ async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(
     with pytest.raises(asyncio.CancelledError):
         await load
     await until(lambda: has_ended(left_behind))
+
+
+async def test_requirements_may_lie_beside_the_handlers_file(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    settings = HandlerSettings(entry_point=str(tmp_path / "code" / "inference.py"))
+    assert requirements_dir(tmp_path, settings) == tmp_path
+    (tmp_path / "code" / "requirements.txt").touch()
+    assert requirements_dir(tmp_path, settings) == tmp_path / "code"
+    assert requirements_dir(tmp_path, HandlerSettings(entry_point="a.module")) == tmp_path
+    (tmp_path / "requirements.txt").touch()
+    assert requirements_dir(tmp_path, settings) == tmp_path

@@ -1,0 +1,87 @@
+"""Runs a front end on a scripted engine core (`benchmarks.scripted_engine`), which it starts.
+
+    python -m benchmarks.on_script DIRECTORY MODEL STEP_MS MODULE [ARGUMENTS...]
+    python -m benchmarks.on_script DIRECTORY MODEL STEP_MS rust FILE PORT
+
+MODULE runs as with `python -m`: one that uses vLLM's `AsyncLLM` in its own process. `rust` is vLLM's front end in Rust,
+whose program is FILE. Where there are several processors, the front end has the first, and the engine and the load
+client have the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MAX_MODEL_LEN = 2048
+
+
+def addresses(directory: Path) -> dict[str, str]:
+    """Where front end and engine meet, by the names of vLLM's `AsyncMPClient`."""
+    return {"input_address": f"ipc://{directory}/input", "output_address": f"ipc://{directory}/output"}
+
+
+def processors() -> tuple[list[int], list[int]]:
+    """Those of the front end, and those of the engine and the load client."""
+    found = sorted(os.sched_getaffinity(0))
+    return found[:1], found[1:] or found
+
+
+def start_engine(directory: Path, model: str, step_ms: str) -> None:
+    """Start the engine, in the process group of this process."""
+    argv = [sys.executable, "-m", "benchmarks.scripted_engine", str(directory), model, step_ms]
+    engine = subprocess.Popen(argv)
+    front_end, others = processors()
+    os.sched_setaffinity(engine.pid, others)
+    os.sched_setaffinity(0, front_end)
+
+
+def use_scripted_engine(directory: Path) -> None:
+    """Have vLLM connect to the engine instead of starting one of its own."""
+    from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+
+    def connected(**given: Any) -> AsyncMPClient:
+        return AsyncMPClient(**given | {"client_addresses": addresses(directory)})
+
+    EngineCoreClient.make_async_mp_client = staticmethod(connected)
+
+
+def become_rust(directory: Path, model: str, program: str, port: str) -> None:
+    """Replace this process by vLLM's front end in Rust, which is given its sockets already bound."""
+    import zmq
+    from vllm.utils.network_utils import make_zmq_listener
+
+    where = addresses(directory)
+    listeners = {
+        "--listen-fd": socket.create_server(("127.0.0.1", int(port)), backlog=1024),
+        "--input-listener-fd": make_zmq_listener(where["input_address"], zmq.ROUTER).socket,
+        "--output-listener-fd": make_zmq_listener(where["output_address"], zmq.PULL).socket,
+    }
+    argv = [program, "frontend", "--engine-start-index=0", "--engine-count=1", "--data-parallel-size=1"]
+    for option, listener in listeners.items():
+        listener.set_inheritable(True)
+        argv.append(f"{option}={listener.fileno()}")
+    served = {"model_tag": model, "model": model, "served_model_name": ["m"], "max_model_len": MAX_MODEL_LEN}
+    argv.append("--args-json=" + json.dumps({**served, "host": "127.0.0.1", "port": int(port)}))
+    os.execv(program, argv)
+
+
+def main() -> None:
+    """Start both."""
+    directory, model, step_ms, module, *arguments = sys.argv[1:]
+    start_engine(Path(directory), model, step_ms)
+    if module == "rust":
+        become_rust(Path(directory), model, *arguments)
+    use_scripted_engine(Path(directory))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

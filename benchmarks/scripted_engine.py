@@ -1,0 +1,186 @@
+"""An engine core that costs nothing: it answers vLLM's protocol with the tokens of a fixed text, at a fixed rate.
+
+A front end that is connected to it is all that is measured. A request gets its first token as soon as it is read, and
+then one with each step. The protocol is that of vLLM 0.32 between `AsyncMPClient` and its engine process: requests on a
+DEALER socket, outputs on a PUSH socket, messages in msgpack.
+
+    python -m benchmarks.scripted_engine DIRECTORY MODEL STEP_MS
+
+The two sockets are in DIRECTORY (`on_script.addresses`). It runs until it is killed.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from transformers import AutoTokenizer
+from vllm import __version__ as vllm_version
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from benchmarks.on_script import MAX_MODEL_LEN, addresses
+
+MAX_SEQUENCES = 1024
+_TEXT_CHARACTERS = 20_000
+_STRIDE = 37
+"""Tokens between the places in the text where one request begins and the next; sequences should differ."""
+_READY = EngineCoreReadyResponse(
+    max_model_len=MAX_MODEL_LEN,
+    num_gpu_blocks=10_000,
+    block_size=16,
+    dp_stats_address=None,
+    dtype="float32",
+    vllm_version=vllm_version,
+    world_size=1,
+    data_parallel_size=1,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    decode_context_parallel_size=1,
+    data_parallel_rank=0,
+    max_num_seqs=MAX_SEQUENCES,
+    max_num_batched_tokens=8192,
+    instance_id="scripted",
+    supports_lora=False,
+    max_loras=0,
+)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request_id: str
+    place: int
+    """Of its next token in the text."""
+    left: int
+    """Tokens that are still to come."""
+    logprobs: int | None
+    prompt_length: int
+    begun: bool = False
+
+
+class ScriptedEngine:
+    """The engine core's side of the protocol."""
+
+    def __init__(self, directory: Path, token_ids: list[int], step_seconds: float) -> None:
+        context, where = zmq.Context(), addresses(directory)
+        self._input = context.socket(zmq.DEALER)
+        self._input.setsockopt(zmq.IDENTITY, (0).to_bytes(2, "little"))
+        self._output = context.socket(zmq.PUSH)
+        for socket, address in ((self._input, where["input_address"]), (self._output, where["output_address"])):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(address)
+        self._token_ids, self._step_seconds = token_ids, step_seconds
+        self._requests, self._others = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
+        self._encoder = MsgpackEncoder()
+        self._running: dict[str, _Sequence] = {}
+        self._place = 0
+
+    def run(self) -> None:
+        """Serve for ever."""
+        self._input.send(self._encoder.encode(_READY)[0])
+        due = 0.0
+        while True:
+            wait = due - time.monotonic() if self._running else None
+            if wait is None or wait > 0.0:
+                if self._input.poll(None if wait is None else int(wait * 1000)):
+                    was_idle = not self._running
+                    self._advance(self._read())
+                    if was_idle:
+                        due = time.monotonic() + self._step_seconds
+                elif wait is not None and (rest := due - time.monotonic()) > 0:
+                    time.sleep(rest)  # less than a millisecond, which `poll` cannot wait for
+                continue
+            due = max(due + self._step_seconds, time.monotonic())  # steps that are late are not made up for
+            self._advance([*self._running.values(), *self._read()])
+
+    def _read(self) -> list[_Sequence]:
+        """Take all messages that have come; returns the new sequences."""
+        new: list[_Sequence] = []
+        while True:
+            try:
+                kind, *frames = self._input.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return new
+            if kind == EngineCoreRequestType.ADD.value:
+                new.append(self._sequence(self._requests.decode(frames)))
+            elif kind == EngineCoreRequestType.ABORT.value:
+                aborted = set(self._others.decode(frames))
+                new = [sequence for sequence in new if sequence.request_id not in aborted]
+                for request_id in aborted:
+                    self._running.pop(request_id, None)
+            elif kind == EngineCoreRequestType.UTILITY.value:
+                _, call_id, method, _ = self._others.decode(frames)
+                result = ("generate",) if method == "get_supported_tasks" else method != "reset_mm_cache" or None
+                self._send(EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(result))))
+
+    def _sequence(self, request: EngineCoreRequest) -> _Sequence:
+        params = request.sampling_params
+        self._place = (self._place + _STRIDE) % len(self._token_ids)
+        prompt_length = len(request.prompt_token_ids or ())
+        return _Sequence(request.request_id, self._place, params.max_tokens, params.logprobs, prompt_length)
+
+    def _advance(self, sequences: Iterable[_Sequence]) -> None:
+        """Send one token of each."""
+        outputs = [self._output_of(sequence) for sequence in sequences]
+        if not outputs:
+            return
+        finished = {output.request_id for output in outputs if output.finish_reason is not None}
+        stats = SchedulerStats(num_running_reqs=len(self._running))
+        self._send(EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, finished_requests=finished or None))
+
+    def _output_of(self, sequence: _Sequence) -> EngineCoreOutput:
+        token_id = self._token_ids[sequence.place]
+        sequence.place = (sequence.place + 1) % len(self._token_ids)
+        sequence.left -= 1
+        output = EngineCoreOutput(sequence.request_id, [token_id])
+        if not sequence.begun:
+            sequence.begun = True
+            self._running[sequence.request_id] = sequence
+            output.prefill_stats = PrefillStats(num_prompt_tokens=sequence.prompt_length)
+        if sequence.left <= 0:
+            del self._running[sequence.request_id]
+            output.finish_reason = FinishReason.LENGTH
+        if sequence.logprobs is not None:
+            output.new_logprobs = _logprobs(token_id, sequence.logprobs)
+        return output
+
+    def _send(self, outputs: EngineCoreOutputs) -> None:
+        self._output.send_multipart(self._encoder.encode(outputs), copy=False)
+
+
+def _logprobs(token_id: int, alternatives: int) -> LogprobsLists:
+    """The chosen token's first, then those of `alternatives` others."""
+    ids = np.array([[token_id, *range(100, 100 + alternatives)]], dtype=np.int32)
+    values = np.array([[-0.5 - place for place in range(1 + alternatives)]], dtype=np.float32)
+    return LogprobsLists(ids, values, np.array([1], dtype=np.int32))
+
+
+def main() -> None:
+    """Serve the front end that the arguments name."""
+    directory, model, step_ms = sys.argv[1:]
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    text = "\n".join(pydoc_data.topics.topics.values())[:_TEXT_CHARACTERS]
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    ScriptedEngine(Path(directory), token_ids, float(step_ms) / 1000).run()
+
+
+if __name__ == "__main__":
+    main()

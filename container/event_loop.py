@@ -1,0 +1,70 @@
+"""Whether the event loop keeps up: how late it is, and what it was at when it stood still."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+
+from handlers.meter import Distribution
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.1
+_LOOK_SECONDS = 0.25
+LIMIT_SECONDS = 1.0
+"""How late the event loop may be before it is logged."""
+_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class EventLoopWatch:
+    """Measures ten times a second how late the event loop is; a thread of its own looks what holds it up."""
+
+    def __init__(self) -> None:
+        self.lag = Distribution(_BUCKETS)
+        self._due = 0.0
+        self._reported = 0.0
+        """The tick that was due when the loop's stack was logged."""
+        self._thread = 0
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch the running event loop; to be called on it."""
+        self._thread = threading.get_ident()
+        self._due = time.monotonic() + _TICK_SECONDS
+        asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
+        threading.Thread(target=self._watch, name="event-loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._ended.set()
+
+    def _tick(self) -> None:
+        if self._ended.is_set():
+            return
+        now = time.monotonic()
+        late = max(now - self._due, 0.0)
+        self.lag.observe(late)
+        if late > LIMIT_SECONDS:
+            # The watch has a thread of its own: where that has not run either, no thread could.
+            why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
+            logger.warning("the event loop goes on after %.1f s%s", late, why)
+        self._due = now + _TICK_SECONDS
+        asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            due = self._due
+            late = time.monotonic() - due
+            if late <= LIMIT_SECONDS or self._reported == due:
+                continue
+            frames = traceback.walk_stack(sys._current_frames().get(self._thread))
+            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # the lines may come from a slow disk
+            if due != self._due:  # it went on meanwhile
+                continue
+            self._reported = due
+            stack.reverse()
+            logger.warning("the event loop has stood still for %.1f s, in:\n%s", late, "".join(stack.format()))

@@ -1,0 +1,1 @@
+"""LMI's service for vLLM."""

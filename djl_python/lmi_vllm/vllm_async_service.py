@@ -1,0 +1,137 @@
+"""LMI's service for vLLM: the customer's `handle` comes first, the model's engine does what that leaves to it.
+
+It runs in a worker process. The engine runs in the server's process and is called over the worker's connection, so
+`service` has the methods of LMI's that load it and generate, but none of vLLM's own objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from djl_python.async_utils import create_non_stream_output
+from djl_python.inputs import Input
+from djl_python.lazy_import import require
+from djl_python.outputs import Output
+from djl_python.service_loader import MODEL_FILE, ModelService, has_function_in_module, load_model_service
+
+logger = logging.getLogger(__name__)
+
+Answer = Output | AsyncGenerator[Output, None]
+
+
+class Engine(Protocol):
+    """The engine, as the worker's connection reaches it."""
+
+    async def call(self, inputs: Input) -> Answer:
+        """The answer to a request; an input without content loads the engine."""
+
+
+_engine: Engine | None = None
+
+
+def connect(engine: Engine | None) -> None:
+    """Sets the engine that every `VLLMHandler` of this process stands for; the worker calls this."""
+    global _engine
+    _engine = engine
+
+
+class VLLMHandler:
+    """The model's engine."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self._model: dict[str, Any] = {}
+        self._tokenizer: Any = None
+
+    async def initialize(self, properties: Mapping[str, Any]) -> None:
+        """Loads the engine, unless it is loaded.
+
+        Raises:
+            RuntimeError: that failed, or the model has no engine.
+        """
+        self._model = {"path": properties.get("model_id") or properties.get("model_dir")}
+        for name in ("revision", "trust_remote_code"):
+            if properties.get(name):
+                self._model[name] = properties[name]
+        answer = await self._call(Input())
+        if isinstance(answer, Output) and answer.code != 200:
+            raise RuntimeError(f"the engine cannot be used: {_text_of(answer)}")
+        self.initialized = True
+
+    async def inference(self, inputs: Input) -> Answer:
+        """The engine's answer to a request: an Output, or for a stream an async generator of them.
+
+        The schema is that of a model without a `handle`. A refused request is an Output with its status as code.
+        """
+        return await self._call(inputs)
+
+    async def check_health(self) -> None:
+        """Nothing: the server watches the engine."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None before `initialize`. Raises ImportError without transformers."""
+        if self._tokenizer is None and self._model:
+            model = dict(self._model)
+            trusted = str(model.pop("trust_remote_code", "false")).lower() == "true"
+            auto = require("transformers", "the service's tokenizer").AutoTokenizer
+            self._tokenizer = auto.from_pretrained(model.pop("path"), trust_remote_code=trusted, **model)
+        return self._tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"VLLMHandler has no `{name}` here: the engine runs in the server's process. It has `initialize`, "
+            "`inference`, `initialized` and `tokenizer`"
+        )
+
+    async def _call(self, inputs: Input) -> Answer:
+        if _engine is None:
+            raise RuntimeError("the engine can be called from async handlers only (option.async_mode=true)")
+        return await _engine.call(inputs)
+
+
+class CustomHandlerService:
+    """The `handle` of the model's `model.py`."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        """Raises whatever `model.py` raises while it is run."""
+        service = load_model_service(properties.get("model_dir", "."), MODEL_FILE)
+        self.custom_handler: ModelService | None = service if has_function_in_module(service.module, "handle") else None
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is such a function."""
+        return self.custom_handler is not None
+
+    async def handle(self, inputs: Input) -> Any:
+        """What the function returns; the answer with status 424 where it raises, and None where there is none."""
+        if self.custom_handler is None:
+            return None
+        try:
+            return await self.custom_handler.invoke_handler_async("handle", inputs)
+        except Exception as error:
+            logger.exception("Custom handler failed")
+            return create_non_stream_output("", error=f"Custom handler failed: {error}", code=424)
+
+
+service = VLLMHandler()
+custom_service: CustomHandlerService | None = None
+
+
+async def handle(inputs: Input) -> Any:
+    """The answer of the customer's `handle`; of the engine where that returns None."""
+    global custom_service
+    if custom_service is None:
+        custom_service = CustomHandlerService(inputs.get_properties())
+    result = await custom_service.handle(inputs)
+    if result is not None:
+        return result
+    if not service.initialized:
+        await service.initialize(inputs.get_properties())
+    return None if inputs.is_empty() else await service.inference(inputs)
+
+
+def _text_of(answer: Output) -> str:
+    return b"".join(map(answer.encode_value, answer.content.get_values())).decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""The settings of a model, as LMI's handlers have them."""

@@ -1,0 +1,157 @@
+"""SageMaker's script mode: `model_fn` and its kin in the place of a handler function.
+
+Source: AWS's sagemaker-inference-toolkit, `transformer.py`, `encoder.py` and `decoder.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from inspect import signature
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from djl_python.inputs import Input
+from djl_python.lazy_import import require
+from djl_python.outputs import Output
+
+LOADS = "model_fn"
+"""The function that a script must have."""
+_STEPS = ("input_fn", "predict_fn", "output_fn")
+_JSON, _CSV, _NPY = "application/json", "text/csv", "application/x-npy"
+_TEXT = (_JSON, _CSV)
+"""Types whose bodies `input_fn` and `transform_fn` get as text; they get others as bytes."""
+_ANY = "*/*"
+_PURPOSE = "the default input_fn and output_fn"
+_UNSUPPORTED = 415
+
+
+class Script:
+    """A module with `model_fn(model_dir)`, and with `input_fn(body, content_type)`, `predict_fn(data, model)` and
+    `output_fn(prediction, accept)` or their defaults, or instead `transform_fn(model, body, content_type, accept)`.
+
+    `pre_model_fn(model_dir)` and `model_warmup_fn(model_dir, model)` run before and after `model_fn`. Each may take one
+    more argument, which has `system_properties`: `model_dir` and `gpu_id`, None on a CPU.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        """Raises ValueError if the module has `transform_fn` and what it replaces."""
+        self._functions = {name: value for name, value in vars(module).items() if callable(value)}
+        steps = [name for name in _STEPS if name in self._functions]
+        if "transform_fn" in self._functions and steps:
+            raise ValueError(f"transform_fn cannot be used together with {', '.join(steps)}")
+        self._model: Any = None
+        self._context: Any = None
+        self._default_accept = _JSON
+
+    def handle(self, inputs: Input) -> Output | None:
+        """The handler function: the first call loads the model."""
+        if inputs.is_empty():
+            self._load(inputs)
+            return None
+        output = Output()
+        for index, item in enumerate(inputs.get_batches()):
+            try:
+                body, content_type = self._answer(item)
+            except Exception as error:
+                # As the toolkit's own errors have it, which scripts raise.
+                code, message = getattr(error, "status_code", None), getattr(error, "message", None)
+                if not isinstance(code, int):
+                    raise
+                return Output().error(str(message or error), code)
+            output.add_property("Content-Type", content_type)
+            output.add(body, key="data", batch_index=index if inputs.is_batch() else None)
+        return output
+
+    def _load(self, inputs: Input) -> None:
+        model_dir, device = inputs.get_property("model_dir"), inputs.get_property("device_id")
+        gpu = None if device in (None, "-1") else int(device)
+        self._context = SimpleNamespace(system_properties={"model_dir": model_dir, "gpu_id": gpu})
+        self._default_accept = inputs.get_property("default_accept") or _JSON
+        if "pre_model_fn" in self._functions:
+            self._call("pre_model_fn", None, model_dir)
+        self._model = self._call(LOADS, None, model_dir)
+        if "model_warmup_fn" in self._functions:
+            self._call("model_warmup_fn", None, model_dir, self._model)
+
+    def _answer(self, item: Input) -> tuple[Any, str]:
+        """The body of the answer, and its type."""
+        content_type, accept = item.get_property("Content-Type") or _JSON, item.get_property("Accept")
+        if not accept or accept == _ANY:
+            accept = self._default_accept
+        body = item.get_as_string() if _media_type(content_type) in _TEXT else bytes(item.get_as_bytes())
+        if "transform_fn" in self._functions:
+            answer = self._call("transform_fn", None, self._model, body, content_type, accept)
+        else:
+            data = self._call("input_fn", _decode, body, content_type)
+            prediction = self._call("predict_fn", _predict, data, self._model)
+            answer = self._call("output_fn", _encode, prediction, accept)
+        return answer if isinstance(answer, tuple) else (answer, accept)
+
+    def _call(self, name: str, default: Callable[..., Any] | None, *arguments: Any) -> Any:
+        """What a function returns. Raises TypeError if it takes another number of arguments."""
+        function = self._functions.get(name, default)
+        if function is None:
+            raise TypeError(f"the script has no {name}")
+        taken = len(signature(function).parameters)
+        if taken == len(arguments) + 1:
+            arguments = (*arguments, self._context)
+        if taken != len(arguments):
+            raise TypeError(f"{name} takes {taken} arguments; it is called with {len(arguments)}, or one more")
+        return function(*arguments)
+
+
+class _UnsupportedType(Exception):
+    """The default functions do not know a content type."""
+
+    status_code = _UNSUPPORTED
+
+    def __init__(self, name: str, content_type: str) -> None:
+        super().__init__(f"the content type {content_type[:200]!r} needs {name}; without it: {_JSON}, {_CSV}, {_NPY}")
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _decode(body: str | bytes, content_type: str) -> Any:
+    """The default `input_fn`: an array."""
+    numpy = require("numpy", _PURPOSE)
+    match _media_type(content_type):
+        case "application/json":
+            return numpy.array(json.loads(body))
+        case "text/csv":
+            return numpy.genfromtxt(io.StringIO(str(body)), delimiter=",")
+        case "application/x-npy" if isinstance(body, bytes):
+            return numpy.load(io.BytesIO(body), allow_pickle=False)
+    raise _UnsupportedType("input_fn", content_type)
+
+
+def _predict(data: Any, model: Any) -> Any:
+    """The default `predict_fn`: the model's `predict`, or the model itself."""
+    return model.predict(data) if hasattr(model, "predict") else model(data)
+
+
+def _encode(prediction: Any, accept: str) -> Any:
+    """The default `output_fn`: the first type of `accept` that is known, and the body in it."""
+    for each in accept.split(","):
+        match _media_type(each):
+            case "application/json" | "application/*" | "*/*":
+                return json.dumps(prediction, default=_plain), _JSON
+            case "text/csv":
+                text = io.StringIO()
+                require("numpy", _PURPOSE).savetxt(text, prediction, delimiter=",", fmt="%s")
+                return text.getvalue(), _CSV
+            case "application/x-npy":
+                array = io.BytesIO()
+                require("numpy", _PURPOSE).save(array, prediction, allow_pickle=False)
+                return array.getvalue(), _NPY
+    raise _UnsupportedType("output_fn", accept)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON has, of an array or a number of numpy's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON by the default output_fn")

@@ -1,0 +1,225 @@
+"""Chaos: random faults and clients against the real server, and what must hold all the same.
+
+    python -m tests.chaos --minutes 2 --seed 7
+    python -m tests.chaos --seed 7 --actions "fill:120 stop_engine:6.5 rest:0"
+
+It holds that every request gets exactly one complete answer or one well-formed error of its contract, and an error
+only where something was done to the server; that `/ping` tells the truth at every moment; that nothing runs when
+nobody waits; that nothing is left on the machine. Where it does not, the seed and the shortest list of actions that
+still fails are printed, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.tiny_model import prepare_tiny_model
+from container.sources.sample_model import make_once
+from handlers.cache_dir import cache_dir
+from tests.chaos.actions import KINDS, Action, Recovery, Stage, random_action, rest
+from tests.chaos.load import Load
+from tests.chaos.watch import Subject, clock
+
+STALL_TIMEOUT = 4.0
+_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+_PAUSE = 1.0
+"""Seconds, at most, between two actions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run has seen."""
+
+    seed: int
+    seconds: float
+    actions: list[str]
+    violations: list[str]
+    requests: int
+    outcomes: dict[str, dict[str, int]]
+    """By contract."""
+    pings: int
+    recoveries: list[Recovery]
+    tracebacks: int
+    """In the server's log; a killed engine may leave some."""
+
+
+def subject(
+    directory: Path,
+    stall_timeout: float = STALL_TIMEOUT,
+    max_model_len: int = 1024,
+    queue: int = 64,
+    engine_restarts: int = 0,
+) -> Subject:
+    """A server of the tiny model with few places, which has just been started."""
+    model = prepare_tiny_model()
+    (directory / "model").mkdir(parents=True)
+    (directory / "model" / "template.jinja").write_text(_TEMPLATE)
+    options = {
+        "model_id": model,
+        "rolling_batch": "vllm",
+        "dtype": "fp32",
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": 32 << 20,
+        "max_rolling_batch_size": 16,
+        "enable_lora": "true",
+        "chat_template": "template.jinja",
+    }
+    environment = {
+        "SERVING_STALL_TIMEOUT": str(stall_timeout),
+        "SERVING_JOB_QUEUE_SIZE": str(queue),
+        # One thread: several would wait for each other where others use the processors.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if engine_restarts:
+        environment["SERVING_ENGINE_RESTART"] = str(engine_restarts)
+    return Subject(directory, environment, **options)
+
+
+def tiny_adapter() -> Path:
+    """A LoRA adapter for the tiny model, made once."""
+    from tests.live.lora import make_adapter
+
+    model = prepare_tiny_model()
+    return make_once(cache_dir() / f"{model.name}-adapter", lambda path: make_adapter(path, model, seed=1) and None)
+
+
+async def run(
+    stage_of: Callable[[Load], Stage], load: Load, actions: Iterable[Action], seconds: float
+) -> tuple[list[str], list[str]]:
+    """Do the actions until the time is over or something is wrong; returns those done, and what is wrong."""
+    stage = stage_of(load)
+    done: list[str] = []
+    deadline = clock() + seconds
+
+    def wrong() -> list[str]:
+        return stage.violations + load.violations + stage.subject.watch.lies + stage.subject.left_behind
+
+    try:
+        for action in actions:
+            done.append(str(action))
+            await KINDS[action.name].do(stage, action.amount)
+            if wrong() or clock() > deadline:
+                break
+            await asyncio.sleep(stage.random.uniform(0.0, _PAUSE))
+        await rest(stage, 0.0)
+    except Exception as error:
+        stage.violations.append(f"{done[-1]}: {type(error).__name__}: {error}")
+    await load.stop()
+    return done, wrong()
+
+
+def endless(seed: int) -> Iterable[Action]:
+    random = Random(seed)
+    while True:
+        yield random_action(random)
+
+
+def chaos(
+    seed: int,
+    seconds: float,
+    clients: int,
+    actions: Iterable[Action],
+    adapter: Path | None,
+    stall_timeout: float = STALL_TIMEOUT,
+    engine_restarts: int = 0,
+) -> Report:
+    """One run against a new server."""
+    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
+        tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
+        try:
+            tested.wait_until_ready()
+            return asyncio.run(_chaos(tested, seed, seconds, clients, actions, adapter))
+        finally:
+            tested.close()
+            Path(tempfile.gettempdir(), "chaos-server.log").write_text(tested.log_text())
+
+
+async def _chaos(
+    tested: Subject, seed: int, seconds: float, clients: int, actions: Iterable[Action], adapter: Path | None
+) -> Report:
+    started = clock()
+    load = Load(tested, clients, seed)
+    stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=5.0)
+    done, _ = await run(lambda _: stage, load, actions, seconds)
+    if (code := await asyncio.to_thread(tested.end, stage.grace)) != 0:
+        stage.violations.append(f"exit code {code} at the end")
+    by_contract: dict[str, Counter[str]] = {}
+    for (contract, outcome), count in sorted(load.outcomes.items()):
+        by_contract.setdefault(contract, Counter())[outcome] = count
+    return Report(
+        seed=seed,
+        seconds=round(clock() - started, 1),
+        actions=done,
+        violations=stage.violations + load.violations + tested.watch.lies + tested.left_behind,
+        requests=load.outcomes.total(),
+        outcomes={contract: dict(outcomes) for contract, outcomes in by_contract.items()},
+        pings=len(tested.watch.pings),
+        recoveries=stage.recoveries,
+        tracebacks=tested.log_text().count("Traceback (most recent"),
+    )
+
+
+def shortest(actions: Sequence[Action], fails: Callable[[Sequence[Action]], bool], runs: int) -> Sequence[Action]:
+    """Leave out what is not needed for a failure: delta debugging, with at most so many runs."""
+    parts = 2
+    while len(actions) > 1:
+        size = math.ceil(len(actions) / parts)
+        for start in range(0, len(actions), size):
+            if runs == 0:
+                return actions
+            runs -= 1
+            fewer = [*actions[:start], *actions[start + size :]]
+            if fails(fewer):
+                actions, parts = fewer, max(parts - 1, 2)
+                break
+        else:
+            if size == 1:
+                return actions
+            parts = min(len(actions), 2 * parts)
+    return actions
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
+    parser.add_argument("--engine-restarts", type=int, default=0, help="SERVING_ENGINE_RESTART of each server")
+    parser.add_argument("--actions", help="these, such as 'fill:100 kill_engine:0', in the place of random ones")
+    parser.add_argument("--replays", type=int, default=10, help="runs to shorten a failing list of actions with")
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    given = parser.parse_args()
+    actions = [Action.read(text) for text in given.actions.split()] if given.actions else endless(given.seed)
+    adapter = tiny_adapter()
+
+    def report_of(actions: Iterable[Action]) -> Report:
+        seconds, restarts = 60 * given.minutes, given.engine_restarts
+        return chaos(given.seed, seconds, given.clients, actions, adapter, given.stall_timeout, restarts)
+
+    report = report_of(actions)
+    text = json.dumps(asdict(report), indent=1)
+    print(text)
+    if given.json:
+        given.json.write_text(text)
+    if not report.violations:
+        return 0
+    done = [Action.read(text) for text in report.actions]
+    short = shortest(done, lambda fewer: bool(report_of(fewer).violations), given.replays)
+    print(f"\nseed {given.seed}; it fails with: --seed {given.seed} --actions '{' '.join(map(str, short))}'")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

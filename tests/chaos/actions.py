@@ -1,0 +1,337 @@
+"""What is done to a server under load: faults, and what clients do at their worst."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from tests.chaos.contracts import CONTRACTS
+from tests.chaos.load import Load
+from tests.chaos.watch import Subject, clock, stopped
+
+HANDLER = Path(__file__).parent.parent / "fixtures" / "handlers" / "echo"
+_SLACK = 1.0
+"""Seconds before the end of the stall time in which `/ping` may say so: the last step may have been so long ago."""
+_IDLE_SECONDS = 20.0
+"""In which nothing runs any more when every client has its answer or has left."""
+_GAUGES = ("slipway_engine_running", "slipway_engine_waiting", "slipway_open_requests")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do, which can be written down and done again."""
+
+    name: str
+    amount: float
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.amount:g}"
+
+    @classmethod
+    def read(cls, text: str) -> Action:
+        name, _, amount = text.partition(":")
+        return cls(name, float(amount))
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How long it took after a fault, in seconds; None: not seen."""
+
+    fault: str
+    truth: float | None
+    """Until `/ping` said what was wrong."""
+    service: float | None
+    """From the end of the fault, or from the new server's start, to the first complete answer."""
+
+
+class Stage:
+    """A server, its load, and what was seen of its faults."""
+
+    def __init__(self, subject: Subject, load: Load, random: Random, adapter: Path | None, grace: float) -> None:
+        self.subject, self.load, self.random, self.adapter = subject, load, random, adapter
+        self.grace = grace
+        """Seconds that `/ping` has to tell what has happened."""
+        self.recoveries: list[Recovery] = []
+        self.violations: list[str] = []
+        self.number = 0
+
+    async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
+        """Seconds until `/ping` said this."""
+        while clock() < since + seconds:
+            if (at := self.subject.watch.first(status, since)) is not None:
+                return at - since
+            await asyncio.sleep(0.02)
+        return None
+
+    async def served(self, since: float, seconds: float = 60.0) -> float | None:
+        """Seconds until there was a complete answer to a request that was sent after this; looks for `seconds`."""
+        deadline = clock() + seconds
+        while clock() < deadline:
+            if (at := self.load.first_completed(since)) is not None:
+                return at - since
+            await asyncio.sleep(0.02)
+        return None
+
+
+async def _stop(stage: Stage, seconds: float, name: str) -> None:
+    """A process of the engine stands still for a while; `/ping` has to say so after the stall time."""
+    truth, stall = stage.subject.truth, stage.subject.stall_timeout
+    process = stage.subject.process(name)
+    begun = clock()
+    truth.is_now(200)
+    truth.is_now(200, 500, after=max(stall - _SLACK, 0.0))
+    truth.is_now(500, after=stall + stage.grace)
+    with stopped([process]):
+        await asyncio.sleep(seconds)
+        told = await stage.seen(500, begun) if seconds > stall + stage.grace else None
+    ended = clock()
+    truth.is_now(200, 500)
+    truth.is_now(200, after=stage.grace)
+    stage.recoveries.append(Recovery(f"{name} stopped", told, await stage.served(ended)))
+
+
+async def stop_engine(stage: Stage, seconds: float) -> None:
+    await _stop(stage, seconds, "VLLM::EngineCore")
+
+
+async def stop_worker(stage: Stage, seconds: float) -> None:
+    await _stop(stage, seconds, "VLLM::Worker")
+
+
+async def stop_server(stage: Stage, seconds: float) -> None:
+    """The server's own process stands still; nobody hears anything, and nothing is wrong afterwards."""
+    with stopped([stage.subject.process("container")]):
+        await asyncio.sleep(seconds)
+    stage.recoveries.append(Recovery("server stopped", None, await stage.served(clock())))
+
+
+async def freeze(stage: Stage, seconds: float) -> None:
+    """All processes stand still, as in `docker pause`."""
+    with stopped(stage.subject.processes()):
+        await asyncio.sleep(seconds)
+    stage.recoveries.append(Recovery("all processes stopped", None, await stage.served(clock())))
+
+
+async def _kill(stage: Stage, name: str) -> None:
+    """A process of the engine is killed; the server says so until it is restarted."""
+    truth = stage.subject.truth
+    begun = clock()
+    truth.is_now(200, 500, errors=True)
+    truth.is_now(500, errors=True, after=stage.grace)
+    stage.subject.process(name).kill()
+    told = await stage.seen(500, begun)
+    if stage.subject.engine_restarts:
+        await asyncio.to_thread(stage.subject.wait_until_restarted)
+        stage.recoveries.append(Recovery(f"{name} killed, started again in place", told, clock() - begun))
+        return
+    await asyncio.sleep(stage.random.uniform(0.0, 1.0))
+    code = await asyncio.to_thread(stage.subject.end, stage.grace)
+    if code != 0:
+        stage.violations.append(f"exit code {code} of a server whose {name} was killed")
+    await _restart(stage, f"{name} killed", told)
+
+
+async def _restart(stage: Stage, fault: str, told: float | None) -> None:
+    began = clock()
+    await asyncio.to_thread(stage.subject.restart)
+    stage.recoveries.append(Recovery(fault, told, await stage.served(began)))
+
+
+async def kill_engine(stage: Stage, _: float) -> None:
+    await _kill(stage, "VLLM::EngineCore")
+
+
+async def kill_worker(stage: Stage, _: float) -> None:
+    await _kill(stage, "VLLM::Worker")
+
+
+async def kill_fork_server(stage: Stage, _: float) -> None:
+    await _kill(stage, "VLLM::ForkServer")
+
+
+async def kill_server(stage: Stage, _: float) -> None:
+    begun = clock()
+    await asyncio.to_thread(stage.subject.kill)
+    await _restart(stage, "server killed", await stage.seen(0, begun))
+
+
+async def terminate(stage: Stage, _: float) -> None:
+    """SIGTERM, with requests running: all of them have to get their answers."""
+    begun = clock()
+    code = await asyncio.to_thread(stage.subject.end, stage.grace)
+    if code != 0:
+        stage.violations.append(f"exit code {code} after SIGTERM")
+    told = stage.subject.watch.first(503, begun)
+    await _restart(stage, "SIGTERM", None if told is None else told - begun)
+
+
+async def fill(stage: Stage, clients: float) -> None:
+    """More requests at a time than the queue has places."""
+    for _ in range(int(clients)):
+        contract = stage.random.choice(CONTRACTS)
+        stage.load.beside(stage.load.send(contract, stage.random.randint(50, 200), "plain", stage.random))
+
+
+async def leave(stage: Stage, clients: float) -> None:
+    for _ in range(int(clients)):
+        contract = stage.random.choice(CONTRACTS)
+        stage.load.beside(stage.load.send(contract, 500, "leaves", stage.random))
+
+
+async def read_slowly(stage: Stage, clients: float) -> None:
+    for _ in range(int(clients)):
+        contract = stage.random.choice(CONTRACTS)
+        stage.load.beside(stage.load.send(contract, stage.random.randint(1, 60), "reads slowly", stage.random))
+
+
+async def send_slowly(stage: Stage, clients: float) -> None:
+    for _ in range(int(clients)):
+        contract = stage.random.choice(CONTRACTS)
+        stage.load.beside(stage.load.send(contract, stage.random.randint(1, 60), "sends slowly", stage.random))
+
+
+async def model(stage: Stage, calls: float) -> None:
+    """A second model is registered, called and unregistered while calls of it run."""
+    stage.number += 1
+    stage.load.beside(_model(stage, f"extra{stage.number}", int(calls)))
+
+
+async def _model(stage: Stage, name: str, calls: int) -> None:
+    begun, load = clock(), stage.load
+    expect = _Expected(stage, begun)
+    status, body = await load.ask(f"/models?url={HANDLER}&model_name={name}&max_worker=1")
+    if status != 200:
+        expect.error(f"POST /models: {status} {body!r}")
+        return
+    asked = [
+        asyncio.create_task(load.ask(f"/models/{name}/invoke", json.dumps({"text": name}).encode()))
+        for _ in range(calls)
+    ]
+    await asyncio.sleep(stage.random.uniform(0.0, 0.5))
+    status, body = await load.ask(f"/models/{name}", method="DELETE")
+    if status != 200:
+        expect.error(f"DELETE /models: {status} {body!r}")
+    for status, body in await asyncio.gather(*asked):
+        if status in (404, 503) and {"code", "type", "message"} <= set(json.loads(body)):
+            continue  # it came after the model had gone
+        if status != 200 or name.encode() not in body:
+            expect.error(f"a call of a model of the management API: {status} {body!r}")
+    status, body = await load.ask(f"/models/{name}", method="GET")
+    if status != 404:
+        expect.error(f"GET /models of what was unregistered: {status} {body!r}")
+
+
+async def adapter(stage: Stage, calls: float) -> None:
+    """An adapter is registered, used and removed while requests with it run."""
+    if stage.adapter is None:
+        return
+    stage.number += 1
+    stage.load.beside(_adapter(stage, f"adapter{stage.number}", int(calls)))
+
+
+async def _adapter(stage: Stage, name: str, calls: int) -> None:
+    begun, load = clock(), stage.load
+    expect = _Expected(stage, begun)
+    status, body = await load.ask(f"/adapters?name={name}&src={stage.adapter}")
+    if status != 200:
+        expect.error(f"POST /adapters: {status} {body!r}")
+        return
+    parameters = {"max_new_tokens": 8, "ignore_eos_token": True}
+    request = json.dumps({"inputs": "Once", "parameters": parameters, "adapters": name}).encode()
+    asked = [asyncio.create_task(load.ask("/invocations", request)) for _ in range(calls)]
+    await asyncio.sleep(stage.random.uniform(0.0, 0.5))
+    status, body = await load.ask(f"/adapters/{name}", method="DELETE")
+    if status != 200:
+        expect.error(f"DELETE /adapters: {status} {body!r}")
+    for status, body in await asyncio.gather(*asked):
+        if status not in (200, 424, 503) or not isinstance(json.loads(body), dict):
+            expect.error(f"a call with an adapter: {status} {body!r}")
+    status, body = await load.ask("/invocations", request)
+    if status != 424:
+        expect.error(f"a call with an adapter that was removed: {status} {body!r}")
+
+
+class _Expected:
+    """Notes what went wrong where nothing was done to the server meanwhile."""
+
+    def __init__(self, stage: Stage, since: float) -> None:
+        self._stage, self._since = stage, since
+
+    def error(self, text: str) -> None:
+        if not self._stage.load.truth_since(self._since).errors and b"queue is full" not in text.encode():
+            self._stage.violations.append(text)
+
+
+async def bad_requests(stage: Stage, number: float) -> None:
+    """Bodies that no contract takes, among the good ones."""
+    for _ in range(int(number)):
+        contract = stage.random.choice(CONTRACTS)
+        body = stage.random.choice(({}, [], None, "text", {"inputs": 1, "prompt": 1, "text_input": 1, "messages": 1}))
+        stage.load.beside(_bad(stage, contract.path, body))
+
+
+async def _bad(stage: Stage, path: str, body: object) -> None:
+    begun = clock()
+    status, text = await stage.load.ask(path, json.dumps(body).encode())
+    if not 400 <= status < 500:
+        _Expected(stage, begun).error(f"a bad body on {path}: {status} {text!r}")
+
+
+async def rest(stage: Stage, _: float) -> None:
+    """Every client gets its answer; then nothing runs, and the server is healthy for longer than the stall time."""
+    await stage.load.rest()
+    since = clock()
+    gauges: dict[str, float] = {}
+    while clock() < since + _IDLE_SECONDS:
+        status, text = await stage.load.ask("/metrics", method="GET")
+        found = re.findall(r"^(slipway_[a-z_]+)(?:\{[^}]*\})? ([0-9.e+]+)$", text.decode(), re.M)
+        gauges = {name: float(value) for name, value in found if name in _GAUGES}
+        if status == 200 and len(gauges) == len(_GAUGES) and not any(gauges.values()):
+            break
+        await asyncio.sleep(0.1)
+    else:
+        stage.violations.append(f"something runs though nobody waits: {gauges}")
+    await asyncio.sleep(stage.subject.stall_timeout + _SLACK)
+    stage.load.go_on()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """An action, how often it comes, and between what its amount is."""
+
+    do: Callable[[Stage, float], Awaitable[None]]
+    weight: int
+    least: float = 0.0
+    most: float = 0.0
+
+
+KINDS = {
+    "fill": Kind(fill, 4, 50, 200),
+    "leave": Kind(leave, 4, 10, 100),
+    "read_slowly": Kind(read_slowly, 3, 5, 30),
+    "send_slowly": Kind(send_slowly, 3, 5, 30),
+    "bad_requests": Kind(bad_requests, 4, 5, 30),
+    "model": Kind(model, 4, 1, 20),
+    "adapter": Kind(adapter, 4, 1, 20),
+    "stop_engine": Kind(stop_engine, 2, 0.5, 12.0),
+    "stop_worker": Kind(stop_worker, 2, 0.5, 12.0),
+    "stop_server": Kind(stop_server, 2, 0.5, 8.0),
+    "freeze": Kind(freeze, 2, 0.5, 8.0),
+    "kill_engine": Kind(kill_engine, 1),
+    "kill_worker": Kind(kill_worker, 1),
+    "kill_fork_server": Kind(kill_fork_server, 1),
+    "kill_server": Kind(kill_server, 1),
+    "terminate": Kind(terminate, 1),
+    "rest": Kind(rest, 3),
+}
+
+
+def random_action(random: Random) -> Action:
+    (name,) = random.choices(list(KINDS), [kind.weight for kind in KINDS.values()])
+    kind = KINDS[name]
+    return Action(name, round(random.uniform(kind.least, kind.most), 1))

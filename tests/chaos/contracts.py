@@ -1,0 +1,288 @@
+"""One request of every contract and format, and what its complete answer and its errors look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Json = dict[str, Any]
+Verdict = Literal["complete", "error"]
+
+
+class Malformed(Exception):
+    """The reply is neither a complete answer nor an error of its contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole HTTP reply."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """The errors of a family of clients."""
+
+    statuses: frozenset[int]
+    """Those that its page in docs/ has for requests that generate."""
+    is_error: Callable[[Json], bool]
+    """Whether an object is its error, as a body or as a stream's record."""
+    text: frozenset[int] = frozenset()
+    """Statuses whose body is plain text."""
+    empty: frozenset[int] = frozenset()
+    """Statuses without a body."""
+
+
+def _openai_error(record: Json) -> bool:
+    error = record.get("error")
+    return isinstance(error, dict) and isinstance(error.get("message"), str) and {"type", "param", "code"} <= set(error)
+
+
+def _lmi_error(record: Json) -> bool:
+    if _openai_error(record):  # completions are vLLM's, errors included
+        return True
+    if "error" in record:
+        return isinstance(record["error"], str) and isinstance(record.get("code"), int)
+    return set(record) == {"code", "type", "message"}
+
+
+def _happy_vllm_error(record: Json) -> bool:
+    return "detail" in record or isinstance(record.get("error"), str)
+
+
+ERRORS = {
+    "lmi": ErrorForm(frozenset({400, 404, 408, 413, 424, 500, 503}), _lmi_error, empty=frozenset({413})),
+    "tgi": ErrorForm(
+        frozenset({400, 404, 405, 408, 413, 415, 422, 424, 429, 500, 503}),
+        lambda record: isinstance(record.get("error"), str) and isinstance(record.get("error_type"), str),
+        text=frozenset({400, 408, 413, 415, 422}),
+        empty=frozenset({405}),
+    ),
+    "triton": ErrorForm(
+        frozenset({400, 404, 405, 408, 500, 501, 503}), lambda record: isinstance(record.get("error"), str)
+    ),
+    "happy_vllm": ErrorForm(frozenset({404, 405, 408, 413, 422, 500, 503}), _happy_vllm_error),
+    "openai": ErrorForm(frozenset({400, 404, 405, 408, 413, 422, 500, 501, 503}), _openai_error),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """One route and answer format."""
+
+    name: str
+    family: str
+    path: str
+    body: Callable[[int], Json]
+    """The body that asks for so many tokens, whatever the model says."""
+    complete: Callable[[list[Json], int], bool]
+    """Whether the records of an answer are all that was asked for. A plain answer is one record."""
+    done: bool = False
+    """The last event is `[DONE]`."""
+    busy: frozenset[int] = field(default=frozenset({503}))
+    """Statuses of a full queue."""
+
+    @property
+    def errors(self) -> ErrorForm:
+        return ERRORS[self.family]
+
+    def judge(self, answer: Answer, tokens: int | None = None) -> Verdict:
+        """What an answer is. `tokens`: that were asked for; None: not known, and any whole answer is complete.
+
+        Raises:
+            Malformed: it is neither.
+        """
+        if b"Traceback (most recent" in answer.body:
+            raise Malformed(f"{self.name}: a traceback: {_shown(answer)}")
+        if answer.status != 200:
+            self._judge_error(answer)
+            return "error"
+        records = self._records(answer)
+        if records and self.errors.is_error(records[-1]):
+            return "error"
+        if not records or (tokens is not None and not self.complete(records, tokens)):
+            raise Malformed(f"{self.name}: incomplete: {_shown(answer)}")
+        return "complete"
+
+    def _judge_error(self, answer: Answer) -> None:
+        form = self.errors
+        if answer.status not in form.statuses:
+            raise Malformed(f"{self.name}: undocumented status: {_shown(answer)}")
+        if answer.status in form.empty and not answer.body:
+            return
+        if answer.status in form.text and answer.content_type.startswith("text/plain"):
+            return
+        try:
+            record = json.loads(answer.body)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not form.is_error(record):
+            raise Malformed(f"{self.name}: not the form of its errors: {_shown(answer)}")
+
+    def _records(self, answer: Answer) -> list[Json]:
+        """Those of a plain answer, of JSON lines or of an event stream."""
+        try:
+            if answer.content_type.startswith("text/event-stream"):
+                events = [event for event in answer.body.decode().split("\n\n") if event and not event.startswith(":")]
+                data = [event.removeprefix("data:").removeprefix(" ") for event in events]
+                if self.done:
+                    if data[-1:] != ["[DONE]"] and not (data and self.errors.is_error(json.loads(data[-1]))):
+                        raise Malformed(f"{self.name}: the stream ends without [DONE]: {_shown(answer)}")
+                    data = [text for text in data if text != "[DONE]"]
+                return [json.loads(text) for text in data]
+            if self.name.endswith("stream"):
+                return [json.loads(line) for line in answer.body.decode().splitlines()]
+            return [json.loads(answer.body)]
+        except ValueError as error:
+            raise Malformed(f"{self.name}: {error}: {_shown(answer)}") from error
+
+
+def _shown(answer: Answer) -> str:
+    body = answer.body if len(answer.body) < 600 else answer.body[:300] + b" ... " + answer.body[-300:]
+    return f"{answer.status} {answer.content_type} {body!r}"
+
+
+PROMPT = "Once upon a time"
+_CHAT: Json = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}
+
+
+def _lmi(stream: bool, **parameters: object) -> Callable[[int], Json]:
+    def body(tokens: int) -> Json:
+        limits = {"max_new_tokens": tokens, "ignore_eos_token": True}
+        return {"inputs": PROMPT, "stream": stream, "parameters": limits | parameters}
+
+    return body
+
+
+def _text(field: str) -> Callable[[list[Json], int], bool]:
+    return lambda records, _: len(records) == 1 and isinstance(records[0].get(field), str)
+
+
+def _lmi_stream(records: list[Json], tokens: int) -> bool:
+    whole = "".join(record["token"]["text"] for record in records)
+    return len(records) == tokens and records[-1].get("generated_text") == whole
+
+
+def _tgi_stream(records: list[Json], tokens: int) -> bool:
+    # A model may end a text before its limit: TGI has nothing like `ignore_eos`.
+    indexes = [record["index"] for record in records]
+    last = records[-1].get("generated_text")
+    return indexes == list(range(1, len(records) + 1)) and len(records) <= tokens and isinstance(last, str)
+
+
+def _usage(records: list[Json], tokens: int) -> bool:
+    return len(records) == 1 and records[0]["usage"]["completion_tokens"] == tokens
+
+
+def _finished(records: list[Json], _: int) -> bool:
+    return any(choice.get("finish_reason") for record in records for choice in record["choices"])
+
+
+def _happy_vllm(records: list[Json], tokens: int) -> bool:
+    last = records[-1]
+    return last["finish_reasons"] == ["length"] and last["usages"][0]["completion_tokens"] == tokens
+
+
+def _triton_stream_body(tokens: int) -> Json:
+    parameters = {"max_tokens": tokens, "ignore_eos": True, "stream": True, "return_num_output_tokens": True}
+    return {"text_input": PROMPT, "parameters": parameters}
+
+
+def _triton_stream(records: list[Json], tokens: int) -> bool:
+    return sum(record["num_output_tokens"] for record in records) == tokens
+
+
+_TRITON = "/v2/models/model/"
+
+CONTRACTS = (
+    Contract("lmi", "lmi", "/invocations", _lmi(False), _text("generated_text")),
+    Contract("lmi jsonlines stream", "lmi", "/invocations", _lmi(True), _lmi_stream),
+    Contract("lmi sse stream", "lmi", "/invocations", _lmi(True, output_formatter="sse"), _lmi_stream),
+    Contract("lmi chat", "lmi", "/invocations", lambda tokens: _CHAT | {"max_tokens": tokens}, _usage),
+    Contract(
+        "lmi chat stream",
+        "lmi",
+        "/invocations",
+        lambda tokens: _CHAT | {"max_tokens": tokens, "stream": True},
+        _finished,
+    ),
+    Contract(
+        "tgi",
+        "tgi",
+        "/generate",
+        lambda tokens: {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}},
+        _text("generated_text"),
+        busy=frozenset({429, 503}),
+    ),
+    Contract(
+        "tgi stream",
+        "tgi",
+        "/generate_stream",
+        lambda tokens: {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}},
+        _tgi_stream,
+        busy=frozenset({429, 503}),
+    ),
+    Contract(
+        "triton",
+        "triton",
+        _TRITON + "generate",
+        lambda tokens: {"text_input": PROMPT, "parameters": {"max_tokens": tokens, "ignore_eos": True}},
+        _text("text_output"),
+    ),
+    Contract(
+        "triton stream",
+        "triton",
+        _TRITON + "generate_stream",
+        _triton_stream_body,
+        _triton_stream,
+    ),
+    Contract(
+        "happy_vllm",
+        "happy_vllm",
+        "/v1/generate",
+        lambda tokens: {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
+        _happy_vllm,
+    ),
+    Contract(
+        "happy_vllm stream",
+        "happy_vllm",
+        "/v1/generate_stream",
+        lambda tokens: {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
+        _happy_vllm,
+    ),
+    Contract(
+        "openai chat",
+        "openai",
+        "/v1/chat/completions",
+        lambda tokens: _CHAT | {"model": "model", "max_tokens": tokens},
+        _usage,
+    ),
+    Contract(
+        "openai chat stream",
+        "openai",
+        "/v1/chat/completions",
+        lambda tokens: _CHAT | {"model": "model", "max_tokens": tokens, "stream": True},
+        _finished,
+        done=True,
+    ),
+    Contract(
+        "openai completions",
+        "openai",
+        "/v1/completions",
+        lambda tokens: {"model": "model", "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
+        _usage,
+    ),
+    Contract(
+        "openai completions stream",
+        "openai",
+        "/v1/completions",
+        lambda tokens: {"model": "model", "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True},
+        _finished,
+        done=True,
+    ),
+)

@@ -1,0 +1,265 @@
+"""Fuzz: wrong bodies of every contract, and every route as the API description has it.
+
+    python -m tests.chaos.fuzz --minutes 5 --seed 3
+
+It holds that every request gets a status that the API description has, in its contract's form, without a traceback in
+the reply or in the log; that no request stays; and that `/ping` is 200 throughout, also when the server has been idle
+for longer than its stall time. The exit code is 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from tests.chaos.__main__ import subject
+from tests.chaos.actions import Stage, rest
+from tests.chaos.client import Broken, Hung, ask, request_bytes
+from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
+from tests.chaos.load import Load
+from tests.chaos.watch import Subject, clock
+
+STALL_TIMEOUT = 2.0
+_CLIENTS = 8
+_REQUEST_SECONDS = 90.0
+_REST_EVERY = 1000
+"""Requests, after which the server has to be idle and healthy."""
+_SHARE_OF_ROUTES = 0.4
+"""Of the time, for the routes of the API description."""
+_SHOWN = 20
+"""Kinds of errors, after which it ends."""
+_KIND = 60
+"""Characters of an error's text that say of which kind it is."""
+_HOSTILE: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 0.5, 1e308, -1e-320, float("nan"), float("inf"), 2**31, 2**63, -(2**64), 10**400,
+    "", " ", "a", "\x00", "\ud800", "a\udfff", "\u2028", "日本", "\U0001f600", "1", "true", "null", "-1", "a" * 3000,
+    "{{ 7*7 }}", "{% for x in range(9) %}", "../../etc/passwd", "http://127.0.0.1:1/", "<|end|>", "(a+)+$", "[",
+    [], [[]], [None], [""], ["a", 1], [[1, 2], [3]], [0] * 300, ["\ud800"], {}, {"": ""}, {"a": {"b": [{}]}},
+    {"type": "json", "value": {}}, {"type": "regex", "value": "("}, {"$ref": "#"}, {"type": "object"},
+)  # fmt: skip
+_CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
+_EXCLUDED = "/unload|^/models$|^/adapters|/adapters"
+"""Routes that would take the model, or what the other requests need, out of the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run has seen."""
+
+    seed: int
+    requests: int
+    statuses: dict[str, dict[str, int]]
+    """By contract."""
+    violations: list[str]
+    routes: str
+    """What schemathesis says at its end."""
+
+
+def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
+    """A body with one to four things wrong with it, or with nothing of JSON."""
+    document: Any = copy.deepcopy(body)
+    for _ in range(random.randint(1, 4)):
+        document = _changed(document, properties, random)
+    data = json.dumps(document, ensure_ascii=random.random() < 0.7).encode(errors="surrogatepass")
+    if random.random() < 0.15:
+        data = _damaged(data, random)
+    return data
+
+
+def _changed(document: Any, properties: list[str], random: Random) -> Any:
+    if not isinstance(document, dict) or random.random() < 0.03:
+        return _hostile(random)
+    keys = list(document)
+    choice = random.random()
+    if keys and choice < 0.1:
+        del document[random.choice(keys)]
+    elif keys and choice < 0.45:
+        key = random.choice(keys)
+        inner = document[key]
+        if isinstance(inner, dict) and random.random() < 0.7:
+            document[key] = _changed(inner, properties, random)
+        elif isinstance(inner, list) and inner and random.random() < 0.7:
+            inner[random.randrange(len(inner))] = _changed(inner[0], properties, random)
+        else:
+            document[key] = _hostile(random)
+    else:
+        document[random.choice(properties)] = _hostile(random)
+    return document
+
+
+def _hostile(random: Random) -> Any:
+    return copy.deepcopy(random.choice(_HOSTILE))  # it may be changed itself
+
+
+def _damaged(data: bytes, random: Random) -> bytes:
+    at = random.randrange(len(data) + 1)
+    match random.randrange(5):
+        case 0:
+            return data[:at]
+        case 1:
+            return data[:at] + random.randbytes(random.randint(1, 4)) + data[at:]
+        case 2:
+            return data[:at] + b"[" * random.choice((10, 5000)) + data[at:]
+        case 3:
+            return data[:at] + random.choice((b"\\ud800", b"\x00", b'"', b"\\", b",", b"//")) + data[at:]
+        case _:
+            return data + data
+
+
+def properties_of(description: dict[str, Any]) -> list[str]:
+    """All names of properties in an API description."""
+    found: set[str] = set()
+
+    def collect(node: Any) -> None:
+        if isinstance(node, dict):
+            if isinstance(node.get("properties"), dict):
+                found.update(node["properties"])
+            for value in node.values():
+                collect(value)
+        elif isinstance(node, list):
+            for value in node:
+                collect(value)
+
+    collect(description)
+    return sorted(found)
+
+
+def documented(description: dict[str, Any], path: str) -> set[int]:
+    """The statuses that an API description has for POST to a path."""
+    pattern = path.replace("/model/", "/{model}/") if path not in description["paths"] else path
+    responses = description["paths"][pattern]["post"]["responses"]
+    return {int(status) for status in responses if status.isdigit()}
+
+
+class Fuzz:
+    """Sends wrong bodies, and judges what comes of them."""
+
+    def __init__(self, tested: Subject, description: dict[str, Any], seed: int) -> None:
+        self.violations: list[str] = []
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self._kinds: Counter[tuple[str, str]] = Counter()
+        self._port, self._seed = tested.server.port, seed
+        self._properties = properties_of(description)
+        self._documented = {contract.path: documented(description, contract.path) for contract in CONTRACTS}
+
+    async def run(self, stage: Stage, seconds: float) -> None:
+        """Send bodies for so long, with rests in which nothing may run."""
+        randoms = [Random(f"{self._seed}/{number}") for number in range(_CLIENTS)]
+        deadline = clock() + seconds
+        while clock() < deadline and len(self.violations) < _SHOWN:
+            await asyncio.gather(*(self._client(random, deadline) for random in randoms))
+            await rest(stage, 0.0)
+
+    async def _client(self, random: Random, deadline: float) -> None:
+        for _ in range(_REST_EVERY // _CLIENTS):
+            if clock() > deadline:
+                return
+            contract = random.choice(CONTRACTS)
+            body = mutated(contract.body(random.randint(1, 16)), self._properties, random)
+            kind = random.choice(_CONTENT_TYPES) if random.random() < 0.05 else "application/json"
+            await self._send(contract, body, kind)
+
+    async def _send(self, contract: Contract, body: bytes, content_type: str) -> None:
+        request = request_bytes(contract.path, body, content_type=content_type)
+        try:
+            answer = await ask(self._port, request, _REQUEST_SECONDS)
+            assert isinstance(answer, Answer)
+            self.statuses[contract.name, answer.status] += 1
+            if answer.status not in self._documented[contract.path]:
+                raise Malformed(f"{answer.status} is not in the API description: {answer.body[:300]!r}")
+            if answer.status >= 400:
+                contract.judge(answer)
+        except (Broken, Hung, Malformed) as error:
+            kind = (contract.path, str(error)[:_KIND])
+            self._kinds[kind] += 1
+            if self._kinds[kind] == 1:  # the others are alike
+                self.violations.append(f"POST {contract.path} {content_type} {body[:500]!r}: {error}")
+
+
+def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, str]:
+    """Have schemathesis try every route of the API description; returns whether all was well, and its summary."""
+    program = Path(sys.executable).with_name("st")
+    command = [str(program) if program.exists() else shutil.which("st") or "st", "run", f"{url}/openapi.json"]
+    command += ["--seed", str(seed), "--max-time", str(int(seconds)), "--workers", "4", "--continue-on-failure"]
+    command += ["--phases", "examples,coverage,fuzzing", "--no-color"]
+    command += ["--exclude-method", "DELETE", "--exclude-method", "PUT", "--exclude-path-regex", _EXCLUDED]
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    command += ["--checks", checks, "--request-timeout", "90"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300, cwd=directory)
+    return done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+
+
+async def fuzz(tested: Subject, description: dict[str, Any], seed: int, seconds: float) -> Fuzz:
+    """Wrong bodies of every contract, and rests between them."""
+    fuzzing = Fuzz(tested, description, seed)
+    load = Load(tested, 0, seed)
+    stage = Stage(tested, load, Random(seed), None, grace=5.0)
+    await fuzzing.run(stage, seconds)
+    fuzzing.violations += stage.violations + load.violations
+    return fuzzing
+
+
+async def idle(tested: Subject) -> list[str]:
+    """What is wrong with a server that nobody asks for longer than its stall time."""
+    load = Load(tested, 0, 0)
+    stage = Stage(tested, load, Random(0), None, grace=5.0)
+    await rest(stage, 0.0)
+    return stage.violations + load.violations
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-routes", action="store_true", help="bodies of the contracts alone, without schemathesis")
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    given = parser.parse_args()
+    seconds = 60 * given.minutes
+    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
+        tested = subject(Path(directory), STALL_TIMEOUT, max_model_len=256)
+        try:
+            tested.wait_until_ready()
+            share = 0.0 if given.no_routes else _SHARE_OF_ROUTES
+            description = httpx.get(f"{tested.server.url}/openapi.json", timeout=60).json()
+            fuzzing = asyncio.run(fuzz(tested, description, given.seed, seconds * (1 - share)))
+            well, summary = (
+                (True, "") if not share else routes(tested.server.url, given.seed, seconds * share, Path(directory))
+            )
+            violations = fuzzing.violations + asyncio.run(idle(tested)) + tested.watch.lies
+            violations += [] if well else ["schemathesis found something; see routes"]
+            log = tested.log_text()
+            if (at := log.find("Traceback (most recent")) >= 0:
+                violations.append(
+                    f"tracebacks in the log: {log.count('Traceback (most recent')}: {log[at : at + 3000]}"
+                )
+            if (code := tested.end()) != 0:
+                violations.append(f"exit code {code}")
+        finally:
+            tested.close()
+    statuses: dict[str, dict[str, int]] = {}
+    for (contract, status), count in sorted(fuzzing.statuses.items()):
+        statuses.setdefault(contract, {})[str(status)] = count
+    report = Report(given.seed, fuzzing.statuses.total(), statuses, violations + tested.left_behind, summary)
+    text = json.dumps(asdict(report), indent=1)
+    print(text)
+    print(summary)
+    if given.json:
+        given.json.write_text(text)
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Requests of all contracts at a time, each of which must get exactly one answer that is true of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Coroutine
+from random import Random
+
+from tests.chaos.client import Broken, Hung, Left, Manner, ask, request_bytes
+from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
+from tests.chaos.watch import Moment, Subject, clock
+
+REQUEST_SECONDS = 120.0
+"""After which a request without a whole reply has hung; no fault lasts as long."""
+_MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
+_TOKENS = 24
+_FAILED_PAUSE = 0.1
+"""Seconds that a client waits where nothing listens, or the model is not there."""
+_BUSY = (b"queue is full", b"overloaded")
+"""What every contract's refusal says that comes of a full queue."""
+
+
+class Load:
+    """Clients that repeat requests of random contracts, and those that are sent beside them."""
+
+    def __init__(self, subject: Subject, clients: int, seed: int) -> None:
+        self.violations: list[str] = []
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        """By contract and outcome."""
+        self.completed: list[tuple[float, float]] = []
+        """When each complete answer's request was sent, and when it was there."""
+        self._subject = subject
+        self._active = asyncio.Event()
+        self._active.set()
+        self._open = 0
+        self._beside: set[asyncio.Task[None]] = set()
+        self._clients = [asyncio.create_task(self._client(Random(f"{seed}/{n}"))) for n in range(clients)]
+
+    async def stop(self) -> None:
+        """Send nothing more, and wait for what is open."""
+        await self.rest()
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    async def rest(self) -> None:
+        """Send nothing until `go_on`, and wait for what is open."""
+        self._active.clear()
+        while self._beside:
+            await asyncio.gather(*self._beside)
+        while self._open:
+            await asyncio.sleep(0.02)
+
+    def go_on(self) -> None:
+        self._active.set()
+
+    def beside(self, work: Coroutine[None, None, None]) -> None:
+        """Run something beside the clients."""
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def first_completed(self, since: float) -> float | None:
+        """When the first complete answer was there whose request was sent after a time."""
+        return min((end for begin, end in self.completed if begin >= since), default=None)
+
+    async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> None:
+        """Send one request, and judge what comes of it."""
+        sent = clock()
+        request = request_bytes(contract.path, json.dumps(contract.body(tokens)).encode())
+        self._open += 1
+        try:
+            answer = await ask(self._subject.server.port, request, REQUEST_SECONDS, manner, random)
+            outcome = self._outcome(contract, answer, tokens, sent)
+        except Broken as error:
+            outcome = "broken"
+            if 0 not in self.truth_since(sent).statuses:
+                self.violations.append(f"{contract.name} ({manner}): the connection broke: {error}")
+        except Hung as error:
+            outcome = "hung"
+            self.violations.append(f"{contract.name} ({manner}): {error}")
+        except Malformed as error:
+            outcome = "malformed"
+            self.violations.append(f"{error} ({manner})")
+        finally:
+            self._open -= 1
+        self.outcomes[contract.name, outcome] += 1
+        if outcome in ("broken", "failed"):
+            await asyncio.sleep(_FAILED_PAUSE)
+        if outcome == "complete":
+            self.completed.append((sent, clock()))
+
+    async def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
+        """Send a request that is no contract's, such as the management API's; 0 where the connection broke."""
+        sent = clock()
+        request = request_bytes(path, body, method, "application/json" if body else "text/plain")
+        try:
+            answer = await ask(self._subject.server.port, request, REQUEST_SECONDS)
+        except Broken as error:
+            if 0 not in self.truth_since(sent).statuses:
+                self.violations.append(f"{method} {path}: the connection broke: {error}")
+            self.outcomes["management", "broken"] += 1
+            return 0, b""
+        except Hung as error:
+            self.violations.append(f"{method} {path}: {error}")
+            return 0, b""
+        assert isinstance(answer, Answer)
+        self.outcomes["management", str(answer.status)] += 1
+        return answer.status, answer.body
+
+    def truth_since(self, sent: float) -> Moment:
+        return self._subject.truth.between(sent, clock())
+
+    async def _client(self, random: Random) -> None:
+        while True:
+            await self._active.wait()
+            contract, manner = random.choice(CONTRACTS), random.choice(_MANNERS)
+            await self.send(contract, random.randint(1, _TOKENS), manner, random)
+
+    def _outcome(self, contract: Contract, answer: Answer | Left, tokens: int, sent: float) -> str:
+        if isinstance(answer, Left):
+            return "left"
+        if contract.judge(answer, tokens) == "complete":
+            return "complete"
+        if any(text in answer.body for text in _BUSY):
+            return "refused"
+        if not self.truth_since(sent).errors:
+            raise Malformed(f"{contract.name}: an error though nothing was wrong: {answer.status} {answer.body!r}")
+        return "failed"

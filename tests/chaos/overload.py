@@ -1,0 +1,197 @@
+"""Overload: ten times as many clients as the server has places, each of whom comes again after a refusal.
+
+    python -m tests.chaos.overload --minutes 2
+
+The server has as many places to wait as places in its batch. The load client and the server each have processors of
+their own, where there are two. Prints, by contract, the completed requests a second at capacity and under overload,
+their times, those of `/ping` and `/metrics`, and what a refusal costs the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import msgspec
+import psutil
+
+from benchmarks.load import Figures, LoadSpec, command, percentile
+from tests.chaos.__main__ import subject
+from tests.chaos.client import ask, request_bytes
+from tests.chaos.contracts import CONTRACTS, Answer, Contract
+from tests.chaos.watch import Subject, clock
+
+_BATCH = _QUEUE = 16
+_PLACES = _BATCH + _QUEUE
+_FACTOR = 10
+_TOKENS = 32
+_PAUSE = 1.0
+"""Seconds after which a client comes again."""
+_MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
+_REFUSALS = 300
+"""In whose course the cost of one is measured."""
+_LONG = 900
+"""Tokens of the requests that keep the places meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One contract under overload. Times are milliseconds."""
+
+    contract: str
+    peak_per_s: float
+    """Completed, with as many clients as places."""
+    overload_per_s: float
+    ratio: float
+    peak_p99: float
+    overload_p50: float
+    overload_p99: float
+    """Of admitted requests."""
+    refused: int
+    refused_p50: float
+    refused_p99: float
+    ping_p99: float
+    ping_longest: float
+    metrics_p99: float
+    metrics_longest: float
+    errors: dict[str, int]
+    refusal_cpu: float
+    """CPU time of the server's process for one."""
+
+
+def processors() -> tuple[list[int], list[int]]:
+    """Those of the server, and those of the clients."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores, cores) if len(cores) < 2 else (cores[:-1], cores[-1:])
+
+
+def load(tested: Subject, contract: Contract, clients: int, seconds: float, cores: Sequence[int]) -> Figures:
+    """Make the load with the load client of the benchmarks."""
+    spec = LoadSpec(
+        url=tested.server.url + contract.path,
+        body=json.dumps(contract.body(_TOKENS)),
+        concurrency=clients,
+        seconds=seconds,
+        tokens=_TOKENS,
+        pause=_PAUSE,
+    )
+    program = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command(spec)]
+    done = subprocess.run(program, stdout=subprocess.PIPE, check=True)
+    return msgspec.json.decode(done.stdout, type=Figures)
+
+
+async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
+    """Seconds that each of many calls of `/metrics` took."""
+    times = []
+    while not stop.is_set():
+        began = clock()
+        await ask(port, request_bytes("/metrics", b"", "GET"), 30.0)
+        times.append(clock() - began)
+        await asyncio.sleep(0.1)
+    return times
+
+
+async def measure(tested: Subject, contract: Contract, seconds: float, cores: Sequence[int]) -> Result:
+    """One contract at capacity and beyond."""
+    peak = await asyncio.to_thread(load, tested, contract, _PLACES, seconds, cores)
+    stop, began = asyncio.Event(), clock()
+    watching = asyncio.create_task(metrics_times(tested.server.port, stop))
+    beyond = await asyncio.to_thread(load, tested, contract, _FACTOR * _PLACES, seconds, cores)
+    stop.set()
+    metrics = [1000 * time for time in await watching]
+    pings = [1000 * (ping.received - ping.sent) for ping in tested.watch.pings if ping.sent >= began]
+    peak_per_s, overload_per_s = peak.requests / peak.wall_s, beyond.requests / beyond.wall_s
+    return Result(
+        contract=contract.name,
+        peak_per_s=round(peak_per_s, 1),
+        overload_per_s=round(overload_per_s, 1),
+        ratio=round(overload_per_s / peak_per_s, 3),
+        peak_p99=round(peak.total_p99_ms),
+        overload_p50=round(beyond.total_p50_ms),
+        overload_p99=round(beyond.total_p99_ms),
+        refused=beyond.refused,
+        refused_p50=round(beyond.refused_p50_ms, 1),
+        refused_p99=round(beyond.refused_p99_ms, 1),
+        ping_p99=round(percentile(pings, 0.99), 1),
+        ping_longest=round(max(pings), 1),
+        metrics_p99=round(percentile(metrics, 0.99), 1),
+        metrics_longest=round(max(metrics), 1),
+        errors=peak.error_kinds | beyond.error_kinds,
+        refusal_cpu=round(await refusal_cpu(tested, contract), 3),
+    )
+
+
+async def refusal_cpu(tested: Subject, contract: Contract) -> float:
+    """Milliseconds of the server's CPU for a refusal, beyond what it spends on the requests that have the places.
+
+    Measured with a stopped engine, whose requests cost nothing.
+    """
+    port, server = tested.server.port, psutil.Process(tested.server.process.pid)
+    held = next(contract for contract in CONTRACTS if contract.name == "lmi")
+    long = request_bytes(held.path, json.dumps(held.body(_LONG)).encode())
+    refused = request_bytes(contract.path, json.dumps(contract.body(_TOKENS)).encode())
+    tested.truth.is_now(200, 500)
+    engine = tested.process("VLLM::EngineCore")
+    engine.suspend()
+    try:
+        holders = [asyncio.create_task(ask(port, long, 600, "plain", Random(0))) for _ in range(_PLACES)]
+        while not _is_full(await ask(port, long, 30)):
+            await asyncio.sleep(0.05)
+        before = sum(server.cpu_times()[:2])
+        for _ in range(_REFUSALS):
+            assert _is_full(await ask(port, refused, 30))
+        spent = sum(server.cpu_times()[:2]) - before
+    finally:
+        engine.resume()
+    for holder in holders:
+        holder.cancel()
+    await asyncio.gather(*holders, return_exceptions=True)
+    await asyncio.to_thread(tested.server.wait_for_metric, "slipway_open_requests", 0.0)
+    tested.truth.is_now(200)
+    return 1000 * spent / _REFUSALS
+
+
+def _is_full(answer: object) -> bool:
+    return isinstance(answer, Answer) and (b"queue is full" in answer.body or b"overloaded" in answer.body)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=2.0, help="for all contracts together")
+    parser.add_argument("--contracts", default=",".join(_MEASURED))
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    given = parser.parse_args()
+    measured = [contract for contract in CONTRACTS if contract.name in given.contracts.split(",")]
+    seconds = 60 * given.minutes / (2 * len(measured))
+    servers, clients = processors()
+    os.sched_setaffinity(0, servers)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
+        tested = subject(Path(directory), stall_timeout=60.0, queue=_QUEUE)
+        os.sched_setaffinity(0, clients)
+        try:
+            tested.wait_until_ready()
+            for contract in measured:
+                results.append(asyncio.run(measure(tested, contract, seconds, clients)))
+                print(json.dumps(asdict(results[-1])), flush=True)
+            tested.end()
+        finally:
+            tested.close()
+    if given.json:
+        given.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    lies = tested.watch.lies
+    print("\n".join(lies))
+    return 1 if lies or any(result.errors for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

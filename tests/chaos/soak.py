@@ -1,0 +1,230 @@
+"""Soak: a steady load of all contracts, and what the server's processes hold meanwhile.
+
+    python -m tests.chaos.soak --minutes 20 --out soak
+
+Writes soak.json and soak.png: memory, descriptors and threads of each process, delays of the event loop, times of
+`/ping` and of requests. The exit code is 1 where a request was lost, where `/ping` did not tell the truth, or where
+something grew from the second quarter of the time to the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import psutil
+
+from benchmarks.load import percentile
+from tests.chaos.__main__ import subject
+from tests.chaos.actions import Stage, leave, rest
+from tests.chaos.load import Load
+from tests.chaos.watch import Subject, clock
+
+_LAG = "slipway_event_loop_lag_seconds"
+_GROWTH = 0.05
+"""Share by which the median of a figure may grow from the second quarter of the time to the last."""
+_SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
+"""By which it may grow anyway."""
+_LEAVING = 20
+"""Clients that leave, every so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process holds at a moment."""
+
+    rss_mb: float
+    descriptors: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment of a soak."""
+
+    second: float
+    processes: dict[str, Process]
+    lag: float | None
+    """Seconds, of the event loop since the last sample, at most."""
+    ping: float | None
+    """Seconds, the longest since the last sample."""
+    p50: float | None
+    p99: float | None
+    """Of the requests that were complete since the last sample, in seconds."""
+    requests: int
+    """Complete so far."""
+
+
+async def soak(tested: Subject, seed: int, clients: int, seconds: float, every: float) -> tuple[list[Sample], Load]:
+    """Make the load, and sample."""
+    load = Load(tested, clients, seed)
+    stage = Stage(tested, load, Random(seed), None, grace=5.0)
+    samples: list[Sample] = []
+    begun = last = clock()
+    lags: dict[float, float] = {}
+    turn = 0
+    while clock() < begun + seconds:
+        await asyncio.sleep(every)
+        now = clock()
+        sample, lags = await _sample(tested, load, last, now - begun, lags)
+        samples.append(sample)
+        last = now
+        if (turn := turn + 1) % _LEAVING == 0:
+            await leave(stage, _LEAVING)
+    await rest(stage, 0.0)
+    await load.stop()
+    load.violations += stage.violations
+    return samples, load
+
+
+async def _sample(
+    tested: Subject, load: Load, since: float, second: float, lags: Mapping[float, float]
+) -> tuple[Sample, dict[float, float]]:
+    times = [end - begin for begin, end in load.completed if end >= since]
+    pings = [ping.received - ping.sent for ping in list(tested.watch.pings) if ping.received >= since]
+    _, metrics = await load.ask("/metrics", method="GET")
+    new_lags = _lags(metrics.decode())
+    sample = Sample(
+        second=round(second, 1),
+        processes=await asyncio.to_thread(_processes, tested),
+        lag=_longest(lags, new_lags),
+        ping=max(pings, default=None),
+        p50=percentile(times, 0.5) if times else None,
+        p99=percentile(times, 0.99) if times else None,
+        requests=len(load.completed),
+    )
+    return sample, new_lags
+
+
+def _processes(tested: Subject) -> dict[str, Process]:
+    found = {}
+    for process in tested.processes():
+        with contextlib.suppress(psutil.Error):
+            name = _name(process)
+            rss = round(process.memory_info().rss / (1 << 20), 1)
+            found[name] = Process(rss, process.num_fds(), process.num_threads())
+    return found
+
+
+def _name(process: psutil.Process) -> str:
+    command = " ".join(process.cmdline())
+    if "container serve" in command:
+        return "server"
+    if command.startswith("VLLM::"):
+        return command.split()[0]
+    return "resource tracker" if "resource_tracker" in command else process.name()
+
+
+def _lags(metrics: str) -> dict[float, float]:
+    """How often the event loop was at most so late, by the histogram's limits; empty on a server without it."""
+    found = re.findall(rf'^{_LAG}_bucket{{(?:[^}}]*,)?le="([^"]+)"[^}}]*}} (\S+)$', metrics, re.M)
+    return {float(limit): float(count) for limit, count in found}
+
+
+def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> float | None:
+    """The limit of the highest bucket that got something meanwhile."""
+    limits = sorted(after)
+    within = {limit: after[limit] - before.get(limit, 0.0) for limit in limits}
+    new = [limit for last, limit in zip([None, *limits], limits, strict=False) if within[limit] > within.get(last, 0.0)]
+    return min(max(new), limits[-2]) if new else None  # the last bucket has no limit
+
+
+def grown(samples: Sequence[Sample]) -> list[str]:
+    """What grew from the second quarter of the time to the last, by their medians."""
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[3 * quarter :]
+    if not quarter:
+        return []
+    found = []
+    for process in late[-1].processes:
+        for figure, slack in _SLACK.items():
+            before, after = (
+                percentile([getattr(s.processes[process], figure) for s in part if process in s.processes], 0.5)
+                for part in (early, late)
+            )
+            if after > before + max(slack, _GROWTH * before):
+                found.append(f"{figure} of {process} grew from {before:g} to {after:g}")
+    return found
+
+
+def plot(samples: Sequence[Sample], file: Path) -> None:
+    """Draw the samples."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    seconds = [sample.second / 60 for sample in samples]
+    figure, axes = pyplot.subplots(3, 2, figsize=(12, 10), sharex=True, constrained_layout=True)
+    names = sorted({name for sample in samples for name in sample.processes})
+    for axis, (attribute, title) in zip(
+        axes.flat,
+        (("rss_mb", "resident set, MB"), ("descriptors", "descriptors"), ("threads", "threads")),
+        strict=False,
+    ):
+        for name in names:
+            held = [getattr(s.processes[name], attribute) if name in s.processes else None for s in samples]
+            axis.plot(seconds, held, label=name)
+        axis.set_title(title)
+    axes[0][0].legend(fontsize="small")
+    lag, times, count = axes[1][1], axes[2][0], axes[2][1]
+    lag.plot(seconds, [sample.ping for sample in samples], label="/ping, longest")
+    if any(sample.lag is not None for sample in samples):
+        lag.plot(seconds, [sample.lag for sample in samples], label="event loop")
+    lag.set_title("delay, s")
+    lag.legend(fontsize="small")
+    times.plot(seconds, [sample.p50 for sample in samples], label="p50")
+    times.plot(seconds, [sample.p99 for sample in samples], label="p99")
+    times.set_title("requests, s")
+    times.legend(fontsize="small")
+    count.plot(seconds, [sample.requests for sample in samples])
+    count.set_title("complete answers")
+    for axis in axes[2]:
+        axis.set_xlabel("minutes")
+    for axis in axes.flat:
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=100)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
+    parser.add_argument("--out", type=Path, default=Path("build/soak"), help="the files, without .json and .png")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
+        tested = subject(Path(directory), stall_timeout=60.0)
+        try:
+            tested.wait_until_ready()
+            samples, load = asyncio.run(soak(tested, given.seed, given.clients, 60 * given.minutes, given.every))
+            code = tested.end()
+        finally:
+            tested.close()
+    violations = load.violations + tested.watch.lies + tested.left_behind + grown(samples)
+    violations += [f"exit code {code}"] if code else []
+    outcomes: dict[str, int] = {}
+    for (_, outcome), count in load.outcomes.items():
+        outcomes[outcome] = outcomes.get(outcome, 0) + count
+    report = {"violations": violations, "outcomes": outcomes, "samples": [asdict(sample) for sample in samples]}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.with_suffix(".json").write_text(json.dumps(report))
+    plot(samples, given.out.with_suffix(".png"))
+    print(json.dumps({"violations": violations, "outcomes": outcomes, "last": asdict(samples[-1])}, indent=1))
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A short run of each kind of chaos that needs no second server, in an order from a seed."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.chaos.__main__ import chaos, shortest
+from tests.chaos.actions import Action
+from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
+from tests.chaos.fuzz import mutated
+from tests.chaos.watch import Truth, clock
+
+_ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_requests:20", "model:6", "freeze:1.5")
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore")
+def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
+    actions = [Action.read(text) for text in _ACTIONS]
+    Random(1).shuffle(actions)
+    # A stall time that a busy machine does not reach by itself; the last action kills, and the server is started anew.
+    report = chaos(1, 60.0, 8, [*actions, Action("kill_engine", 0)], None, stall_timeout=30.0)
+    print(report)
+    assert report.violations == []
+    assert report.requests > 200
+    assert [recovery.fault for recovery in report.recoveries][-1] == "VLLM::EngineCore killed"
+
+
+def test_the_truth_of_a_stretch_of_time_is_all_that_held_in_it() -> None:
+    truth, begun = Truth(), clock()
+    truth.is_now(200)
+    truth.is_now(500, errors=True, after=100)
+    assert truth.between(begun + 1, begun + 50).statuses == {200}
+    late = truth.between(begun + 50, begun + 150)
+    assert (late.statuses, late.errors) == ({200, 500}, True)
+    truth.is_now(200)
+    assert truth.between(begun + 50, begun + 150).statuses == {200}, "what was said of later times is forgotten"
+
+
+@pytest.mark.parametrize("needed", [["c"], ["b", "f"], ["a", "d", "h"]])
+def test_a_failing_list_of_actions_is_cut_down_to_what_is_needed(needed: list[str]) -> None:
+    actions = [Action(name, 0) for name in "abcdefgh"]
+    short = shortest(actions, lambda fewer: set(needed) <= {action.name for action in fewer}, 100)
+    assert [action.name for action in short] == needed
+
+
+def test_the_shortening_of_a_list_stops_after_so_many_runs() -> None:
+    runs: list[int] = []
+    shortest([Action(name, 0) for name in "abcdefgh"], lambda fewer: bool(runs.append(len(fewer))), 5)
+    assert len(runs) == 5
+
+
+def test_an_action_is_read_as_it_was_written() -> None:
+    assert Action.read(str(Action("stop_engine", 6.5))) == Action("stop_engine", 6.5)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(200, "application/json", b""),
+        Answer(200, "application/json", b'{"gene'),
+        Answer(200, "text/event-stream", b'data: {"tok'),
+        Answer(302, "application/json", b"{}"),
+        Answer(500, "text/plain", b"Internal Server Error"),
+        Answer(500, "application/json", b'{"error": "Traceback (most recent call last)", "code": 500}'),
+        Answer(503, "application/json", b"{}"),
+    ],
+    ids=lambda answer: f"{answer.status} {answer.body[:9]!r}",
+)
+def test_what_is_neither_whole_nor_an_error_of_its_contract_is_malformed(contract: Contract, answer: Answer) -> None:
+    with pytest.raises(Malformed):
+        contract.judge(answer, 3)
+
+
+def test_a_mutated_body_is_the_same_for_the_same_seed_and_no_two_are_alike() -> None:
+    body = CONTRACTS[0].body(3)
+    made = [[mutated(body, ["top_p", "stop"], random) for _ in range(500)] for random in (Random(4), Random(4))]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 400
+    assert body == CONTRACTS[0].body(3)

@@ -1,0 +1,271 @@
+"""The server under test: what `/ping` may say at each moment, what it said, and what is left when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import http.client
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from handlers.cache_dir import cache_dir
+from tests.chaos.contracts import CONTRACTS
+from tests.live.server import Server, write_model
+from tests.waiting import wait_until
+
+clock = time.monotonic
+_PING_SECONDS = 0.05
+_PING_TIMEOUT = 30.0
+_CACHES = "torchinductor_"
+"""Of the directory where PyTorch keeps what it has compiled."""
+_TOGETHER = 16
+_END_SECONDS = 20.0
+"""In which processes of a server that was killed end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What may be seen from a time on."""
+
+    since: float
+    statuses: frozenset[int]
+    """Of `/ping`; 0: nothing listens."""
+    errors: bool
+    """Whether requests may fail."""
+
+
+class Truth:
+    """What was done to the server, as what clients may see of it."""
+
+    def __init__(self) -> None:
+        self._moments = [Moment(0.0, frozenset({0}), True)]
+        self._lock = threading.Lock()
+
+    def is_now(self, *statuses: int, errors: bool = False, after: float = 0.0) -> None:
+        """From now on, or in `after` seconds, this holds; what was said of later times is forgotten."""
+        with self._lock:
+            since = clock() + after
+            self._moments = [moment for moment in self._moments if moment.since < since]
+            self._moments.append(Moment(since, frozenset(statuses), errors))
+
+    def between(self, begin: float, end: float) -> Moment:
+        """All that may have been seen in a stretch of time."""
+        with self._lock:
+            ends = [moment.since for moment in self._moments[1:]] + [float("inf")]
+            held = [m for m, until in zip(self._moments, ends, strict=True) if m.since <= end and until > begin]
+        return Moment(begin, frozenset().union(*(m.statuses for m in held)), any(m.errors for m in held))
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A call of `/ping`."""
+
+    sent: float
+    received: float
+    status: int
+
+
+class PingWatch:
+    """Asks `/ping` all the time, on a new connection each, and compares with the truth."""
+
+    def __init__(self, port: int, truth: Truth) -> None:
+        self.pings: list[Ping] = []
+        self.lies: list[str] = []
+        self._port, self._truth = port, truth
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ping", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def first(self, status: int, since: float) -> float | None:
+        """When `/ping` was first seen to say this."""
+        return next((ping.received for ping in self.pings if ping.sent >= since and ping.status == status), None)
+
+    def _run(self) -> None:
+        lie = ""
+        while not self._stop.wait(_PING_SECONDS):
+            sent = clock()
+            status, text = self._ping()
+            ping = Ping(sent, clock(), status)
+            self.pings.append(ping)
+            allowed = self._truth.between(ping.sent, ping.received).statuses
+            if status in allowed:
+                lie = ""
+            elif not lie:  # once for each that goes on
+                lie = f"/ping said {status} where {sorted(allowed)} would be true: {text}"
+                self.lies.append(lie)
+
+    def _ping(self) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_PING_TIMEOUT)
+        try:
+            connection.request("GET", "/ping")
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            return 0, repr(error)
+        finally:
+            connection.close()
+
+
+class Subject:
+    """A server that is started anew where it has ended; knows what its processes must not leave behind."""
+
+    def __init__(self, directory: Path, environment: dict[str, str], **options: object) -> None:
+        self.truth = Truth()
+        self.left_behind: list[str] = []
+        self.engine_restarts = 0
+        """How often this server will start its engine anew."""
+        self.stall_timeout = float(environment.get("SERVING_STALL_TIMEOUT", "60"))
+        self._directory = directory
+        self._model_dir = write_model(directory / "model", **options)
+        # vLLM's sockets are here, and their paths must be short.
+        self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
+        compiled = cache_dir() / "inductor"
+        compiled.mkdir(parents=True, exist_ok=True)
+        (self._temporary / f"{_CACHES}{getpass.getuser()}").symlink_to(compiled)  # once for all runs: it takes 20 s
+        self._environment = environment | {"TMPDIR": str(self._temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+        self._logs: list[Path] = []
+        self.server = self._started()
+        self.watch = PingWatch(self.server.port, self.truth)
+
+    def _started(self, port: int | None = None) -> Server:
+        log = self._directory / f"server-{len(self._logs)}.log"
+        self._logs.append(log)
+        self.truth.is_now(0, 503, errors=True)
+        chosen = {} if port is None else {"port": port}
+        return Server(self._model_dir, log, self._environment, **chosen)
+
+    def wait_until_ready(self) -> None:
+        self.truth.is_now(0, 503, 200, errors=True)
+        self.engine_restarts = int(self._environment.get("SERVING_ENGINE_RESTART", "0"))
+        self._wait_until_served()
+
+    def wait_until_restarted(self) -> None:
+        """Wait for the engine, which the server starts anew by itself."""
+        self.truth.is_now(500, 200, errors=True)
+        self.engine_restarts -= 1
+        self._wait_until_served()
+
+    def _wait_until_served(self) -> None:
+        self.server.wait_until_ready()
+        # The first requests compile code, for longer than the stall time where the machine is busy.
+        self.truth.is_now(200, 500, errors=True)
+        with ThreadPoolExecutor(_TOGETHER) as pool:
+            for contract in CONTRACTS * 2:
+                pool.submit(self.server.client.post, contract.path, json=contract.body(4))
+        self.truth.is_now(200)
+
+    def restart(self) -> None:
+        """Start another server on the same port; the one before has ended."""
+        self.server = self._started(self.server.port)
+        self.wait_until_ready()
+
+    def end(self, grace: float = 5.0) -> int:
+        """SIGTERM; returns the exit code. `grace`: seconds in which `/ping` may still tell what it told before."""
+        before = self.truth.between(clock(), clock()).statuses
+        self.truth.is_now(*before, 503, 0, errors=True)
+        self.truth.is_now(503, 0, errors=True, after=grace)
+        processes = self.held()
+        self.server.process.send_signal(signal.SIGTERM)
+        return self._ended(processes, clean=True)
+
+    def kill(self) -> None:
+        """SIGKILL, as the kernel does where memory runs out."""
+        before = self.truth.between(clock(), clock()).statuses
+        self.truth.is_now(*before, 0, errors=True)
+        self.truth.is_now(0, errors=True, after=1.0)
+        held = self.held()
+        self.server.process.kill()
+        self._ended(held, clean=False)
+
+    def held(self) -> set[str]:
+        """Files of shared memory that its processes have mapped."""
+        found = set()
+        for process in self.processes():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    if "/dev/shm/" in line:
+                        found.add(line[line.index("/dev/shm/") :].removesuffix(" (deleted)"))
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the server's session, the server included."""
+        session = self.server.process.pid
+        return [process for process in psutil.process_iter() if _session(process.pid) == session]
+
+    def process(self, name: str) -> psutil.Process:
+        """The first of its processes with this in its name."""
+        return next(process for process in self.processes() if name in " ".join(process.cmdline()))
+
+    def log_text(self) -> str:
+        """The logs of all its servers."""
+        return "".join(log.read_text(errors="replace") for log in self._logs)
+
+    def close(self) -> None:
+        """End what there still is, and what it has left."""
+        self.watch.stop()
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.server.stop()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _ended(self, shared_memory: set[str], *, clean: bool) -> int:
+        code = self.server.process.wait(60)
+        self.truth.is_now(0, errors=True)
+        self.server.client.close()
+        try:
+            wait_until(lambda: not self._alive(), _END_SECONDS)
+        except AssertionError:
+            self.left_behind += [f"process {process.pid} {process.cmdline()}" for process in self._alive()]
+        self.left_behind += [path for path in shared_memory if Path(path).exists()]
+        files = [path for path in sorted(self._temporary.iterdir()) if not path.name.startswith(_CACHES)]
+        if clean:
+            self.left_behind += [str(path) for path in files]
+        for path in files:  # what a killed server has left: the next one is not to blame for it
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        return code
+
+    def _alive(self) -> list[psutil.Process]:
+        return [process for process in self.processes() if _status(process) not in (None, psutil.STATUS_ZOMBIE)]
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def _status(process: psutil.Process) -> str | None:
+    try:
+        status: str = process.status()
+    except psutil.NoSuchProcess:
+        return None
+    return status
+
+
+@contextlib.contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    """SIGSTOP for a while."""
+    try:
+        for process in processes:
+            process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()

@@ -1,0 +1,232 @@
+"""What constrains the text in OpenAI's bodies: what vLLM gets, and the bytes of refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from handlers.contracts.openai.constraints import CHAT, COMPLETIONS, MESSAGES, RESPONSES, enforceable
+from handlers.contracts.openai.family import refuse
+from handlers.errors import InvalidParameter
+
+SCHEMA = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+TEXT = '{"properties":{"n":{"type":"integer"}},"required":["n"]}'
+TGIS = {"json": TEXT, "disable_any_whitespace": True, "disable_additional_properties": True}
+VLLMS = {"json": TEXT, "disable_any_whitespace": False, "disable_additional_properties": False}
+OPENAIS = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+TAG = {"type": "structural_tag", "structures": [], "triggers": []}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize(
+    ("name", "value", "outputs"),
+    [
+        ("response_format", {"type": "json_object", "value": SCHEMA}, TGIS),
+        ("response_format", {"type": "json", "value": SCHEMA}, TGIS),
+        ("response_format", {"type": "json", "value": TEXT}, TGIS),
+        ("response_format", {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, TGIS),
+        ("response_format", {"type": "json_schema", "value": {"schema": SCHEMA}}, TGIS),
+        ("response_format", {"type": "regex", "value": "a+"}, {"regex": "a+"}),
+        ("response_format", {"type": "json_object", "schema": SCHEMA}, VLLMS),
+        ("response_format", {"type": "json_object", "json_schema": {"schema": SCHEMA}}, VLLMS),
+        ("response_format", {"type": "json_schema", "schema": SCHEMA}, VLLMS),
+        ("grammar", {"type": "json", "value": SCHEMA}, TGIS),
+        ("grammar", {"type": "json_object", "value": SCHEMA}, TGIS),
+        ("grammar", {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, TGIS),
+        ("grammar", {"type": "regex", "value": "a+"}, {"regex": "a+"}),
+        ("guided_json", SCHEMA, VLLMS),
+        ("guided_json", TEXT, VLLMS),
+        ("guided_regex", "a+", {"regex": "a+"}),
+        ("guided_choice", ["a", "b", "a"], {"choice": ["a", "b"]}),
+        ("guided_grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+        ("guided_decoding", {"choice": ["a"]}, {"choice": ["a"]}),
+        (
+            "guided_decoding",
+            {"json_object": True, "disable_any_whitespace": True},
+            {"json_object": True, "disable_any_whitespace": True},
+        ),
+    ],
+)
+def test_forms_of_others_become_structured_outputs(path: str, name: str, value: Any, outputs: dict[str, Any]) -> None:
+    assert enforceable({name: value}, path) == {name: None, "structured_outputs": outputs}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": OPENAIS},
+        {"response_format": TAG},
+        {"structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"structural_tag": "{}"}},
+        {"structured_outputs": 5},
+        {"stop": ["a"], "logit_bias": {"1": 5}, "bad_words": ["x"], "min_tokens": 1, "allowed_token_ids": [1]},
+        {"use_beam_search": True, "stop": [], "min_tokens": 0},
+        {"tool_choice": "auto", "response_format": {"type": "json_object"}},
+        {"extra_body": {"top_k": 5}, "parameters": 5},
+    ],
+)
+def test_what_vllm_enforces_or_refuses_itself_stays(body: dict[str, Any]) -> None:
+    assert enforceable(body, CHAT) == {}
+
+
+def test_responses_and_messages_have_forms_of_their_own() -> None:
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    assert enforceable({"text": {"format": form}}, RESPONSES) == {}
+    assert enforceable({"text": {"format": {"type": "text"}}, "guided_regex": "a"}, RESPONSES) == {
+        "guided_regex": None,
+        "structured_outputs": {"regex": "a"},
+    }
+    assert enforceable({"output_config": {"format": form}, "stop_sequences": ["a"]}, MESSAGES) == {}
+    assert enforceable({"tool_choice": {"type": "function", "name": "f"}}, RESPONSES, parses_tools=True) == {}
+    assert enforceable({"response_format": {"type": "x"}}, "/v1/responses/id/cancel") == {}
+
+
+def error(message: str, parameter: str) -> bytes:
+    shown = json.dumps(message)
+    return f'{{"error":{{"message":{shown},"type":"BadRequestError","param":"{parameter}","code":400}}}}'.encode()
+
+
+ONCE = "cannot be combined with"
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (
+        CHAT,
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "must be one of text, json_object, json_schema, json, regex; got xml",
+    ),
+    (
+        CHAT,
+        {"response_format": {"value": SCHEMA}},
+        "response_format.type",
+        "must be one of text, json_object, json_schema, json, regex; got none",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "text", "value": SCHEMA}},
+        "response_format.value",
+        "has no effect where `type` is text",
+    ),
+    (
+        COMPLETIONS,
+        {"response_format": {"type": "json_schema"}},
+        "response_format",
+        "of type json_schema must have `json_schema`; got none",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "must be a JSON schema: an object, or the text of one",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "regex", "schema": {}}},
+        "response_format.schema",
+        "has no effect where `type` is regex; put the expression into `value`",
+    ),
+    (CHAT, {"response_format": {"type": "regex", "value": 5}}, "response_format.value", "must be a string, got 5"),
+    (CHAT, {"grammar": 'root ::= "a"'}, "grammar", 'must be an object, got "root ::= \\"a\\""'),
+    (CHAT, {"response_format": 5}, "response_format", "must be an object, got 5"),
+    (CHAT, {"guided_json": "{"}, "guided_json", "must be a JSON schema: an object, or the text of one"),
+    (CHAT, {"guided_choice": []}, "guided_choice", "must have at least one string"),
+    (
+        CHAT,
+        {"structured_outputs": {"regex": "a"}, "response_format": OPENAIS},
+        "response_format",
+        f"{ONCE} `structured_outputs`: send one of them",
+    ),
+    (
+        CHAT,
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        f"{ONCE} a `tool_choice` that makes the model call a tool",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {}},
+        "structured_outputs",
+        "must have exactly one of json, regex, choice, grammar, json_object, structural_tag; got none",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "is not a field that this server can follow",
+    ),
+    (
+        CHAT,
+        {"ebnf": "x"},
+        "ebnf",
+        "is not read on this route; expected allowed_token_ids, bad_words, grammar, guided_choice, guided_decoding, "
+        "guided_grammar, guided_json, guided_regex, logit_bias, min_tokens, response_format, stop, stop_token_ids, "
+        "structured_outputs, tool_choice",
+    ),
+    (
+        MESSAGES,
+        {"response_format": {"type": "json_object"}},
+        "response_format",
+        "is not read on this route; expected stop_sequences, tool_choice, output_config.format",
+    ),
+    (MESSAGES, {"output_format": {}}, "output_format", "is not read on this route; expected output_config.format"),
+    (
+        MESSAGES,
+        {"output_config": {"format": {"type": "json_schema"}}},
+        "output_config.format.schema",
+        "must be a JSON schema: an object that is not empty",
+    ),
+    (
+        MESSAGES,
+        {"tool_choice": {"type": "any"}, "output_config": {"format": {"schema": SCHEMA}}},
+        "output_config.format",
+        f"{ONCE} a `tool_choice` that makes the model call a tool",
+    ),
+    (
+        RESPONSES,
+        {"tool_choice": "required"},
+        "tool_choice",
+        "needs option.tool_call_parser, unless it is auto or none",
+    ),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_schema"}}},
+        "text.format.schema",
+        "must be a JSON schema: an object",
+    ),
+    (
+        CHAT,
+        {"use_beam_search": True, "bad_words": ["x"]},
+        "bad_words",
+        "cannot be used together with `use_beam_search`",
+    ),
+    *(
+        (CHAT, {"guided_regex": "a", name: 1}, "guided_regex", f"cannot be used together with `{name}`")
+        for name in ("min_tokens", "ignore_eos")
+    ),
+    (
+        CHAT,
+        {"extra_body": {"guided_json": {}}},
+        "guided_json",
+        "has no effect in `extra_body`: put it into the body itself",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "parameter", "message"), REFUSED)
+def test_what_would_not_be_enforced_is_refused_by_its_name(
+    path: str, body: dict[str, Any], parameter: str, message: str
+) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        enforceable(body, path, parses_tools=False)
+    reply = refuse(caught.value)
+    assert (reply.status, reply.content_type) == (400, "application/json")
+    assert reply.body == error(f"`{parameter}` {message}", parameter)
+
+
+def test_tools_of_the_platform_cannot_be_forced() -> None:
+    with pytest.raises(InvalidParameter, match=r"`tool_choice\.type` must be one of function, custom"):
+        enforceable({"tool_choice": {"type": "allowed_tools", "mode": "required"}}, RESPONSES)

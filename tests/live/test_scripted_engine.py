@@ -1,0 +1,116 @@
+"""The benchmarks' scripted engine speaks the protocol of vLLM's engine process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+TOKEN_IDS = list(range(1000, 2000))
+
+
+class FrontEnd:
+    """The other side of the protocol, with vLLM's own encoding."""
+
+    def __init__(self, directory: Path) -> None:
+        import zmq
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        from benchmarks.on_script import addresses
+
+        where = addresses(directory)
+        self._context = zmq.Context()
+        self._requests, self._outputs = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
+        self._requests.bind(where["input_address"])
+        self._outputs.bind(where["output_address"])
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+
+    def ready(self) -> Any:
+        from vllm.v1.engine import EngineCoreReadyResponse
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        assert self._requests.poll(30_000)
+        self._engine, message = self._requests.recv_multipart()
+        return MsgpackDecoder(EngineCoreReadyResponse).decode(message)
+
+    def send(self, kind: Any, message: Any) -> None:
+        self._requests.send_multipart([self._engine, kind.value, *self._encoder.encode(message)])
+
+    def add(self, request_id: str, **params: Any) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[1, 2, 3],
+            mm_features=None,
+            sampling_params=SamplingParams(**params),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.send(EngineCoreRequestType.ADD, request)
+
+    def read(self) -> Any:
+        assert self._outputs.poll(30_000)
+        return self._decoder.decode(self._outputs.recv_multipart())
+
+    def outputs_until_finished(self, request_id: str) -> list[Any]:
+        outputs: list[Any] = []
+        while not (outputs and outputs[-1].finish_reason is not None):
+            outputs += [output for output in self.read().outputs if output.request_id == request_id]
+        return outputs
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+    from benchmarks.scripted_engine import ScriptedEngine
+
+    directory = tmp_path_factory.mktemp("e")  # the path of a Unix socket is short
+    front_end = FrontEnd(directory)
+    threading.Thread(target=ScriptedEngine(directory, TOKEN_IDS, 0.001).run, daemon=True).start()
+    try:
+        yield front_end
+    finally:
+        front_end.close()
+
+
+def test_requests_get_their_tokens_utilities_their_results_and_aborted_requests_nothing(front_end: FrontEnd) -> None:
+    from vllm.v1.engine import EngineCoreRequestType, FinishReason
+
+    assert front_end.ready().max_model_len == 2048
+
+    front_end.add("a", max_tokens=5, logprobs=1)
+    outputs = front_end.outputs_until_finished("a")
+    ids = [token_id for output in outputs for token_id in output.new_token_ids]
+    assert ids == list(range(ids[0], ids[0] + 5))
+    assert [output.finish_reason for output in outputs] == [None] * 4 + [FinishReason.LENGTH]
+    assert outputs[0].prefill_stats.num_prompt_tokens == 3
+    assert outputs[1].new_logprobs.logprob_token_ids.tolist() == [[ids[1], 100]]
+    assert outputs[1].new_logprobs.logprobs.tolist() == [[-0.5, -1.5]]
+
+    front_end.send(EngineCoreRequestType.UTILITY, (0, 7, "get_supported_tasks", ()))
+    utility = front_end.read().utility_output
+    assert (utility.call_id, list(utility.result.result)) == (7, ["generate"])
+
+    front_end.add("long", max_tokens=10**6)
+    assert front_end.read().outputs[0].request_id == "long"
+    front_end.send(EngineCoreRequestType.ABORT, ["long"])
+    front_end.add("b", max_tokens=1)
+    last = front_end.read()
+    while "b" not in {output.request_id for output in last.outputs}:
+        last = front_end.read()
+    front_end.add("c", max_tokens=3)
+    for _ in range(3):
+        assert [output.request_id for output in front_end.read().outputs] == ["c"]

@@ -1,0 +1,78 @@
+"""An engine that is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from container.models import registration
+from container.models.registration import Registrar
+from container.models.registry import Model, Models
+from container.settings.settings import ServerSettings
+from handlers.engines.protocol import EngineStartError
+from handlers.model_settings import ModelSettings
+from tests.waiting import until
+
+
+class Failed:
+    """The life cycle of a model whose engine has died, and starts again at the second attempt."""
+
+    def __init__(self) -> None:
+        self.model = ModelSettings(name="m", model_dir=Path(), model_id="m")
+        self.reasons: list[str] = []
+        self.attempts = 0
+
+    def fail(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    async def restart(self, place: Any) -> None:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise EngineStartError("no memory")
+
+
+@pytest.mark.asyncio
+async def test_an_engine_is_started_again_as_often_as_it_may(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "_LONGEST_PAUSE_SECONDS", 0.01)
+    life: Any = Failed()
+    model = Model(life, "m")
+    models = Models([model])
+    registrar = Registrar(models, ServerSettings(engine_restart=2), Mock())
+    for attempt in (1, 2):
+        assert registrar.restart(model, "the engine has died")
+        assert registrar.loading
+        assert registrar.restart(model, "the engine has died"), "one at a time"
+        await until(lambda: not registrar.loading)
+        assert life.attempts == attempt
+    assert not registrar.restart(model, "the engine has died")
+    assert life.reasons == ["the engine has died; it is started again"] * 2
+    assert "the engine cannot be started again: no memory" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    life: Any = Failed()
+    model = Model(life, "m")
+    models = Models([model])
+    registrar = Registrar(models, ServerSettings(engine_restart=2), Mock())
+    assert registrar.restart(model, "the engine has died")
+    models.draining = True
+    await registrar.stop()
+    assert not registrar.loading
+    assert not registrar.restart(model, "the engine has died")
+    assert life.attempts == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("settings", [{}, {"engine_restart": 0, "engine_restart_when_stalled": True}])
+async def test_without_the_setting_no_engine_is_started_again(settings: dict[str, Any]) -> None:
+    life: Any = Failed()
+    model = Model(life, "m")
+    assert not Registrar(Models([model]), ServerSettings(**settings), Mock()).restart(model, "the engine has died")
+    assert life.reasons == []

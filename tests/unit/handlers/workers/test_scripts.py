@@ -1,0 +1,161 @@
+"""SageMaker's script mode in real workers: the functions, their defaults, and what they are called with."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from handlers.engines.protocol import EngineStartError
+from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, serving
+
+pytestmark = pytest.mark.asyncio
+
+DEFAULTS = {"entry_point": str(MODELS / "script" / "code" / "inference.py")}
+STEPS = """
+def pre_model_fn(model_dir):
+    global steps
+    steps = ["before"]
+
+def model_fn(model_dir, context):
+    steps.append(context.system_properties["gpu_id"])
+    return {"dir": model_dir.endswith("own"), "steps": steps}
+
+def model_warmup_fn(model_dir, model):
+    steps.append("after")
+
+def input_fn(body, content_type):
+    return [type(body).__name__, body if isinstance(body, str) else body.hex(), content_type]
+
+def predict_fn(data, model, context):
+    return data + [model["dir"], model["steps"], sorted(context.system_properties)]
+
+def output_fn(prediction, accept):
+    import json
+    return json.dumps(prediction + [accept])
+"""
+
+
+def npy(values: Any) -> bytes:
+    body = io.BytesIO()
+    np.save(body, values)
+    return body.getvalue()
+
+
+async def ask(client: Client, body: bytes | str, content_type: str = "", accept: str = "") -> Recorder:
+    headers: Mapping[str, str] = {"Accept": accept} if accept else {}
+    headers = {**headers, **({"Content-Type": content_type} if content_type else {})}
+    return await client.ask(body, headers=headers, content_type=content_type)
+
+
+async def test_the_defaults_take_and_give_json_csv_and_npy() -> None:
+    async with serving("script", **DEFAULTS) as client:
+        for given, body in {
+            "": "[[1, 2], [3, 4]]",
+            "application/json": "[[1, 2], [3, 4]]",
+            "text/csv; charset=utf-8": "1,2\n3,4\n",
+            "application/x-npy": npy([[1, 2], [3, 4]]),
+        }.items():
+            answer = await ask(client, body, given, "text/csv")
+            assert (answer.status, answer.content_type) == (200, "text/csv")
+            assert np.genfromtxt(io.BytesIO(answer.body), delimiter=",").tolist() == [[3, 5], [7, 9]]
+        for accept, type_, body in (
+            ("", "application/json", b"[3, 5]"),
+            ("*/*", "application/json", b"[3, 5]"),
+            ("text/html, application/json;q=0.9", "application/json", b"[3, 5]"),
+            ("text/csv", "text/csv", b"3\n5\n"),
+            ("application/x-npy", "application/x-npy", npy([3, 5])),
+        ):
+            answer = await ask(client, "[1, 2]", accept=accept)
+            assert (answer.status, answer.content_type, answer.body) == (200, type_, body)
+
+
+async def test_a_default_accept_counts_where_the_client_says_none() -> None:
+    async with serving("script", properties={"default_accept": "text/csv"}, **DEFAULTS) as client:
+        assert (await ask(client, "[1]")).content_type == "text/csv"
+        assert (await ask(client, "[1]", accept="application/json")).content_type == "application/json"
+
+
+async def test_what_the_defaults_cannot_do_is_said() -> None:
+    async with serving("script", **DEFAULTS) as client:
+        for content_type, accept in (("image/png", ""), ("", "image/png")):
+            answer = await ask(client, "[1]", content_type, accept)
+            assert (answer.status, json.loads(answer.body)["code"]) == (415, 415)
+            assert "the content type 'image/png' needs" in json.loads(answer.body)["error"]
+        answer = await ask(client, npy(np.array([{}], dtype=object)), "application/x-npy")  # pickled
+        assert (answer.status, b"pickle" in answer.body) == (424, True)
+        assert (await ask(client, "{")).status == 424
+        assert (await ask(client, "[1]")).status == 200
+
+
+def script(directory: Path, code: str) -> dict[str, Any]:
+    path = directory / "own" / "inference.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(code)
+    return {"model": path.parent, "entry_point": str(path)}
+
+
+async def test_each_function_gets_what_sagemakers_toolkit_gives_it(tmp_path: Path) -> None:
+    async with serving(**script(tmp_path, STEPS)) as client:
+        common = [True, ["before", None, "after"], ["gpu_id", "model_dir"]]
+        answer = await ask(client, "a,b", "text/csv", "x/y")
+        assert (answer.status, answer.content_type) == (200, "x/y")
+        assert json.loads(answer.body) == ["str", "a,b", "text/csv", *common, "x/y"]
+        answer = await ask(client, b"\x00\xff", "application/octet-stream")
+        assert json.loads(answer.body) == ["bytes", "00ff", "application/octet-stream", *common, "application/json"]
+
+
+async def test_transform_fn_replaces_the_three_and_may_choose_the_type(tmp_path: Path) -> None:
+    code = """
+class Refused(Exception):
+    status_code, message = 400, "not these"
+
+def model_fn(model_dir):
+    return "m"
+
+def transform_fn(model, body, content_type, accept):
+    if body == "no":
+        raise Refused
+    return f"{model}{body}{content_type}{accept}".encode(), "text/plain"
+"""
+    async with serving(**script(tmp_path, code)) as client:
+        answer = await ask(client, "1", "text/csv", "x/y")
+        assert (answer.status, answer.content_type, answer.body) == (200, "text/plain", b"m1text/csvx/y")
+        refused = await ask(client, "no", "text/csv")
+        assert (refused.status, json.loads(refused.body)["error"]) == (400, "not these")
+
+
+async def test_requests_of_a_batch_are_answered_one_by_one() -> None:
+    async with serving("script", batch_size=4, max_batch_delay=500, **DEFAULTS) as client:
+        sent = [await client.send(f"[{number}]") for number in range(4)]
+        assert [json.loads((await writer.done()).body) for writer, _ in sent] == [[1], [3], [5], [7]]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def model_fn(model_dir): raise ValueError('no weights')", r"no weights \(inference\.py, line 1\)"),
+        ("def model_fn(): ...", "model_fn takes 0 arguments; it is called with 1, or one more"),
+        (
+            "def model_fn(model_dir): ...\ndef transform_fn(m, b, c, a): ...\ndef input_fn(b, c): ...",
+            "transform_fn cannot be used together with input_fn",
+        ),
+        ("def predict_fn(data, model): ...", "does not define the handler function `handle`; it defines `predict_fn`"),
+    ],
+)
+async def test_a_script_that_cannot_be_used_fails_the_load(tmp_path: Path, code: str, why: str) -> None:
+    with pytest.raises(EngineStartError, match=why):
+        async with serving(**script(tmp_path, code)):
+            pass
+
+
+async def test_a_handle_goes_before_a_script(tmp_path: Path) -> None:
+    code = "from djl_python import Output\ndef model_fn(model_dir): raise ValueError\n"
+    code += "def handle(inputs): return Output().add('mine')"
+    async with serving(**script(tmp_path, code)) as client:
+        assert (await ask(client, "x")).body == b"mine"
