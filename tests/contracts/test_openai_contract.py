@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contracts.openai.answer import in_document, in_stream
-from handlers.contracts.openai.contract import CHAT, COMPLETIONS, FrontEnd, OpenAIContract
+from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
+from handlers.contracts.openai.contract import FrontEnd, OpenAIContract
 from handlers.contracts.protocol import Call, Exchange
 from handlers.errors import EngineDead, EngineFault, GenerationFailed
 from handlers.request import Constraint, FinishReason, GenerationRequest, Token, TokenDelta
@@ -101,6 +102,8 @@ def answer(document: Any, path: str, *deltas: TokenDelta) -> str:
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": None}}},
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         {"response_format": {"type": "json_object"}, "min_tokens": 1},
+        {"response_format": {"type": "json_object"}, "ignore_eos": True},
+        {"structured_outputs": {"json": "{}"}},
         {"structured_outputs": {}},
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         {"structured_outputs": {"json_object": False}},
@@ -209,7 +212,6 @@ def test_names_select_the_model_or_an_adapter() -> None:
             {"json_schema": '{"type":"object"}'},
         ),
         ({"structured_outputs": {"json": {"a": 1}}}, {"json_schema": '{"a":1}'}),
-        ({"structured_outputs": {"json": "{}"}}, {"json_schema": '"{}"'}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
         ({"structured_outputs": {"regex": "x", "choice": None}}, {"regex": "x"}),
         ({"structured_outputs": {"grammar": "g"}, "response_format": {"type": "text"}}, {"grammar": "g"}),
