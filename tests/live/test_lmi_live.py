@@ -306,7 +306,7 @@ def test_what_the_docs_show_is_what_is_served(server: Server) -> None:
         for method in operations:
             if method in ("delete", "put"):
                 continue  # it would unload or scale the model that the tests share
-            filled = path.replace("{model}", "model").replace("{version}", "1")
+            filled = path.replace("{model}", "model").replace("{version}", "1").replace("{id}", "model")
             body = {"inputs": "x", "parameters": {"max_new_tokens": 1}} if method == "post" else None
             status = server.client.request(method, filled, json=body).status_code
             assert status not in (404, 405, 500), f"{method} {filled}: {status}"
