@@ -41,7 +41,7 @@ class Processor:
         from vllm.v1.engine import EngineCoreRequest
 
         from handlers.engines.texts import ModelTexts
-        from handlers.engines.vllm.output import PushedState
+        from handlers.engines.vllm.output import PushedState, TokensApart
 
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
         fields.setdefault("stream", True)
@@ -61,7 +61,8 @@ class Processor:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        state = PushedState(request, generation, 0, sink, self.meter, ModelTexts(self.tokenizer))
+        texts, apart = ModelTexts(self.tokenizer), TokensApart(self.tokenizer)
+        state = PushedState(request, generation, 0, sink, self.meter, texts, apart)
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 
