@@ -227,6 +227,8 @@ def test_a_container_that_is_killed_breaks_its_streams(start: Start, tmp_path: P
         with pytest.raises(EventStreamError, match="was reset or closed") as broken:
             list(events)
         assert broken.value.response["Error"]["Code"] == "ModelStreamError"
+        # A process that is killed closes its connections one by one, and its listening socket maybe last.
+        local.container.process.wait(60)
         with pytest.raises(ClientError, match="cannot be reached"):
             local.invoke(inspect=1)
 
