@@ -165,7 +165,7 @@ class OpenAI:
         self.call: Call | None = None
         self.writer: ReplyWriter | None = None
 
-    def begin(self, call: Call, writer: ReplyWriter, path: str, **_: Any) -> Running:
+    async def begin(self, call: Call, writer: ReplyWriter, path: str, **_: Any) -> Running:
         self.call, self.writer, self.path = call, writer, path
         return Cancelled()
 
