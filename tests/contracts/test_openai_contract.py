@@ -307,7 +307,7 @@ def test_failures_are_vllms() -> None:
     reply = understood({"messages": HI}, CHAT).answer.fail(EngineDead())
     assert (reply.status, reply.body) == (
         500,
-        b'{"error":{"message":"EngineCore encountered an issue. See stack trace (above) for the root cause.",'
+        b'{"error":{"message":"the engine has died; the request was not completed",'
         b'"type":"InternalServerError","param":null,"code":500}}',
     )
 

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
+from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, hosted, records, serving, write_model
 from tests.waiting import wait_until
 
@@ -177,42 +178,60 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
         worker.wait(60)
 
 
-def test_under_fail_fast_a_dead_engine_ends_the_process_after_its_requests(
-    tmp_path: Path, engine_options: dict[str, object]
+def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_then_the_process_ends(
+    tmp_path: Path, sample_model: Path, engine_options: dict[str, object]
 ) -> None:
-    environment = {"SERVING_FAIL_FAST": "true"}
-    with serving(tmp_path, environment, **engine_options) as server, ThreadPoolExecutor(1) as pool:
-        plain = pool.submit(server.invoke, "Once", **ENDLESS)
-        server.wait_for_metric("slipway_engine_running", 1)
-        os.kill(server.engine_process(), signal.SIGKILL)
-        assert plain.result().status_code == 500
-        assert server.process.wait(60) == 137
-
-
-def test_an_engine_that_dies_is_started_again_as_often_as_it_may_and_ping_tells_the_truth(
-    tmp_path: Path, engine_options: dict[str, object]
-) -> None:
-    environment = {"SERVING_ENGINE_RESTART": "2", "SERVING_FAIL_FAST": "true"}
-    with serving(tmp_path, environment, **engine_options) as server:
-        for attempt, victim in enumerate(("engine", "worker"), start=1):
+    environment = {
+        "SERVING_ENGINE_RESTART": "2",
+        "SERVING_ENGINE_RESTART_WHEN_STALLED": "true",
+        "SERVING_STALL_TIMEOUT": "10",
+        "SERVING_FAIL_FAST": "true",
+    }
+    adapter = make_adapter(tmp_path / "red", sample_model, 1)
+    with serving(tmp_path, environment, enable_lora="true", **engine_options) as server:
+        assert server.client.post("/adapters", params={"name": "red", "src": str(adapter)}).status_code == 200
+        said = adapted(server)
+        stalled = "the engine is stalled: requests run, and nothing has come of them for 10 s; it is started again"
+        said_at = {
+            "killed worker": "the engine has died; the request was not completed",
+            "stopped engine": f"{stalled}; the request was not completed",
+        }
+        for attempt, fault in enumerate(said_at, start=1):
             with ThreadPoolExecutor(2) as pool:
                 own = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
                 openai = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
                 wait_until(lambda: server.metric("slipway_engine_running") > 1)
-                os.kill(server.engine_process() if victim == "engine" else server.worker_process().pid, signal.SIGKILL)
+                if fault == "killed worker":
+                    os.kill(server.worker_process().pid, signal.SIGKILL)
+                else:
+                    os.kill(server.engine_process(), signal.SIGSTOP)
                 assert records(own.result().text)[-1]["details"]["finish_reason"] == "error"
                 *_, last, done = openai.result().text.strip().split("\n\n")
-                assert ("the engine has died" in last, done) == (True, "data: [DONE]")
-            pinged = server.client.get("/ping")
-            assert pinged.status_code == 500
+                message = json.loads(last.removeprefix("data: "))["error"]["message"]
+                assert (message, done) == (said_at[fault], "data: [DONE]")
+            assert server.ping() == 500
             assert server.invoke("Once").status_code == 500
             wait_until(lambda: server.ping() == 200, START_SECONDS, about=server.log_text)
             assert server.invoke("Once", max_new_tokens=3).status_code == 200
-            chat = {"model": "model", "prompt": "Once", "max_tokens": 3}
-            assert server.client.post("/v1/completions", json=chat).status_code == 200
+            completion = {"model": "model", "prompt": "Once", "max_tokens": 3}
+            assert server.client.post("/v1/completions", json=completion).status_code == 200
+            assert adapted(server) == said, "adapters are there again"
             assert f"the engine is started again in {2 ** (attempt - 1)} s ({attempt} of 2)" in server.log_text()
-        os.kill(server.engine_process(), signal.SIGKILL)
+        with ThreadPoolExecutor(1) as pool:
+            plain = pool.submit(server.invoke, "Once", **ENDLESS)
+            server.wait_for_metric("slipway_engine_running", 1)
+            os.kill(server.engine_process(), signal.SIGKILL)
+            assert plain.result().status_code == 500
         assert server.process.wait(60) == 137
+
+
+def adapted(server: Server) -> str:
+    """What the model says with an adapter."""
+    body = {"inputs": "Once upon a time", "adapters": "red", "parameters": {"max_new_tokens": 12}}
+    response = server.client.post("/invocations", json=body)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["generated_text"]
+    return text
 
 
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(

@@ -13,16 +13,15 @@ import msgspec
 
 from handlers.contracts.openai.family import refuse
 from handlers.contracts.protocol import Reply
-from handlers.errors import EngineDead, EngineFault, GenerationFailed, RequestError
+from handlers.errors import EngineFault, GenerationFailed, RequestError
 from handlers.request import FinishReason, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
 DONE = "data: [DONE]\n\n"
 _LEAST = -9999.0
 """In the place of minus infinity."""
-_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 _FAULT = "Internal server error"
-"""vLLM's messages when its engine has died, or has failed at a request."""
+"""vLLM's message when its engine has failed at a request."""
 
 FINISH_REASONS = {
     None: "null",
@@ -97,14 +96,8 @@ def alternatives(token: Token) -> list[Token]:
 
 
 def failure(error: RequestError) -> Reply:
-    """The reply of a call that failed before its answer began, in vLLM's words."""
-    match error:
-        case EngineDead():
-            return refuse(EngineDead(_DEAD))
-        case EngineFault():
-            return refuse(GenerationFailed(_FAULT))
-        case _:
-            return refuse(error)
+    """The reply of a call that failed before its answer began, in the words of the other way."""
+    return refuse(GenerationFailed(_FAULT) if isinstance(error, EngineFault) else error)
 
 
 def failure_in_stream(error: RequestError) -> bytes:
