@@ -26,10 +26,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm.envs as envs
+import vllm.tokenizers.hf
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
@@ -38,12 +41,20 @@ from vllm.entrypoints.serve.exception_handling.handlers.http import http_excepti
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.renderers import merge_kwargs
-from vllm.renderers.hf import HfRenderer
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import (
+    HfRenderer,
+    resolve_chat_template,
+    resolve_chat_template_content_format,
+    resolve_chat_template_kwargs,
+)
 
 from handlers.contracts.openai.contract import FrontEnd
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.vllm.seam import unknown_vllm
 from handlers.openai.current_call import current_call
+
+logger = logging.getLogger(__name__)
 
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
@@ -51,6 +62,16 @@ _OF_REQUESTS = (
 )
 """Loggers that report on one request each."""
 _LONGEST = 200
+_TRIALS: tuple[list[Any], ...] = (
+    [{"role": "user", "content": ""}],
+    [{"role": "user", "content": " <b>a</b>\n"}],
+    [
+        {"role": "user", "content": [{"type": "text", "text": "\u4f60"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c "},
+        {"role": "user", "name": "d", "content": "e"},
+    ],
+)
+"""Chats that show whether two ways to render are the same."""
 
 
 _ROUTERS = (
@@ -185,7 +206,7 @@ def front_end(
             most_sequences=envs.VLLM_MAX_N_SEQUENCES,
             most_stop_strings=envs.VLLM_MAX_STOP_STRINGS,
             # An answer that is parsed, for tool calls or reasoning, is more than its text.
-            render=_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
+            render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
         )
     except AttributeError as error:
         raise unknown_vllm(f"its front end has moved ({error})") from error
@@ -217,20 +238,63 @@ def _shows_more(serving: Any, config: Any) -> bool:
     )
 
 
-def _renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
+def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     """What makes a prompt of text messages, as `OnlineRenderer.preprocess_chat` does for a request without options."""
-    online, render_messages = chat.online_renderer, chat.renderer.render_messages
+    online, renderer = chat.online_renderer, chat.renderer
     media = chat.model_config.multimodal_config
-    plain = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
+    plain = ChatCompletionRequest(messages=_TRIALS[0])
     params = plain.build_chat_params(online.chat_template, online.chat_template_content_format).with_defaults(
         merge_kwargs(online.default_chat_template_kwargs, {"tools": None, "tokenize": False}),
         default_media_io_kwargs=media.media_io_kwargs if media else None,
     )
 
     def render(messages: list[dict[str, Any]]) -> str:
-        _, prompt = render_messages(messages, params)
+        _, prompt = renderer.render_messages(messages, params)
         text: str = prompt["prompt"]
         return text
+
+    try:
+        direct = _direct_renderer(renderer, params)
+        same = all(direct(messages) == render(messages) for messages in _TRIALS)
+    except Exception as error:  # a template is the model's own code, and may raise anything
+        logger.debug("chats are rendered by vLLM's renderer: %s", error)
+        return render
+    return direct if same else render
+
+
+def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
+    """The same with all done once that is alike for each request, in a fifth of the time.
+
+    Raises:
+        Exception: something about the model or its template is not alike.
+    """
+    config, tokenizer = renderer.model_config, renderer.get_tokenizer()
+    owners = [owner for owner in type(tokenizer).__mro__ if "apply_chat_template" in vars(owner)]
+    if [owner for owner in owners if owner.__module__ != vllm.tokenizers.hf.__name__] != [PreTrainedTokenizerBase]:
+        raise TypeError("the tokenizer renders chats in a way of its own")
+    given = params.get_apply_chat_template_kwargs()
+    template = resolve_chat_template(
+        tokenizer, chat_template=given.pop("chat_template", None), tools=None, model_config=config
+    )
+    if template is None or given.pop("continue_final_message", False):
+        raise ValueError("there is no template, or its last message is continued")
+    content_format = resolve_chat_template_content_format(
+        chat_template=params.chat_template,
+        tools=None,
+        given_format=params.chat_template_content_format,
+        tokenizer=tokenizer,
+        model_config=config,
+    )
+    given = {name: value for name, value in given.items() if name not in ("tokenize", "return_dict")}
+    variables = {
+        **tokenizer.special_tokens_map,
+        **resolve_chat_template_kwargs(tokenizer=tokenizer, chat_template=template, chat_template_kwargs=given),
+    }
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        conversation, *_ = parse_chat_messages(messages, config, content_format=content_format)
+        (text,), _ = render_jinja_template([conversation], chat_template=template, **variables)
+        return str(text)
 
     return render
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import InvalidParameter
@@ -375,3 +377,52 @@ def test_a_request_whose_engine_has_failed_is_logged_without_a_traceback() -> No
     )
     client_error_filter(record)
     assert (record.levelno, record.exc_info) == (logging.INFO, None)
+
+
+TEXTS = st.text(max_size=20)
+CONTENTS = TEXTS | st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), min_size=1, max_size=3)
+CHATS = st.lists(
+    st.builds(
+        lambda role, content: {"role": role, "content": content},
+        st.sampled_from(["system", "user", "assistant"]),
+        CONTENTS,
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def test_chats_are_rendered_as_vllms_renderer_does_without_asking_it(sample_model: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.renderers.hf import HfRenderer
+
+    from handlers.openai.vllm_app import chat_renderer
+
+    config = AsyncEngineArgs(model=str(sample_model), max_model_len=512).create_engine_config()
+    renderer = HfRenderer(config, AutoTokenizer.from_pretrained(sample_model))
+    online = SimpleNamespace(
+        chat_template=None, chat_template_content_format="auto", default_chat_template_kwargs={"documents": None}
+    )
+    chat = SimpleNamespace(online_renderer=online, renderer=renderer, model_config=config.model_config)
+    params = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}]).build_chat_params(None, "auto")
+    params = params.with_defaults({"tools": None, "tokenize": False})
+    theirs, asked = renderer.render_messages, []
+    renderer.render_messages = lambda *given: asked.append(given) or theirs(*given)
+    render = chat_renderer(chat)
+    assert asked, "the two are compared first"
+    asked.clear()
+
+    @given(messages=CHATS)
+    def check(messages: list[dict[str, Any]]) -> None:
+        assert render(messages) == theirs(messages, params)[1]["prompt"]
+
+    check()
+    assert not asked
+
+    renderer.tokenizer.chat_template = "{{ raise_exception('never') }}"
+    render = chat_renderer(chat)
+    with pytest.raises(Exception, match="never"):
+        render([{"role": "user", "content": "x"}])
+    assert asked, "a template that refuses the trial is left to vLLM"
