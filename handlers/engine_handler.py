@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from handlers.contracts.lmi.errors import failed_dependency
@@ -66,10 +67,12 @@ class EngineQueue:
         if sequences > self.limit:
             raise InvalidRequest(f"the request asks for {sequences} sequences; at most {self.limit} can be served")
         if self.open_sequences + sequences > self.limit:
-            raise Overloaded(
-                f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
-            )
+            raise self.overloaded()
         self.open_sequences += sequences
+
+    def overloaded(self) -> Overloaded:
+        """What a call is refused with that gets no place."""
+        return Overloaded(f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later")
 
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
@@ -86,12 +89,19 @@ class EngineHandler:
         contract: Contract,
         thread: FormatterThread | None = None,
         long_body: int = LONG_BODY,
+        refuse_unread: Callable[[Overloaded], Reply] | None = None,
     ) -> None:
         """`thread`: where LMI's contract runs, if a customer's formatters are part of it; others understand a body of
-        `long_body` bytes and more in a thread."""
+        `long_body` bytes and more in a thread. `refuse_unread`: the reply to a call where the queue has no place at
+        all, so that its body need not be understood; None where the body says what form a refusal has."""
         self._queue, self._contract, self._thread, self._long_body = queue, contract, thread, long_body
+        self._refuse_unread = refuse_unread
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
+        queue = self._queue
+        if queue.open_sequences >= queue.limit and self._refuse_unread is not None:
+            queue.engine.meter.calls.count(0.0, failed=True)
+            raise ContractError(self._refuse_unread(full := queue.overloaded()), full.message)
         if self._thread is None and len(call.body) < self._long_body:
             exchange = self._contract.parse(call)
         else:

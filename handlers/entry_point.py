@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from handlers.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
@@ -14,6 +15,7 @@ from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
+from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract, Handler
@@ -161,7 +163,8 @@ async def _serving(
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
         contract = _contract(settings, limits, engine)
-        lmi, formatting = EngineHandler(queue, contract), None
+        refuse_unread = partial(overloaded, status=limits.overload_status)
+        lmi, formatting = EngineHandler(queue, contract, refuse_unread=refuse_unread), None
         if given is not None and isinstance(contract, LmiAsyncContract):
             formatting = _formatting(contract, given, engine, openai, thread)
         elif given is not None:
@@ -174,7 +177,7 @@ async def _serving(
                 tokenizer=engine.tokenizer,
                 overload_status=limits.overload_status,
             )
-            lmi = EngineHandler(queue, contract, thread)
+            lmi = EngineHandler(queue, contract, thread, refuse_unread=refuse_unread)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
@@ -246,7 +249,13 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
         routes = [route for route in family.routes if isinstance(route, Generates)]
         try:
             handlers |= {
-                route.path: EngineHandler(queue, route.contract(setting), long_body=route.long_body) for route in routes
+                route.path: EngineHandler(
+                    queue,
+                    route.contract(setting),
+                    long_body=route.long_body,
+                    refuse_unread=None if route.streams_refusals else family.refuse,
+                )
+                for route in routes
             }
         except Exception:
             logger.exception("the %s routes cannot be served with this model", family.name)

@@ -176,6 +176,8 @@ class Generates:
     methods: tuple[str, ...] = ("POST",)
     long_body: int = LONG_BODY
     """Bytes above which a body is parsed in a thread."""
+    streams_refusals: bool = False
+    """Whether a refusal is an event where a stream was asked for, and not the family's `refuse`."""
     refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
     """The reply to a path whose parameters alone are wrong, whatever the model's state; None if they are not."""
     about: Operation | None = None

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.constraints import BATCH, CHAT, FIELDS, enforceable
+from handlers.contracts.openai.constraints import BATCH, CHAT, COMPLETIONS, FIELDS, enforceable
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
@@ -147,7 +147,10 @@ class OpenAIHandler:
             task.add_done_callback(self._aborting.discard)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        path = call.path.removeprefix(ALIASED)
+        path, queue = call.path.removeprefix(ALIASED), self._queue
+        if path in (CHAT, COMPLETIONS) and queue.open_sequences >= queue.limit:
+            queue.engine.meter.calls.count(0.0, failed=True)
+            raise queue.overloaded()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def begin(

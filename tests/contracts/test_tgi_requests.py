@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from handlers.contracts.family import Generates
 from handlers.contracts.protocol import Exchange, Reply
 from handlers.contracts.tgi.family import TGI
 from handlers.contracts.tgi.request import Parameters
@@ -24,7 +25,8 @@ from handlers.errors import (
     RequestError,
 )
 from handlers.request import Constraint, SamplingParameters
-from tests.contracts.tgi_exchange import attempt, call, parse, refusal, requests_of
+from tests.contracts.exchange import call as posted
+from tests.contracts.tgi_exchange import attempt, call, contract, parse, refusal, requests_of
 
 ROUTES = ("/", "/generate", "/generate_stream")
 
@@ -420,3 +422,14 @@ def _check(s: SamplingParameters) -> None:
     assert -2.0 <= s.frequency_penalty <= 2.0
     assert s.seed is None or -(2**63) <= s.seed < 2**63
     assert all(s.stop)
+
+
+def test_a_refusal_of_a_full_queue_is_the_familys_wherever_no_stream_was_asked_for() -> None:
+    full = Overloaded("the queue is full")
+    bodies = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
+    bodies["/vertex"] = {"instances": [{"inputs": "x"}]}
+    for route in TGI.routes:
+        if isinstance(route, Generates):
+            answer = contract(route.path).parse(posted(bodies[route.path])).answer
+            assert route.streams_refusals == (route.path in ("/", "/generate_stream"))
+            assert route.path == "/generate_stream" or answer.fail(full) == TGI.refuse(full)

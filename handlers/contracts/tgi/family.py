@@ -228,10 +228,15 @@ def _about(
 
 
 def _generates(
-    path: str, contract: Callable[[ContractSetting], Contract], summary: str, answer: Mapping[str, Schema]
+    path: str,
+    contract: Callable[[ContractSetting], Contract],
+    summary: str,
+    answer: Mapping[str, Schema],
+    *,
+    streams_refusals: bool = False,
 ) -> Generates:
     about = _about(summary, answer, f"{_OF_BODIES} 424 429 503", _BODY)
-    return Generates(path=path, contract=contract, about=about)
+    return Generates(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
 
 
 _INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
@@ -245,6 +250,7 @@ TGI = Family(
             partial(TgiContract, streams=None),
             "Generate text; events with `stream`",
             {JSON: an_array(_ANSWER), EVENTS: _EVENT},
+            streams_refusals=True,
         ),
         _generates("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
         _generates(
@@ -252,6 +258,7 @@ TGI = Family(
             partial(TgiContract, streams=True),
             "Stream text, an event for each token; errors are events as well",
             {EVENTS: _EVENT},
+            streams_refusals=True,
         ),
         Generates(
             path="/vertex",

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from handlers.contracts.family import ContractSetting
 from handlers.contracts.happy_vllm.answer import StreamAnswer
 from handlers.contracts.happy_vllm.family import HappyVllmContract
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
+from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TritonContract
@@ -174,6 +176,18 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     assert never.value.reply.status == 424
     assert "at most 4 can be served" in never.value.reason
     assert queue.open_sequences == 3
+
+
+async def test_where_no_place_is_left_a_call_is_refused_before_its_body_is_understood(queue: EngineQueue) -> None:
+    handler = EngineHandler(queue, CONTRACT, refuse_unread=partial(overloaded, status=503))
+    await handler.handle(call({"inputs": ["a", "b", "c", "d"]}), Writer())
+    with pytest.raises(ContractError) as full:
+        await handler.handle(call(b"{"), Writer())
+    with pytest.raises(ContractError) as understood:
+        await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), Writer())
+    assert full.value.reply == understood.value.reply
+    assert full.value.reply.status == 503
+    assert queue.engine.meter.calls.failed == 2
 
 
 @pytest.mark.parametrize("failure", [GenerationFailed("no"), ZeroDivisionError("a bug")])
