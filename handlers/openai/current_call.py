@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 class OpenAICall:
     """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
-    __slots__ = ("_closed", "_held", "_queue", "adapters", "any_model", "engine", "failed", "generates", "submitted")
+    __slots__ = (
+        *("_closed", "_held", "_queue", "adapters", "any_model", "engine"),
+        *("failed", "form_name", "generates", "submitted"),
+    )
 
     def __init__(self, queue: EngineQueue, any_model: bool = False) -> None:
         self._queue, self.engine = queue, queue.engine
@@ -27,6 +30,8 @@ class OpenAICall:
         self._closed = False
         self.any_model = any_model
         """No `model` in its body is refused."""
+        self.form_name = "structured_outputs"
+        """What its body calls the form that its text is to have."""
         self.adapters: dict[str, Claim] = {}
         """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
         self.generates = False

@@ -20,20 +20,21 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    VLLMClientError,
+    VLLMNotFoundError,
+    VLLMValidationError,
+)
 from vllm.outputs import STREAM_FINISHED
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
+from handlers.engines.vllm.constraints import no_token_left
 from handlers.engines.vllm.engine import VllmEngine
 from handlers.engines.vllm.output import SequenceMeter
-from handlers.engines.vllm.sampling import (
-    NO_PROMPT_LOGPROBS,
-    NO_TYPICAL,
-    TYPICAL_P,
-    SamplingTranslator,
-    check_bad_words,
-)
+from handlers.engines.vllm.sampling import NO_PROMPT_LOGPROBS, TYPICAL_P, SamplingTranslator, check_bad_words
 from handlers.errors import (
     AdapterUnusable,
     EngineDead,
@@ -101,7 +102,7 @@ def _within(value: Any) -> Iterable[Any]:
 
 def _check_typical_p(value: Any, refusal: str) -> None:
     """It comes in vLLM's `vllm_xargs`, which are passed on as they are, also where nothing reads them."""
-    if refusal not in ("", NO_TYPICAL):
+    if refusal:
         raise InvalidParameter(TYPICAL_P, refusal)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and 0.0 < value <= 1.0):
@@ -161,6 +162,7 @@ class EngineClient:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 if finished:
+                    _check_end(output, params)
                     request.succeeded()
                 if output is not STREAM_FINISHED:
                     yield output
@@ -173,7 +175,8 @@ class EngineClient:
             dead = isinstance(error, EngineDeadError)
             failure = GenerationError(EngineDead().message) if dead else error
             if request is not None:
-                call.failed = str(failure)
+                if not isinstance(error, VLLMClientError):
+                    call.failed = str(failure)
                 await request.give_up()
             raise failure from None
         finally:
@@ -182,7 +185,7 @@ class EngineClient:
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         with _vllms_errors():
             if params.structured_outputs is not None:
-                params.structured_outputs = await self._engine.constraints.checked("structured_outputs", params)
+                params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         known = {*self._sequences(request_id)}  # ids are the clients', who may use one twice
@@ -272,6 +275,18 @@ class _Request:
         self._close()
         if not self._llm.errored:
             await self._llm.abort(self._queue.request_id, internal=True)
+
+
+def _check_end(output: Any, params: Any) -> None:
+    """Say it where the engine has ended a request for what its parameters leave no token.
+
+    Raises:
+        VLLMValidationError: that is so.
+    """
+    if params.structured_outputs is None or all(sequence.finish_reason != "error" for sequence in output.outputs):
+        return
+    if (error := no_token_left(params)) is not None:
+        raise VLLMValidationError(error.message, parameter=error.parameter)
 
 
 def _ended(output: Any) -> bool:

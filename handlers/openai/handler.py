@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.constraints import BATCH, CHAT, COMPLETIONS, FIELDS, enforceable
+from handlers.contracts.openai.constraints import BATCH, CHAT, COMPLETIONS, FIELDS, enforceable, form_name
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 """An ASGI application."""
+Refusal = Callable[[BaseException], Reply | None]
 
 EVENTS = "text/event-stream"
 _LONG_CHAT = 16 * 1024
@@ -80,7 +81,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
-    from handlers.openai.vllm_app import build, front_end
+    from handlers.openai.vllm_app import build, front_end, refusal
 
     engine: Any = queue.engine
     adapters = engine.adapters
@@ -103,6 +104,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
         public,
         OpenAIContract(common) if common is not None else None,
         parses_tools=bool(engine.frontend_arguments.get("tool_call_parser")),
+        refusal=refusal,
     )
 
 
@@ -119,11 +121,13 @@ class OpenAIHandler:
         contract: OpenAIContract | None = None,
         *,
         parses_tools: bool = False,
+        refusal: Refusal = lambda _: None,
     ) -> None:
         """`llm`: vLLM's engine, which knows requests by the ids of their answers. `model`, `adapters`: names in bodies;
         adapters come and go. `contract`: None: everything goes to vLLM's front end. `parses_tools`: the model has a
-        parser of tool calls."""
-        self._parses_tools = parses_tools
+        parser of tool calls. `refusal`: the answer to an exception of the application; None if it is none of the
+        client's."""
+        self._parses_tools, self._refusal = parses_tools, refusal
         self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
         self._contract = contract
         self._long = asyncio.Lock()
@@ -173,7 +177,8 @@ class OpenAIHandler:
         if adapter is not None and call.body:
             call = with_model(call, adapter or self._model)
         held = OpenAICall(self._queue, any_model)
-        return _RunningCall(self._app, held, without_nulls(call, path), writer, path, self._parses_tools)
+        call = without_nulls(call, path)
+        return _RunningCall(self._app, held, call, writer, path, self._parses_tools, self._refusal)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
@@ -234,9 +239,16 @@ class _RunningCall:
     """
 
     def __init__(
-        self, app: App, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, parses_tools: bool
+        self,
+        app: App,
+        held: OpenAICall,
+        call: Call,
+        writer: ReplyWriter,
+        path: str,
+        parses_tools: bool,
+        refusal: Refusal,
     ) -> None:
-        self._parses_tools = parses_tools
+        self._parses_tools, self._refusal = parses_tools, refusal
         self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
         self._gone = asyncio.Event()
         self._body_read = False
@@ -257,16 +269,19 @@ class _RunningCall:
             if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
                 self._finish(refusal)
             else:
-                self._call = call = with_constraints(call, path, parses_tools=self._parses_tools)
+                self._call = call = with_constraints(call, path, self._held, parses_tools=self._parses_tools)
                 await self._app(scope(call, path), self._receive, self._send)
         except InvalidParameter as error:
             self._finish(refuse(error))
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
-        except Exception:
+        except Exception as error:
             # Where the engine has failed, vLLM stumbles over that in some of its streams.
             if not self._held.failed:
-                logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
+                if (refused := self._refusal(error)) is not None:
+                    self._finish(refused)
+                else:
+                    logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
         finally:
             self._held.close()
             if not self._gone.is_set():
@@ -386,8 +401,10 @@ def with_model(call: Call, name: str) -> Call:
     return replace(call, body=msgspec.json.encode(document))
 
 
-def with_constraints(call: Call, path: str, *, parses_tools: bool) -> Call:
+def with_constraints(call: Call, path: str, held: OpenAICall, *, parses_tools: bool) -> Call:
     """The call with its constraints as vLLM enforces them; what cannot be read is left to vLLM to refuse.
+
+    `held` gets the name of the form that the text is to have, for the engine's refusals.
 
     Raises:
         InvalidParameter: vLLM would not enforce one of them.
@@ -398,7 +415,11 @@ def with_constraints(call: Call, path: str, *, parses_tools: bool) -> Call:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return call
     given = {name: value for name, value in given.items() if value is not None}
-    if not (changes := enforceable(given, path, parses_tools=parses_tools) if given else {}):
+    if not given:
+        return call
+    changes = enforceable(given, path, parses_tools=parses_tools)
+    held.form_name = form_name(given, path)
+    if not changes:
         return call
     fields = {name: value for name, value in (document | changes).items() if value is not None}
     return replace(call, body=msgspec.json.encode(fields))

@@ -39,7 +39,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.renderers import merge_kwargs
 from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import (
@@ -50,6 +50,8 @@ from vllm.renderers.hf import (
 )
 
 from handlers.contracts.openai.contract import FrontEnd
+from handlers.contracts.openai.family import error_reply
+from handlers.contracts.protocol import Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.vllm.seam import unknown_vllm
 from handlers.openai.current_call import current_call
@@ -333,6 +335,19 @@ def _is_clients(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return False
     return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
+
+
+def refusal(error: BaseException) -> Reply | None:
+    """The answer to an exception that left the application after a reply had begun; None if it is the server's fault.
+
+    vLLM's responses are generated once their stream has begun, and it has no answer to what is refused then.
+    """
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # Starlette's, for one that has a handler
+        error = error.__cause__
+    if not isinstance(error, VLLMClientError | GracefulHTTPError):
+        return None
+    info = create_error_response(error).error
+    return error_reply(info.message, info.type, info.code, info.param)
 
 
 def _choose_tool_grammar(backend: str) -> None:

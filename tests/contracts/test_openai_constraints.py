@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.openai.constraints import CHAT, COMPLETIONS, MESSAGES, RESPONSES, enforceable
+from handlers.contracts.openai.constraints import (
+    BATCH,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    enforceable,
+    form_name,
+)
 from handlers.contracts.openai.family import refuse
 from handlers.errors import InvalidParameter
 
@@ -86,6 +94,30 @@ def test_responses_and_messages_have_forms_of_their_own() -> None:
     assert enforceable({"response_format": {"type": "x"}}, "/v1/responses/id/cancel") == {}
 
 
+@pytest.mark.parametrize("path", [CHAT, BATCH])
+def test_a_tool_may_be_named_by_a_string_as_tgis_clients_do(path: str) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert enforceable({"tool_choice": "weather"}, path) == {"tool_choice": named}
+    for choice in ("", "auto", "none", "required", named, {"function": {"name": "weather"}}, 5):
+        assert enforceable({"tool_choice": choice}, path) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (CHAT, {"response_format": OPENAIS}, "response_format"),
+        (CHAT, {"response_format": {"type": "text"}, "guided_json": {}}, "guided_json"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": "auto"}, "structured_outputs"),
+    ],
+)
+def test_a_form_is_called_as_the_client_calls_it(path: str, body: dict[str, Any], name: str) -> None:
+    assert form_name(body, path) == name
+
+
 def error(message: str, parameter: str) -> bytes:
     shown = json.dumps(message)
     return f'{{"error":{{"message":{shown},"type":"BadRequestError","param":"{parameter}","code":400}}}}'.encode()
@@ -143,6 +175,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,
         {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        f"{ONCE} a `tool_choice` that makes the model call a tool",
+    ),
+    (
+        CHAT,
+        {"tool_choice": {"function": {"name": "f"}}, "response_format": OPENAIS},
         "response_format",
         f"{ONCE} a `tool_choice` that makes the model call a tool",
     ),

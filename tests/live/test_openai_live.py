@@ -268,6 +268,46 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("theirs", [{}, {"echo": False}])
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ({"allowed_token_ids": [5, 6]}, "allowed_token_ids"),
+        ({"bad_words": ["{"], "structured_outputs": {"choice": ["{"]}}, "bad_words"),
+    ],
+)
+def test_a_constraint_whose_every_token_is_forbidden_is_the_clients_fault(
+    server: Server, parameters: dict[str, Any], name: str, theirs: dict[str, Any], stream: bool
+) -> None:
+    form = {} if "structured_outputs" in parameters else {"response_format": {"type": "json_object"}}
+    body = {"prompt": "Hi", "max_tokens": 8, "temperature": 0, "stream": stream, **form, **parameters, **theirs}
+    reply = server.client.post("/v1/completions", json=body)
+    error = json.loads(reply.text.removeprefix("data: ").partition("\n\n")[0])["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (200 if stream else 400, 400, name)
+    assert f"`{name}` forbids every token that the constraint allows" in error["message"]
+
+
+def test_a_response_that_the_engine_refuses_ends_its_stream_with_the_reason(server: Server) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"not": {"type": "string"}}}
+    asked = {"model": "model", "input": "Hi", "max_output_tokens": 8, "text": {"format": form}}
+    whole = server.client.post("/v1/responses", json=asked)
+    assert (whole.status_code, whole.json()["error"]["param"]) == (400, "text.format")
+    stream = server.client.post("/v1/responses", json=asked | {"stream": True})
+    assert stream.text.startswith("event: response.created\n")
+    *_, error, done, end = stream.text.split("\n\n")
+    assert (json.loads(error.removeprefix("data: ")), done, end) == (whole.json(), "data: [DONE]", "")
+    assert "Traceback" not in server.log_text()
+
+
+def test_a_refused_form_has_the_name_that_the_client_gave_it(server: Server) -> None:
+    schema = {"not": {"type": "string"}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for field in ({"response_format": form}, {"structured_outputs": {"json": schema}}, {"guided_json": schema}):
+        reply = server.client.post("/v1/chat/completions", json={"messages": MESSAGES, **field})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, *field)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_bodies_are_refused_and_leave_the_engine_alive(server: Server, body: bytes, stream: bool) -> None:
     if stream:
@@ -377,8 +417,8 @@ class TestSmall:
             assert [model.id for model in client.models.list()] == ["first", "second"]
             assert client.completions.create(model="second", prompt="Hi", max_tokens=1).model == "first"
 
-    def test_a_named_tool_is_called_with_arguments_of_its_schema(self, small: Server) -> None:
-        choice: Any = {"type": "function", "function": {"name": "weather"}}
+    @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "weather"])
+    def test_a_named_tool_is_called_with_arguments_of_its_schema(self, small: Server, choice: Any) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
             answer = client.chat.completions.create(
                 messages=MESSAGES, model="first", max_tokens=60, tools=[WEATHER], tool_choice=choice

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -269,6 +270,25 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     assert llm.aborted == ["a-internal"]
     assert call.failed
     assert handler.open_sequences == 0
+
+
+def test_a_clients_error_is_told_where_a_reply_had_begun() -> None:
+    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+    from handlers.openai.vllm_app import refusal
+
+    refused = refusal(VLLMValidationError("no such token", parameter="bad_words"))
+    assert refused is not None
+    assert refused.body == (
+        b'{"error":{"message":"no such token (parameter=bad_words)","type":"BadRequestError","param":"bad_words",'
+        b'"code":400}}'
+    )
+    begun = RuntimeError("Caught handled exception, but response already started.")
+    begun.__cause__ = GracefulHTTPError("full", HTTPStatus.SERVICE_UNAVAILABLE)
+    told = refusal(begun)
+    assert told is not None
+    assert told.status == 503
+    assert refusal(ValueError("a bug of vLLM's")) is refusal(RuntimeError()) is None
 
 
 @pytest.mark.asyncio

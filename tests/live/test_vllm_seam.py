@@ -17,7 +17,7 @@ import pytest
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
 from handlers.meter import Meter
-from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from handlers.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.recorder import Recorder
 
 
@@ -248,6 +248,32 @@ def test_a_bug_with_the_last_delta_still_ends_the_request(processor: Processor, 
     assert processor.processor.request_states == {}
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"allowed_token_ids": (5,)}, "`allowed_token_ids` forbids every token that the constraint allows"),
+        ({"bad_words": ("x",)}, "`bad_words` forbids every token that the constraint allows"),
+        ({}, "the engine reported an internal error for this request"),
+    ],
+)
+def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
+    processor: Processor, sampling: dict[str, Any], message: str
+) -> None:
+    sink = Recorder()
+    constraint = Constraint(parameter="response_format", json_object=True)
+    processor.add("a", sink, sampling=SamplingParameters(constraint=constraint, **sampling))
+    processor.step(output("a", [], "ERROR"))
+    assert [message in error.message for error in sink.errors] == [True], sink.errors
+
+
+def test_the_samplers_ranks_need_no_compiler() -> None:
+    import torch
+    from vllm.v1.sample import sampler
+
+    count = sampler.batched_count_greater_than._torchdynamo_orig_callable  # what `preload` takes in its place
+    assert count(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
+
+
 def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:
     sinks = [Recorder(), Recorder()]
     for name, sink in zip("ab", sinks, strict=True):
@@ -332,15 +358,6 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     forget_tokenizers()
     gc.collect()
     assert [reference() for reference in left] == [None, None, None]
-
-
-def test_typical_p_names_both_engines_that_have_it() -> None:
-    from handlers.engines.vllm.sampling import NO_TYPICAL, SamplingTranslator
-
-    translator = SamplingTranslator(16, 1, 9, typical_refusal=NO_TYPICAL)
-    request = GenerationRequest(request_id="r", prompt="x", sampling=SamplingParameters(typical_p=0.5))
-    with pytest.raises(InvalidParameter, match=r"needs option.rolling_batch=lmi-dist or scheduler$"):
-        translator.sampling_params(request, 1)
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:

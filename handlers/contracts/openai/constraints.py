@@ -59,30 +59,55 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     if path == MESSAGES:
         _check_output_config(body)
         return {}
-    given = [name for name in FORMS if asks(name, body.get(name))]
-    if path == RESPONSES and (form := _text_format(body)) is not None:
-        given.append(form)
+    changes = _named_tool(body.get("tool_choice")) if path in (CHAT, BATCH) else {}
+    given = _forms(body, path)
     if len(given) > 1:
         raise InvalidParameter(given[1], f"cannot be combined with `{given[0]}`: send one of them")
     for name in ("min_tokens", "ignore_eos") if given else ():
         if body.get(name):  # the engine refuses it as well, but a stream would have begun
             raise InvalidParameter(given[0], f"cannot be used together with `{name}`")
     if not given or given[0] not in FORMS:
-        return {}
+        return changes
     (name,) = given
     if name == "structured_outputs":
-        return _checked(body[name])
+        return changes | _checked(body[name])
     if name == "response_format" and path != RESPONSES and _is_vllms(body[name]):
-        return {}
+        return changes
     constraint = constraint_of(name, body[name])
-    return {name: None} | ({"structured_outputs": _spelled(constraint)} if constraint is not None else {})
+    return changes | {name: None} | ({"structured_outputs": _spelled(constraint)} if constraint is not None else {})
+
+
+def form_name(body: Mapping[str, Any], path: str) -> str:
+    """What the client calls the form of its text. `body`: as in `enforceable`."""
+    return next(iter(_forms(body, path)), "tool_choice" if _forced(body) else "structured_outputs")
+
+
+def _forms(body: Mapping[str, Any], path: str) -> list[str]:
+    """The names of the forms that a body asks for.
+
+    Raises:
+        InvalidParameter: it has none on this route.
+    """
+    given = [name for name in FORMS if asks(name, body.get(name))]
+    if path == RESPONSES and (form := _text_format(body)) is not None:
+        given.append(form)
+    if path == MESSAGES and _member(body, "output_config", "format") is not None:
+        given.append("output_config.format")
+    return given
 
 
 def _forced(body: Mapping[str, Any]) -> bool:
     """Whether the model has to call a tool."""
     choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    return kind not in (None, "auto", "none")
+    kind = choice.get("type", "function") if isinstance(choice, dict) else choice
+    return kind not in (None, "", "auto", "none")
+
+
+def _named_tool(choice: Any) -> dict[str, Any]:
+    """The field to replace where TGI's clients name a tool by a string."""
+    if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
+        return {}
+    return {"tool_choice": {"type": "function", "function": {"name": choice}}}
 
 
 def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -> None:
@@ -94,13 +119,8 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
             raise InvalidParameter("tool_choice", "needs option.tool_call_parser, unless it is auto or none")
         if isinstance(choice, dict) and choice.get("type") not in ("function", "custom"):
             raise InvalidParameter("tool_choice.type", "must be one of function, custom; others cannot be enforced")
-    form = next((name for name in FORMS if asks(name, body.get(name))), None)
-    if form is None and path == RESPONSES:
-        form = _text_format(body)
-    if form is None and path == MESSAGES and _member(body, "output_config", "format") is not None:
-        form = "output_config.format"
-    if form is not None:
-        raise InvalidParameter(form, "cannot be combined with a `tool_choice` that makes the model call a tool")
+    if forms := _forms(body, path):
+        raise InvalidParameter(forms[0], "cannot be combined with a `tool_choice` that makes the model call a tool")
 
 
 def _member(body: Mapping[str, Any], name: str, member: str) -> Any:

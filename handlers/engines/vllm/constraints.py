@@ -166,6 +166,14 @@ def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams
         raise InvalidParameter(parameter, "cannot be used together with `ignore_eos`")
 
 
+def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParameter | None:
+    """What to say of a request that the engine has ended, if it may have forbidden each token of its constraint."""
+    name = "allowed_token_ids" if sampling.allowed_token_ids is not None else "bad_words"
+    if not getattr(sampling, name):
+        return None
+    return InvalidParameter(name, "forbids every token that the constraint allows in one place of the text")
+
+
 def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
     if (count := sum(map(len, texts))) > most:
         raise InvalidParameter(parameter, f"must have at most {most} characters, got {count}")

@@ -29,7 +29,7 @@ from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments
 from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
-from handlers.engines.vllm.sampling import NO_TYPICAL, TYPICAL, load_typical
+from handlers.engines.vllm.sampling import load_typical
 from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
@@ -104,7 +104,7 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config)
-        refusal = load_typical(config) if self._settings.rolling_batch in TYPICAL else NO_TYPICAL
+        refusal = load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             llm = self._start_on_cpu(config)
         else:

@@ -36,7 +36,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
 from handlers.engines.texts import HeldTokens, ModelTexts, prompt_tokens
-from handlers.errors import EngineDead, EngineFault, GenerationFailed
+from handlers.engines.vllm.constraints import no_token_left
+from handlers.errors import EngineDead, EngineFault, GenerationFailed, RequestError
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
@@ -216,6 +217,7 @@ class PushedState(RequestState):
         self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
+        self.dead_end = no_token_left(generation.sampling) if generation.sampling.constraint is not None else None
         self.may_clip = bool(generation.sampling.stop) and self.apart is None
         self.pending = HeldTokens()
         self.prompt_tokens_due = generation.want_prompt_tokens
@@ -261,7 +263,7 @@ class PushedState(RequestState):
         """End the sequence with what there is of it, as vLLM's own abort does."""
         self.make_request_output([], None, VllmFinishReason.ABORT, None)
 
-    def fail(self, error: GenerationFailed | EngineDead) -> None:
+    def fail(self, error: RequestError) -> None:
         """End the sequence with an error."""
         if self.ended:
             return
@@ -341,7 +343,7 @@ class PushedState(RequestState):
             delta.prompt_tokens = self._prompt_tokens()
         if finished:
             if finish_reason == VllmFinishReason.ERROR:
-                self.fail(EngineFault())
+                self.fail(self.dead_end or EngineFault())
                 return
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)

@@ -1,9 +1,9 @@
 """From our sampling parameters to vLLM's, with the checks that keep its engine process safe; locally typical sampling.
 
-vLLM has no `typical_p`, lmi-dist has: it is a custom logits processor, which runs inside vLLM's engine process. vLLM
-has two interfaces for these, one for each of its model runners; the newer runner is the default on a GPU. Both
-processors cut the same tokens, all rows of a step that ask for it at once, without waiting for the device. They differ
-where `min_p` is given too: the older runner applies it before, the newer one after.
+vLLM has no `typical_p`, TGI and lmi-dist have: it is a custom logits processor, which runs inside vLLM's engine
+process. vLLM has two interfaces for these, one for each of its model runners; the newer runner is the default on a
+GPU. Both processors cut the same tokens, all rows of a step that ask for it at once, without waiting for the device.
+They differ where `min_p` is given too: the older runner applies it before, the newer one after.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
 TYPICAL_P = "typical_p"
-TYPICAL = ("lmi-dist", "scheduler")
-"""Values of `option.rolling_batch` with locally typical sampling."""
-NO_TYPICAL = "needs option.rolling_batch=lmi-dist or scheduler"
 NO_PROMPT_LOGPROBS = (
     "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs) are not served on a "
     "CPU with option.enable_lora=true"

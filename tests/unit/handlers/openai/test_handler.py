@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.protocol import Call
+from handlers.contracts.openai.family import error_reply
+from handlers.contracts.protocol import Call, Reply
 from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
@@ -179,6 +180,29 @@ async def test_a_fault_in_a_stream_of_events_is_an_event(path: str, event: bytes
 
     writer, _ = await served(app, replace(CALL, path=path))
     assert (writer.parts, writer.ended) == ([b"data: a\n\n", event], True)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_in_a_stream_of_events_is_an_event_and_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(part(b"event: response.created\ndata: {}\n\n", more=True))
+        raise KeyError("text.format")
+
+    def refusal(error: BaseException) -> Reply | None:
+        return error_reply("cannot be followed", "BadRequestError", 400, error.args[0])
+
+    writer = CollectedReply()
+    running = await OpenAIHandler(app, queue_of(), None, refusal=refusal).handle(CALL, writer)
+    await until(lambda: writer.ended)
+    running.cancel()
+    assert writer.parts[-1] == (
+        b'data: {"error":{"message":"cannot be followed","type":"BadRequestError","param":"text.format","code":400}}'
+        b"\n\ndata: [DONE]\n\n"
+    )
+    assert not caplog.records
 
 
 @pytest.mark.asyncio
