@@ -68,7 +68,7 @@ def _read(path: Path, varies: bool = False) -> File:
 
 
 def files() -> Mapping[str, Application]:
-    """What the page is made of, by path. The page refers to the rest by relative paths, so that a prefix may precede."""
+    """What the page is made of, by path. It refers to its parts by relative paths, so a proxy may add a prefix."""
     found = {f"/console/{path.name}": _read(path) for path in sorted(DIRECTORY.iterdir()) if path.name != _INDEX}
     return {"/console": _read(DIRECTORY / _INDEX), "/console/": RedirectResponse("../console"), **found}
 
