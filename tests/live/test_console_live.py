@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 PROMPT = "The capital of France is"
 QUESTION = "What is the capital of France?"
 ENDLESS = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,"
+STORY = "Once upon a time, there was a lighthouse keeper who"
 ENDPOINT = "my-endpoint"
 PICTURES = Path(__file__).parents[2] / "docs" / "console"
 COLOURS = 48
@@ -433,36 +434,52 @@ def test_a_server_that_is_gone_says_so(refusing: Page) -> None:
 
 
 @pytest.mark.skipif(not os.environ.get("UPDATE_SCREENSHOTS"), reason="UPDATE_SCREENSHOTS=1 takes them anew")
-def test_screenshots(page: Page) -> None:
+def test_screenshots(page: Page, server: Server, sample_model: Path) -> None:
     PICTURES.mkdir(exist_ok=True)
-    page.size(1280, 800)
+    names = {
+        str(server.model_dir): "/opt/ml/model",
+        str(sample_model): "SmolLM2-135M-Instruct",
+        page_host(page): "localhost:8080",
+    }
+    page.fill("#prompt", STORY)
     choose(page, "lmi", "jsonlines")
-    greedy(page, "lmi", "48")
+    page.fill(LIMIT, "80")
+    page.fill("[name=details]", "true")
     send(page)
     for dark in (False, True):
         page.size(1280, 800, dark=dark)
-        _picture(page, f"desktop-{'dark' if dark else 'light'}")
+        _picture(page, f"desktop-{'dark' if dark else 'light'}", names)
     page.size(360, 720)
     page.evaluate("scrollTo(0, 0)")
-    _picture(page, "phone-light")
+    _picture(page, "phone-light", names)
     page.size(360, 720, dark=True)
     page.evaluate("document.querySelector('.output').scrollIntoView()")
-    _picture(page, "phone-dark")
+    _picture(page, "phone-dark", names)
     page.size(1280, 800)
     page.click("#compare")
     page.fill(".variant:nth-child(2) [name=contract]", "openai")
     page.fill(".variant:nth-child(2) [name=temperature]", "0.4")
     page.fill(".variant:nth-child(2) [name=seed]", "4")
     send(page)
-    _picture(page, "compare")
+    _picture(page, "compare", names)
     page.evaluate("void (location.hash = '#server')")
-    page.wait_for("document.querySelector('#server .line')?.getAttribute('d')?.split('L').length > 6")
-    _picture(page, "server")
+    page.wait_for("document.querySelector('#server .line')?.getAttribute('d')?.split('L').length > 9")
+    _picture(page, "server", names)
 
 
-def _picture(page: Page, name: str) -> None:
+def page_host(page: Page) -> str:
+    return str(page.evaluate("location.host"))
+
+
+def _picture(page: Page, name: str, names: dict[str, str]) -> None:
+    """A picture of the page, with the places of this test under `names`."""
+    page.evaluate(
+        f"""(() => {{ const names = {json.dumps(names)}, walk = document.createTreeWalker(document.body, 4);
+        while (walk.nextNode()) for (const [from, to] of Object.entries(names))
+          if (walk.currentNode.data.includes(from)) walk.currentNode.data = walk.currentNode.data.replaceAll(from, to);
+        return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))); }})()"""
+    )
     path = PICTURES / f"{name}.png"
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     page.screenshot(path)
     with contextlib.closing(Image.open(path)) as picture:
         picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)

@@ -128,7 +128,7 @@ function redraw() {
 }
 
 async function send() {
-	if (page.sending) return;
+	if (page.sending || !page.forms.length) return;
 	const requests = page.forms.map((form) => form.request());
 	const none = requests.findIndex((request) => !request);
 	if (none >= 0) {

@@ -224,6 +224,7 @@ export const CONTRACTS = [
 	{
 		id: "triton",
 		name: "Triton generate",
+		noChat: "Triton's generate has no chat: choose OpenAI or LMI",
 		about: "POST /v2/models/<model>/generate and generate_stream",
 		path: (format, { model }) =>
 			`v2/models/${encodeURIComponent(model?.name ?? "model")}/generate${format.stream ? "_stream" : ""}`,
@@ -247,6 +248,7 @@ export const CONTRACTS = [
 	{
 		id: "happy_vllm",
 		name: "happy_vllm",
+		noChat: "happy_vllm's chat is OpenAI's: choose that contract",
 		about: "POST /v1/generate and /v1/generate_stream",
 		path: (format) => (format.stream ? "v1/generate_stream" : "v1/generate"),
 		described: "/v1/generate",
@@ -267,7 +269,7 @@ export const CONTRACTS = [
 		formats: (fields, setting) =>
 			lmiFormats(fields, setting).map((format) => ({
 				...format,
-				name: `${format.stream ? "InvokeEndpointWithResponseStream" : "InvokeEndpoint"}, ${format.name.replace(", streamed", "")}`,
+				name: `${format.stream ? "Response stream" : "InvokeEndpoint"}, ${format.name.replace(", streamed", "")}`,
 			})),
 		headers: (_, { model, single }) => (single ? {} : { "X-Amzn-SageMaker-Target-Model": model.name }),
 	},

@@ -148,14 +148,10 @@ export class RequestForm {
 		const setting = { chat, model: this.chosenModel };
 		this.shape = contract ? shape(contract, description, setting) : null;
 		const hint = $(".contract-hint", this.element);
-		const single = state.single || !["tgi", "happy_vllm"].includes(contract?.id);
-		hint.textContent = this.shape
-			? single
-				? ""
-				: "Its requests name no model: the one that the server started with answers."
-			: (contract?.noChat ?? "This contract has no chat.");
-		if (!this.shape && contract?.id === "happy_vllm")
-			hint.textContent = "happy_vllm's chat is OpenAI's: choose that contract";
+		const nameless = !state.single && ["tgi", "happy_vllm"].includes(contract?.id);
+		if (!state.models.length) hint.textContent = "The server has no model yet.";
+		else if (!this.shape) hint.textContent = contract?.noChat ?? "";
+		else hint.textContent = nameless ? "Its requests name no model: the one of the server's start answers." : contract.about;
 		hint.hidden = !hint.textContent;
 		setOptions(
 			this.format,
@@ -290,7 +286,7 @@ export class RequestForm {
 		const format = this.#format();
 		const { chat, input, base, state } = this.context();
 		const model = this.chosenModel;
-		if (!contract || !this.shape || !format) return null;
+		if (!contract || !model || !this.shape || !format) return null;
 		const values = (place) => {
 			const found = {};
 			for (const field of this.shape.fields) {

@@ -25,6 +25,7 @@ export class Result {
 			reply: part(".reply"),
 			replySize: part(".reply-size"),
 			code: part(".code"),
+			codeHint: part(".code-hint"),
 		};
 		for (let share = 0; share <= 1; share += 0.125) part(".scale").append(shaded(share));
 		this.parts.title.textContent = title;
@@ -88,8 +89,6 @@ export class Result {
 		const { exchange, parts } = this;
 		if (!exchange) return;
 		const ended = !exchange.running;
-		const figures = exchange.figures();
-		const reason = exchange.answer.reason;
 		parts.phase.textContent = phaseText(exchange);
 		parts.phase.dataset.state = exchange.state;
 		this.#text(ended);
@@ -97,6 +96,8 @@ export class Result {
 		const now = performance.now();
 		if (ended || now - this.drawn.gaps > 200) {
 			this.drawn.gaps = now;
+			const figures = exchange.figures();
+			const { reason } = exchange.answer;
 			const details = ended && exchange.answer.tokens.length && this.sent.names.includes("details");
 			drawFigures(parts.figures, figures, reason || (details ? "– (ask for details)" : "–"));
 			drawGaps(parts.gaps, figures);
@@ -213,6 +214,8 @@ export class Result {
 	#code() {
 		const { code } = this.parts;
 		const request = this.exchange?.running ? this.sent : this.request;
+		const changed = this.exchange && request && (request.body !== this.sent.body || request.url !== this.sent.url);
+		this.parts.codeHint.textContent = changed ? "with what was changed since" : "";
 		code.textContent = request ? (this.language === "curl" ? curl(request) : python(request)) : "";
 	}
 

@@ -136,6 +136,36 @@ async def test_nothing_of_the_page_comes_from_elsewhere(name: str) -> None:
     assert not re.findall(r"""<[^>]+\s(?:style|on\w+)=""", text), "the policy forbids both"
 
 
+def _luminance(colour: str) -> float:
+    """WCAG's relative luminance of `#rrggbb`."""
+    shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return sum(weight * share for weight, share in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+TEXT_ON = {
+    "paper": "ink dim accent good bad",
+    "card": "ink dim accent good bad",
+    "bad-paper": "ink bad",
+    "accent": "on-accent",
+    **dict.fromkeys(("mark", "added", "removed", "shade"), "ink"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_texts_have_the_contrast_of_wcag_aa(scheme: str) -> None:
+    first, _, second = TEXTS["console.css"].partition("@media (prefers-color-scheme: dark)")
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", first if scheme == "light" else second))
+    pairs = [(under, over, 4.5) for under, names in TEXT_ON.items() for over in names.split()]
+    pairs += [(under, "field", 3.0) for under in ("paper", "card")]  # the edges of controls
+    low = {}
+    for under, over, least in pairs:
+        dark, light = sorted((_luminance(colours[under]), _luminance(colours[over])))
+        if (light + 0.05) / (dark + 0.05) < least:
+            low[over, under] = round((light + 0.05) / (dark + 0.05), 2)
+    assert not low
+
+
 async def test_the_packages_data_has_the_page() -> None:
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["container.console"] == ["static/*"]
