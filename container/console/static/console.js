@@ -23,26 +23,31 @@ const chosenMode = () => $("[name=mode]:checked").value;
 
 // The prompt
 
+function numberMessages() {
+	[...$("#messages").children].forEach((item, place) => {
+		$("select", item).ariaLabel = `Role of message ${place + 1}`;
+		$("textarea", item).ariaLabel = `Message ${place + 1}`;
+		$("button", item).ariaLabel = `Remove message ${place + 1}`;
+	});
+}
+
 function addMessage(role, content) {
-	const place = $("#messages").children.length + 1;
-	const select = h(
-		"select",
-		{ "aria-label": `Role of message ${place}` },
-		...["system", "user", "assistant"].map((name) => h("option", {}, name)),
-	);
+	const select = h("select", {}, ...["system", "user", "assistant"].map((name) => h("option", {}, name)));
 	select.value = role;
-	const text = h("textarea", { rows: "2", "aria-label": `Message ${place}`, spellcheck: "false" });
+	const text = h("textarea", { rows: "2", spellcheck: "false" });
 	text.value = content;
-	const remove = h("button", { type: "button", "aria-label": `Remove message ${place}` }, "Remove");
+	const remove = h("button", { type: "button" }, "Remove");
 	const item = h("li", {}, h("div", { class: "row" }, select, remove), text);
 	remove.addEventListener("click", () => {
 		const next = item.nextElementSibling ?? item.previousElementSibling;
 		item.remove();
+		numberMessages();
 		(next ? $("textarea", next) : $("#add-message")).focus();
 		changed();
 	});
 	for (const control of [select, text]) control.addEventListener("input", changed);
 	$("#messages").append(item);
+	numberMessages();
 	return text;
 }
 
@@ -139,7 +144,7 @@ async function send() {
 	page.sending = true;
 	unmarkPrompt();
 	for (const form of page.forms) form.unmark();
-	$("#send").disabled = true;
+	$("#send").disabled = $("#compare").disabled = true;
 	$("#stop").disabled = false;
 	$("#take-answer").hidden = true;
 	const prompt = input().prompt ?? "";
@@ -158,7 +163,7 @@ async function send() {
 		showProblem(place);
 	}
 	page.sending = false;
-	$("#send").disabled = false;
+	$("#send").disabled = $("#compare").disabled = false;
 	$("#stop").disabled = true;
 	if (page.running.length === 2) showDifferences($("#differences-content"), page.results, prompt);
 	const last = page.running.at(-1);

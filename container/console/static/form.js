@@ -151,7 +151,10 @@ export class RequestForm {
 		const nameless = !state.single && ["tgi", "happy_vllm"].includes(contract?.id);
 		if (!state.models.length) hint.textContent = "The server has no model yet.";
 		else if (!this.shape) hint.textContent = contract?.noChat ?? "";
-		else hint.textContent = nameless ? "Its requests name no model: the one of the server's start answers." : contract.about;
+		else
+			hint.textContent = nameless
+				? "Its requests name no model: the one of the server's start answers."
+				: contract.about;
 		hint.hidden = !hint.textContent;
 		setOptions(
 			this.format,

@@ -6,6 +6,7 @@ import { guilty } from "./contracts.js";
 
 const BARS = 150;
 const BLOCK_CHARACTERS = 8192;
+const OVERLOADED = new Set([408, 429]);
 const HEX_BYTES = 65536;
 
 export class Result {
@@ -61,7 +62,7 @@ export class Result {
 	// Shows a request that has not been sent.
 	prepare(request) {
 		this.request = request;
-		if (!this.exchange) this.parts.title.textContent = `${this.label}${request ? request.title : "nothing to send"}`;
+		this.parts.title.textContent = `${this.label}${(this.sent ?? request)?.title ?? "nothing to send"}`;
 		if (this.exchange?.running) return;
 		this.#code();
 		if (!this.exchange) this.#requestBytes(request);
@@ -108,7 +109,7 @@ export class Result {
 	// Names of the sent request's fields that its error is about; null where there is none.
 	get guilty() {
 		const { exchange, sent } = this;
-		if (!exchange?.answer.error) return null;
+		if (!exchange?.answer.error || OVERLOADED.has(exchange.status) || exchange.status >= 500) return null;
 		return guilty(exchange.answer.error, exchange.document, sent.names);
 	}
 

@@ -3,6 +3,7 @@
 import { $, fromTemplate, h, rate } from "./dom.js";
 
 const SAMPLE_SECONDS = 2;
+const PATIENCE = 10_000; // milliseconds
 const STATE_EVERY = 5; // samples
 const KEPT_SAMPLES = 150; // five minutes
 
@@ -34,6 +35,8 @@ export class Watch {
 	}
 
 	async look() {
+		if (this.looking) return;
+		this.looking = true;
 		try {
 			// The state in full now and then, and each time while something is not as it should be.
 			if (this.turn++ % STATE_EVERY === 0 || this.state?.health.status !== 200)
@@ -45,11 +48,12 @@ export class Watch {
 			this.reachable = false;
 			this.turn = 0;
 		}
+		this.looking = false;
 		this.onchange(this);
 	}
 
 	async #get(path) {
-		const reply = await fetch(new URL(path, this.base), { cache: "no-store" });
+		const reply = await fetch(new URL(path, this.base), { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
 		if (!reply.ok) throw new Error(`${path}: ${reply.status}`);
 		return reply;
 	}
