@@ -13,6 +13,7 @@ from container.http.endpoint import AppState
 from container.models.registry import Model
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
+from container.settings.values import masked
 
 
 class AdapterShown(msgspec.Struct, frozen=True):
@@ -110,7 +111,8 @@ def _model(model: Model, management: bool) -> ModelShown:
         chat=loaded is not None and loaded.texts.has_chat_template,
         startup=model.lifecycle.startup_times.seconds,
         adapters=tuple(
-            AdapterShown(adapter.name, adapter.src if management else None, adapter.pin) for adapter in view.adapters
+            AdapterShown(adapter.name, masked("src", adapter.src) if management else None, adapter.pin)
+            for adapter in view.adapters
         ),
         settings=report_object(model.lifecycle.settings) if management else None,
     )

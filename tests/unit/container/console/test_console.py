@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ from container.models.registry import Models
 from container.settings import server as server_module
 from container.settings.load import load_settings, load_startup
 from container.settings.settings import Settings
+from handlers.adapters import Adapter
 
 pytestmark = pytest.mark.asyncio
 
@@ -219,6 +221,17 @@ async def test_what_belongs_to_the_management_api_is_on_its_address_alone(model_
     assert state["models"][0]["settings"]["settings"]
     off = applications(settings_of(model_dir, environ | {"SERVING_CONSOLE": "false"}))
     assert (await client_of(off.management).get("/console/state")).status_code == 404
+
+
+async def test_adapters_are_shown_without_credentials(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = Adapter(name="red", src="https://me:swordfish@host/red", path=model_dir, id=1, pin=True)
+    view = Lifecycle.view
+    monkeypatch.setattr(Lifecycle, "view", lambda lifecycle: replace(view(lifecycle), adapters=(adapter,)))
+    (model,) = (await console(model_dir).get("/console/state")).json()["models"]
+    assert model["adapters"] == [{"name": "red", "src": "https://***@host/red", "pinned": True}]
+    apart = console(model_dir, SERVING_MANAGEMENT_ADDRESS="http://127.0.0.1:9999")
+    (model,) = (await apart.get("/console/state")).json()["models"]
+    assert model["adapters"] == [{"name": "red", "src": None, "pinned": True}]
 
 
 async def test_a_server_without_a_model_shows_its_own_settings() -> None:
