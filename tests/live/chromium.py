@@ -150,7 +150,8 @@ def chromium(directory: Path) -> Iterator[Browser]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         address = _address(profile / "DevToolsActivePort", process)
-        with connect(address, max_size=None, open_timeout=_START_SECONDS) as connection:
+        # No pings: their answers lie behind events that nobody reads while a test does something else.
+        with connect(address, max_size=None, open_timeout=_START_SECONDS, ping_interval=None) as connection:
             yield Browser(connection)
     finally:
         process.terminate()

@@ -2,12 +2,13 @@
 
 import { h, milliseconds, rate } from "./dom.js";
 
+const WORD = /[\p{L}\p{N}_]+\s*|[^\p{L}\p{N}_\s]\s*|\s+/gu; // with the space that follows
 const MOST_CELLS = 4_000_000;
 
 // Parts of both texts in order: [0, text] for what they share, [-1, text] of the first alone, [1, text] of the second.
 export function differences(first, second) {
-	const a = first.match(/\s+|\w+|[^\s\w]/gu) ?? [];
-	const b = second.match(/\s+|\w+|[^\s\w]/gu) ?? [];
+	const a = first.match(WORD) ?? [];
+	const b = second.match(WORD) ?? [];
 	let start = 0;
 	while (start < a.length && start < b.length && a[start] === b[start]) start += 1;
 	let end = 0;
@@ -83,6 +84,7 @@ export function showDifferences(element, results, prompt) {
 	const change = (name, show) => {
 		const [one, other] = figures.map((figure) => figure[name]);
 		if (one == null || other == null) return "–";
+		if (one === other) return "0";
 		const share = one ? ` (${other >= one ? "+" : "−"}${Math.round((Math.abs(other - one) / one) * 100)} %)` : "";
 		return `${other >= one ? "+" : "−"}${show(Math.abs(other - one))}${share}`;
 	};
