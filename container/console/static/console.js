@@ -247,13 +247,13 @@ async function observed() {
 	view.draw(watch);
 }
 
-const view = new ServerView($("#server"));
+const view = new ServerView($("#view-server"));
 const watch = new Watch(base, observed);
 
 function show() {
 	const server = location.hash === "#server";
-	$("#server").hidden = !server;
-	$("#try").hidden = server;
+	$("#view-server").hidden = !server;
+	$("#view-try").hidden = server;
 	for (const [id, current] of [
 		["#nav-try", !server],
 		["#nav-server", server],
@@ -286,7 +286,7 @@ $("#take-answer").addEventListener("click", () => {
 for (const radio of document.querySelectorAll("[name=mode]")) radio.addEventListener("change", setMode);
 document.addEventListener("keydown", (event) => {
 	if (event.key === "Escape" && page.sending) stop();
-	else if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !$("#try").hidden) {
+	else if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !$("#view-try").hidden) {
 		event.preventDefault();
 		send();
 	} else if (event.key === "Enter" && event.target.type === "search") event.preventDefault();
