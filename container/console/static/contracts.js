@@ -321,7 +321,7 @@ export function guilty(text, document, names) {
 	const quoted = [...text.matchAll(/`([\w.]+)`/g)].map((match) => match[1].split(".").pop());
 	const found = quoted.find((name) => names.includes(name));
 	if (found) return found;
-	const words = text.match(/\w+/g) ?? [];
+	const words = (text.match(/\w+/g) ?? []).flatMap((word) => [word, `${word}s`]); // an adapter, in `adapters`
 	return words.filter((word) => names.includes(word)).sort((a, b) => b.length - a.length)[0] ?? null;
 }
 
