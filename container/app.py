@@ -15,6 +15,8 @@ from starlette.routing import compile_path
 
 from container.apidocs.openapi import Document, openapi_document
 from container.apidocs.page import plain_page, swagger_assets, swagger_page
+from container.console import page as console
+from container.console.state import console_state
 from container.families import family_endpoints
 from container.health import ping
 from container.http.endpoint import AppState, HttpCounts, answered_early
@@ -23,7 +25,7 @@ from container.management import adapter_routes, management_endpoints, wrong_met
 from container.metrics import CONTENT_TYPE, Metrics
 from container.models.registration import Registrar
 from container.models.registry import Models
-from container.settings.settings import ServerSettings
+from container.settings.settings import ServerReport, ServerSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
@@ -51,6 +53,8 @@ class Mount:
     application: Application
     close: Callable[[], Awaitable[None]]
     """Frees what it holds, once no more requests come."""
+    endpoints: tuple[str, ...] = ()
+    """Names of SageMaker's endpoints that it serves, for the console."""
 
 
 class Routes:
@@ -134,8 +138,12 @@ def create_app(
     registrar: Registrar,
     mounts: Sequence[Mount] = (),
     lag: Distribution | None = None,
+    report: ServerReport | None = None,
 ) -> Applications:
-    """The applications of one server, and whatever is mounted beside them; `lag`: of the event loop, in seconds."""
+    """The applications of one server, and whatever is mounted beside them.
+
+    `lag`: of the event loop, in seconds. `report`: where the server's settings came from; None: from its one model's.
+    """
     counts = HttpCounts()
     state = AppState(models, settings, counts)
     metrics = Metrics(models, counts, lag)
@@ -149,7 +157,15 @@ def create_app(
     routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
     _add_pages(routes, description)
     routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
-    for (path, method), endpoint in family_endpoints(state, FAMILIES).items():
+    endpoints: dict[tuple[str, str], Application] = dict(family_endpoints(state, FAMILIES))
+    if settings.console:
+        names = tuple(name for mount in mounts for name in mount.endpoints)
+        show_state = partial(console_state, state, report, names)
+        for path, file in console.files().items():
+            routes.add(path, "GET", file)
+        routes.add("/console/state", "GET", _state_page(show_state, management=settings.management_address is None))
+        endpoints["/", "GET"] = console.for_browsers(endpoints["/", "GET"])
+    for (path, method), endpoint in endpoints.items():
         routes.add(path, method, endpoint)
     for family in FAMILIES:
         for path in {route.path: None for route in family.routes}:
@@ -159,8 +175,14 @@ def create_app(
         return Applications(routes, None)
     management = Routes(answered_early(state, "unknown", _not_found))
     management.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
+    if settings.console:
+        management.add("/console/state", "GET", _state_page(show_state, management=True))
     _add_management(management, state, registrar)
     return Applications(routes, management)
+
+
+def _state_page(show: Callable[..., bytes], *, management: bool) -> _Page:
+    return _Page(lambda: Response(show(management=management), media_type=JSON, headers=console.STATE_HEADERS))
 
 
 def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> None:

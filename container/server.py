@@ -188,7 +188,9 @@ class Process:
         self._loop_watch = EventLoopWatch()
         self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
         self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
-        applications = create_app(self._models, startup.server, self._registrar, mounts, self._loop_watch.lag)
+        applications = create_app(
+            self._models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
+        )
         self._servers = [(http_server(applications.main), startup.server.host, startup.server.port)]
         if applications.management is not None and startup.server.management_address is not None:
             host, port = address(startup.server.management_address)

@@ -23,10 +23,10 @@ def startup_text(startup: Startup) -> str:
 def startup_json(startup: Startup) -> str:
     """The same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
     if startup.report is None:
-        content = _report(startup.models[0].settings)
+        content = report_object(startup.models[0].settings)
     else:
-        models = {model.title: _report(model.settings) for model in startup.models}
-        content = {"server": _report(startup.report), "models": models}
+        models = {model.title: report_object(model.settings) for model in startup.models}
+        content = {"server": report_object(startup.report), "models": models}
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
@@ -40,7 +40,8 @@ def render_text(settings: Settings | ServerReport) -> str:
     return "\n".join(lines)
 
 
-def _report(settings: Settings | ServerReport) -> dict[str, Any]:
+def report_object(settings: Settings | ServerReport) -> dict[str, Any]:
+    """The settings, aliases and warnings as data."""
     return {
         "settings": [_object(entry) for entry in settings.entries],
         "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],

@@ -36,6 +36,8 @@ from container.settings.values import (
 
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 """A file that is there on SageMaker only."""
+_ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false"}
+"""The defaults that are others there."""
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
 _TLS = "let a proxy in front of the container do TLS"
@@ -128,6 +130,12 @@ SERVED = (
         "false",
         "Start without a model and speak SageMaker's form of the management API",
         variables=("SAGEMAKER_MULTI_MODEL",),
+    ),
+    Option(
+        "console",
+        BOOLEAN,
+        "true",
+        "Serve [the console](console.md) at /console, and to browsers at /; on SageMaker the default is false",
     ),
     Option(
         "coalesce_above",
@@ -224,8 +232,9 @@ def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str]
 
 def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
     """The fields of `ServerSettings`; wrong values are added to `lookup.problems`."""
-    if "request_id_header_key" not in layer and os.path.exists(SAGEMAKER_METADATA):
-        layer["request_id_header_key"] = Value("X-Amzn-SageMaker-Inference-Id", "default on SageMaker")
+    if os.path.exists(SAGEMAKER_METADATA):
+        for key, text in _ON_SAGEMAKER.items():
+            layer.setdefault(key, Value(text, "default on SageMaker"))
     fields: dict[str, Any] = {option.field: lookup.value(option, layer) for option in SERVED}
     fields["model_aliases"] = names(str(fields["model_aliases"]))
     for option in (LOAD_MODELS, *NOT_SERVED):

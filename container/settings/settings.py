@@ -45,6 +45,7 @@ class ServerSettings:
     """None: the main listener serves the management API."""
     multi_model: bool = False
     """The server starts without a model, and its platform loads and unloads them."""
+    console: bool = True
     coalesce_above: int = 32
     error_rate_wlm: str | None = None
     """This and the following three are texts for `container.error_rates`."""

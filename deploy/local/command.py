@@ -66,7 +66,7 @@ def serve(
     )
     _announce(settings.container, settings.endpoints)
     api = RuntimeApi(settings)
-    cli.run(startup, [Mount(PREFIX, api, api.close)])
+    cli.run(startup, [Mount(PREFIX, api, api.close, settings.endpoints)])
 
 
 def local(

@@ -1,0 +1,84 @@
+"""The page: files of this package, which load nothing from other servers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+DIRECTORY = Path(__file__).parent / "static"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_INDEX = "index.html"
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        *("script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        # No text becomes markup, whatever the script does: the browser refuses `innerHTML` and the like.
+        *("require-trusted-types-for 'script'", "trusted-types 'none'"),
+    )
+)
+HEADERS = {
+    "cache-control": "no-cache",  # ask again each time, with the etag: another release may serve here next
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+STATE_HEADERS = {**HEADERS, "cache-control": "no-store"}
+
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the page, as an ASGI application; 304 where the browser has it already."""
+
+    content: bytes
+    kind: str
+    etag: str
+    varies: bool = False
+    """The same path has something else for other clients."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request."""
+        headers = {**HEADERS, "etag": self.etag} | ({"vary": "accept"} if self.varies else {})
+        if self.etag in Request(scope).headers.get("if-none-match", ""):
+            response = Response(status_code=304, headers=headers)
+        else:
+            response = Response(self.content, 200, {**headers, "content-type": self.kind})
+        await response(scope, receive, send)
+
+
+def _read(path: Path, varies: bool = False) -> File:
+    content = path.read_bytes()
+    return File(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"', varies)
+
+
+def files() -> Mapping[str, Application]:
+    """What the page is made of, by path. It refers to its parts by relative paths, so a proxy may add a prefix."""
+    found = {f"/console/{path.name}": _read(path) for path in sorted(DIRECTORY.iterdir()) if path.name != _INDEX}
+    return {"/console": _read(DIRECTORY / _INDEX), "/console/": RedirectResponse("../console"), **found}
+
+
+def for_browsers(otherwise: Application) -> Application:
+    """The page for a browser, which accepts text/html; `otherwise` answers everyone else."""
+    page = _read(DIRECTORY / _INDEX, varies=True)
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        accepted = Request(scope).headers.get("accept", "")
+        await (page if "text/html" in accepted else otherwise)(scope, receive, send)
+
+    return serve

@@ -1,0 +1,328 @@
+// The contracts: where each has its parameters, how its request is written, and how its answer is read.
+//
+// `read(record, answer)` takes one record of an answer, or all of it, and calls `answer.token(text, logprob, tops)` for
+// each token, `answer.finish(reason)`, `answer.count(tokens)` and `answer.fail(message)`.
+
+const own = new Set([
+	"inputs",
+	"messages",
+	"prompt",
+	"text_input",
+	"stream",
+	"streaming",
+	"parameters",
+	"prompt_embeds",
+]);
+
+// The fields of a schema: { name, place, schema }; `place` is "parameters" for those below it, else "".
+function fieldsOf(schema, resolve) {
+	const found = [];
+	const nested = resolve(schema?.properties?.parameters)?.properties ?? {};
+	for (const [name, field] of Object.entries(nested)) found.push({ name, place: "parameters", schema: field });
+	for (const [name, field] of Object.entries(schema?.properties ?? {})) {
+		if (own.has(name) || name in nested) continue;
+		found.push({ name, place: "", schema: field });
+	}
+	return found;
+}
+
+function logprobsOf(tops, sampled) {
+	return (tops ?? [])
+		.map((top) => [top.token ?? top.text ?? "", top.logprob ?? top.log_prob])
+		.filter(([text]) => text !== sampled);
+}
+
+function readLmi(record, answer) {
+	if (Array.isArray(record)) record = record[0] ?? {};
+	if (record.choices) return readOpenAi(record, answer);
+	if (record.error != null && !record.token?.text) {
+		return answer.fail(typeof record.error === "string" ? record.error : JSON.stringify(record.error));
+	}
+	const details = record.details;
+	if (record.token) {
+		const { text, log_prob: ours, logprob = ours, special, special_token: hidden = special } = record.token;
+		answer.token(hidden ? "" : (text ?? ""), logprob, logprobsOf(record.top_tokens, text));
+	} else if (details?.tokens?.length) {
+		const texts = details.tokens.map((token) => (token.special || token.special_token ? "" : token.text));
+		const prefix = (record.generated_text ?? "").length - texts.join("").length;
+		if (prefix > 0) answer.token(record.generated_text.slice(0, prefix), null, [], true);
+		details.tokens.forEach((token, place) => {
+			const tops = logprobsOf(details.top_tokens?.[place], token.text);
+			answer.token(texts[place], token.log_prob ?? token.logprob, tops);
+		});
+	} else if (record.generated_text != null) {
+		answer.whole(record.generated_text);
+	}
+	if (details?.finish_reason) answer.finish(details.finish_reason);
+	if (details?.generated_tokens != null) answer.count(details.generated_tokens);
+}
+
+function readTriton(record, answer) {
+	if (record.error != null) return answer.fail(record.error);
+	const text = Array.isArray(record.text_output) ? record.text_output[0] : record.text_output;
+	let logprobs = null;
+	try {
+		logprobs = typeof record.logprobs === "string" ? JSON.parse(record.logprobs) : record.logprobs;
+	} catch {
+		// Shown in the bytes.
+	}
+	if (Array.isArray(logprobs) && logprobs.length) {
+		// Which of the candidates was sampled follows from the text, read from its end: the prompt may be in front.
+		let rest = text ?? "";
+		const sampled = logprobs.map((one) => Object.values(one ?? {})).reverse();
+		const tokens = sampled.map((candidates) => {
+			const ends = (one) => one.decoded_token && rest.endsWith(one.decoded_token);
+			const found = candidates.find(ends) ?? { decoded_token: "" };
+			rest = rest.slice(0, rest.length - found.decoded_token.length);
+			const others = candidates.filter((one) => one !== found);
+			return [found.decoded_token, found.logprob, others.map((one) => [one.decoded_token, one.logprob])];
+		});
+		if (rest) answer.token(rest, null, [], true);
+		for (const token of tokens.reverse()) answer.token(...token);
+	} else if (text != null) {
+		if (answer.streamed) answer.token(text, null);
+		else answer.whole(text);
+	}
+	const reason = Array.isArray(record.finish_reason) ? record.finish_reason[0] : record.finish_reason;
+	if (reason && reason !== "None") answer.finish(reason);
+	const tokens = [record.num_output_tokens].flat()[0];
+	if (tokens != null && !answer.streamed) answer.count(tokens);
+}
+
+function readHappy(record, answer) {
+	if (record.detail != null) {
+		const detail = Array.isArray(record.detail)
+			? record.detail.map((one) => one.msg).join("; ")
+			: String(record.detail);
+		return answer.fail(detail);
+	}
+	const text = record.responses?.[0];
+	if (text == null) return;
+	if (answer.streamed) {
+		if (text.length > answer.text.length) answer.token(text.slice(answer.text.length), null);
+	} else {
+		answer.whole(text);
+	}
+	const reason = record.finish_reasons?.[0];
+	if (reason && reason !== "None") answer.finish(reason);
+	if (record.usages?.[0]) answer.count(record.usages[0].completion_tokens);
+}
+
+function readOpenAi(record, answer) {
+	if (record.error != null) return answer.fail(record.error.message ?? String(record.error));
+	if (record.object === "error") return answer.fail(record.message);
+	const choice = record.choices?.[0];
+	if (record.usage?.completion_tokens != null) answer.count(record.usage.completion_tokens);
+	if (!choice || choice.index > 0) return;
+	const text = choice.text ?? choice.delta?.content ?? choice.message?.content ?? "";
+	const thought = choice.delta?.reasoning ?? choice.message?.reasoning;
+	if (thought) answer.token(thought, null, [], true);
+	const logprobs = choice.logprobs;
+	if (logprobs?.content?.length) {
+		for (const one of logprobs.content) answer.token(one.token, one.logprob, logprobsOf(one.top_logprobs, one.token));
+	} else if (logprobs?.tokens?.length) {
+		logprobs.tokens.forEach((token, place) => {
+			const tops = Object.entries(logprobs.top_logprobs?.[place] ?? {}).filter(([other]) => other !== token);
+			answer.token(token, logprobs.token_logprobs[place], tops);
+		});
+	} else if (text) {
+		if (answer.streamed) answer.token(text, null);
+		else answer.whole(text);
+	}
+	const calls = choice.delta?.tool_calls ?? choice.message?.tool_calls;
+	for (const call of calls ?? []) answer.token(`${call.function?.name ?? ""}${call.function?.arguments ?? ""}`, null);
+	if (choice.finish_reason) answer.finish(choice.finish_reason);
+}
+
+const lmiFormats = (fields, { chat, model, streams }) => {
+	const compat = model?.tgi_compat && !chat;
+	const suffix = compat ? ", TGI-compatible" : "";
+	const named = fields.some((field) => field.name === "output_formatter") && !chat;
+	const formats = [{ id: "json", name: `JSON${suffix}` }];
+	if (!streams) return formats;
+	if (chat) return [{ id: "stream", name: "Streamed", stream: true }, ...formats];
+	const lines = { id: "jsonlines", name: `JSON lines, streamed${suffix}`, stream: true };
+	const events = { id: "sse", name: `SSE, streamed${suffix}`, stream: true };
+	if (compat && named) return [events, { ...lines, formatter: "jsonlines" }, ...formats];
+	return named ? [lines, { ...events, formatter: "sse" }, ...formats] : [lines, ...formats];
+};
+
+// LMI has a prompt's parameters below `parameters`, but a chat's beside `messages`, as OpenAI has them.
+function lmiBody(input, format, values) {
+	if (input.messages) return { messages: input.messages, ...values(""), ...(format.stream ? { stream: true } : {}) };
+	const parameters = { ...values("parameters"), ...(format.formatter ? { output_formatter: format.formatter } : {}) };
+	return {
+		inputs: input.prompt,
+		...(Object.keys(parameters).length ? { parameters } : {}),
+		...values(""),
+		...(format.stream ? { stream: true } : {}),
+	};
+}
+
+function lmiLogprobs(format, chat) {
+	if (chat) return { logprobs: true };
+	return format.stream ? {} : { details: true };
+}
+
+const lmi = {
+	id: "lmi",
+	name: "LMI",
+	chat: true,
+	about: "POST /invocations, as DJL-Serving's LMI answers it",
+	path: (_, { model, single }) =>
+		single
+			? "invocations"
+			: `predictions/${[model.name, model.version].filter(Boolean).map(encodeURIComponent).join("/")}`,
+	described: "/invocations",
+	pick: (schemas, chat) => schemas.find((schema) => (chat ? schema.properties?.messages : schema.properties?.inputs)),
+	formats: lmiFormats,
+	body: lmiBody,
+	read: readLmi,
+	logprobs: lmiLogprobs,
+};
+
+export const CONTRACTS = [
+	lmi,
+	{
+		id: "openai",
+		name: "OpenAI",
+		chat: true,
+		about: "POST /v1/completions and /v1/chat/completions",
+		path: (_, { chat }) => (chat ? "v1/chat/completions" : "v1/completions"),
+		described: (chat) => (chat ? "/v1/chat/completions" : "/v1/completions"),
+		formats: () => [
+			{ id: "sse", name: "SSE, streamed", stream: true },
+			{ id: "json", name: "JSON" },
+		],
+		body: (input, format, values, { model }) => ({
+			model: model?.names?.[0] ?? "",
+			...(input.messages ? { messages: input.messages } : { prompt: input.prompt }),
+			...values(""),
+			...(format.stream ? { stream: true } : {}),
+		}),
+		read: readOpenAi,
+		logprobs: (_, chat) => (chat ? { logprobs: true, top_logprobs: 2 } : { logprobs: 2 }),
+	},
+	{
+		id: "tgi",
+		name: "TGI",
+		about: "POST /generate and /generate_stream, as Text Generation Inference answers them",
+		noChat: "TGI's chat is OpenAI's: choose that contract",
+		path: (format) => (format.stream ? "generate_stream" : "generate"),
+		described: "/generate",
+		formats: () => [
+			{ id: "sse", name: "SSE, streamed", stream: true },
+			{ id: "json", name: "JSON" },
+		],
+		body: (input, _, values) => {
+			const parameters = values("parameters");
+			return { inputs: input.prompt, ...(Object.keys(parameters).length ? { parameters } : {}), ...values("") };
+		},
+		read: readLmi,
+		logprobs: (format) => (format.stream ? {} : { details: true }),
+	},
+	{
+		id: "triton",
+		name: "Triton generate",
+		noChat: "Triton's generate has no chat: choose OpenAI or LMI",
+		about: "POST /v2/models/<model>/generate and generate_stream",
+		path: (format, { model }) =>
+			`v2/models/${encodeURIComponent(model?.name ?? "model")}/generate${format.stream ? "_stream" : ""}`,
+		described: "/v2/models/{model}/generate",
+		formats: () => [
+			{ id: "sse", name: "SSE, streamed", stream: true },
+			{ id: "json", name: "JSON" },
+		],
+		body: (input, format, values) => {
+			const parameters = values("parameters");
+			return {
+				text_input: input.prompt,
+				...(format.stream ? { stream: true } : {}),
+				...values(""),
+				...(Object.keys(parameters).length ? { parameters } : {}),
+			};
+		},
+		read: readTriton,
+		logprobs: () => ({ return_logprobs: true, logprobs: 1 }),
+	},
+	{
+		id: "happy_vllm",
+		name: "happy_vllm",
+		noChat: "happy_vllm's chat is OpenAI's: choose that contract",
+		about: "POST /v1/generate and /v1/generate_stream",
+		path: (format) => (format.stream ? "v1/generate_stream" : "v1/generate"),
+		described: "/v1/generate",
+		formats: () => [
+			{ id: "stream", name: "Lines, streamed", stream: true },
+			{ id: "json", name: "JSON" },
+		],
+		body: (input, _, values) => ({ prompt: input.prompt, ...values("") }),
+		read: readHappy,
+	},
+	{
+		...lmi,
+		id: "sagemaker",
+		name: "SageMaker runtime",
+		about: "InvokeEndpoint and InvokeEndpointWithResponseStream of the local endpoint, with LMI's body",
+		path: (format, { endpoint }) =>
+			`endpoints/${encodeURIComponent(endpoint)}/invocations${format.stream ? "-response-stream" : ""}`,
+		formats: (fields, setting) =>
+			lmiFormats(fields, setting).map((format) => ({
+				...format,
+				name: `${format.stream ? "Response stream" : "InvokeEndpoint"}, ${format.name.replace(", streamed", "")}`,
+			})),
+		headers: (_, { model, single }) => (single ? {} : { "X-Amzn-SageMaker-Target-Model": model.name }),
+	},
+];
+
+// The contracts that a server has, as `/openapi.json` and its state say.
+export function served(document, state) {
+	return CONTRACTS.filter((contract) => {
+		if (contract.id === "sagemaker") return state.endpoints.length > 0;
+		return requestSchemas(contract, document, false) != null || requestSchemas(contract, document, true) != null;
+	});
+}
+
+// What resolves a reference within the document.
+export function resolver(document) {
+	return (schema) => (schema?.$ref ? document.components.schemas[schema.$ref.split("/").pop()] : schema);
+}
+
+function requestSchemas(contract, document, chat) {
+	const described = typeof contract.described === "function" ? contract.described(chat) : contract.described;
+	const content = document.paths[described]?.post?.requestBody?.content;
+	if (!content) return null;
+	const schema = resolver(document)(Object.values(content)[0].schema);
+	return (schema?.anyOf ?? [schema]).map(resolver(document));
+}
+
+// Fields and formats of a contract for a prompt or a chat; null where it has none.
+export function shape(contract, document, setting) {
+	if (setting.chat && !contract.chat) return null;
+	const schemas = requestSchemas(contract, document, setting.chat);
+	if (!schemas) return null;
+	const schema = contract.pick ? contract.pick(schemas, setting.chat) : schemas[0];
+	const fields = schema ? fieldsOf(schema, resolver(document)) : [];
+	const streams = Boolean(schema?.properties?.stream);
+	return { fields, formats: contract.formats(fields, { ...setting, streams }) };
+}
+
+// The field that an error is about: as the error says it, or the one that its text names; null if none is.
+export function guilty(text, document, names) {
+	const said = [
+		document?.error?.param,
+		document?.param,
+		...(Array.isArray(document?.detail) ? document.detail.map((one) => one.loc?.join(".")) : []),
+	];
+	for (const name of said) {
+		const last = typeof name === "string" ? name.split(".").pop() : null;
+		if (names.includes(last)) return last;
+	}
+	const quoted = [...text.matchAll(/`([\w.]+)`/g)].map((match) => match[1].split(".").pop());
+	const found = quoted.find((name) => names.includes(name));
+	if (found) return found;
+	const words = (text.match(/\w+/g) ?? []).flatMap((word) => [word, `${word}s`]); // an adapter, in `adapters`
+	return words.filter((word) => names.includes(word)).sort((a, b) => b.length - a.length)[0] ?? null;
+}
+
+export const PROMPT_FIELDS = ["inputs", "messages", "prompt", "text_input"];

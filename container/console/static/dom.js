@@ -1,0 +1,53 @@
+// Elements from data. Text is always text: nothing here, or elsewhere, makes markup of a string.
+
+export const $ = (selector, root = document) => root.querySelector(selector);
+export const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+// An element with attributes, listeners (`onclick`) and children; a value of false or null leaves the attribute out.
+export function h(tag, attributes = {}, ...children) {
+	const element = document.createElement(tag);
+	for (const [name, value] of Object.entries(attributes)) {
+		if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+		else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
+	}
+	element.append(...children.filter((child) => child != null));
+	return element;
+}
+
+export function fromTemplate(id) {
+	return document.getElementById(id).content.firstElementChild.cloneNode(true);
+}
+
+export function setOptions(select, options, chosen) {
+	select.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
+	select.value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0];
+}
+
+export function milliseconds(value) {
+	if (value == null || Number.isNaN(value)) return "–";
+	if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+	return value >= 100 ? `${Math.round(value)} ms` : `${value.toFixed(1)} ms`;
+}
+
+export function bytesText(count) {
+	return count < 10000 ? `${count} bytes` : `${(count / 1000).toFixed(count < 100000 ? 1 : 0)} kB`;
+}
+
+export function rate(value) {
+	return value == null || !Number.isFinite(value)
+		? "–"
+		: value >= 100
+			? Math.round(value).toString()
+			: value.toFixed(1);
+}
+
+// Copies where the page may, which a browser grants to https and to localhost; else it selects the text. Says if it copied.
+export async function copy(text, element) {
+	try {
+		await navigator.clipboard.writeText(text);
+		return true;
+	} catch {
+		getSelection().selectAllChildren(element);
+		return document.execCommand("copy");
+	}
+}

@@ -1,0 +1,524 @@
+"""The console in a real Chromium, on a real server: every contract, and every way in which a request ends.
+
+`UPDATE_SCREENSHOTS=1 python -m pytest tests/live/test_console_live.py -k screenshots` takes docs/console.md's pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from PIL import Image
+
+from tests.live.chromium import MISSING, PROGRAM, Browser, Page, chromium
+from tests.live.local_command import local_command
+from tests.live.server import Server
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
+
+PROMPT = "The capital of France is"
+QUESTION = "What is the capital of France?"
+ENDLESS = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,"
+STORY = "Once upon a time, there was a lighthouse keeper who"
+ENDPOINT = "my-endpoint"
+PICTURES = Path(__file__).parents[2] / "docs" / "console"
+COLOURS = 48
+RUNNING = "slipway_engine_running"
+TOKENS = "12"
+FORMATS = {
+    "lmi": ("jsonlines", "sse", "json"),
+    "openai": ("sse", "json"),
+    "tgi": ("sse", "json"),
+    "triton": ("sse", "json"),
+    "happy_vllm": ("stream", "json"),
+    "sagemaker": ("jsonlines", "json"),
+}
+CONTRACTS = [(contract, form) for contract, forms in FORMATS.items() for form in forms]
+STREAMED = [(contract, forms[0]) for contract, forms in FORMATS.items()]
+CHATS = [("lmi", "stream"), ("lmi", "json"), ("openai", "sse"), ("openai", "json"), ("sagemaker", "stream")]
+GREEDY = ("lmi", "tgi", "sagemaker")
+"""The contracts that sample only where they are asked to."""
+ENDED = "['done', 'failed', 'stopped'].includes(document.querySelector('.phase').dataset.state)"
+WIDTH = "document.documentElement.scrollWidth"
+LIMIT = "[name=max_new_tokens], [name=max_tokens], [name=max_completion_tokens]"
+
+
+@pytest.fixture(scope="module")
+def url(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The console through `slipway local`, which has SageMaker's runtime API and passes everything else on."""
+    directory = tmp_path_factory.mktemp("local")
+    with local_command(directory, "--container", server.url, "--endpoint-name", ENDPOINT) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared_page(browser: Browser) -> Page:
+    return browser.new_page()
+
+
+def show(page: Page, url: str) -> None:
+    page.requests.clear()
+    page.complaints.clear()
+    page.open(f"{url}/console?endpoint={ENDPOINT}")
+    page.wait_for("document.readyState === 'complete' && document.querySelector('[name=contract]')?.value")
+
+
+@pytest.fixture
+def refusing(shared_page: Page, url: str) -> Iterator[Page]:
+    """The page, for requests that the server refuses: the browser reports each of those."""
+    shared_page.size(1280, 900)
+    show(shared_page, url)
+    yield shared_page
+    assert {urlsplit(asked).netloc for asked in shared_page.requests} == {urlsplit(url).netloc}
+
+
+@pytest.fixture
+def page(refusing: Page) -> Iterator[Page]:
+    """The page, anew, which must ask no other machine for anything, and cause no complaint."""
+    yield refusing
+    refusing.evaluate("0")  # takes what the browser has to say
+    assert not refusing.complaints
+
+
+def choose(page: Page, contract: str, form: str, *, chat: bool = False) -> None:
+    page.click(f"[name=mode][value={'chat' if chat else 'text'}]")
+    page.fill("[name=contract]", contract)
+    page.fill("[name=format]", form)
+    assert page.evaluate("document.querySelector('[name=format]').value") == form
+
+
+def greedy(page: Page, contract: str, tokens: str = TOKENS) -> None:
+    page.fill(LIMIT, tokens)
+    page.fill("[name=temperature]", "" if contract in GREEDY else "0")
+
+
+def send(page: Page) -> None:
+    page.click("#send")
+    page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
+
+
+def state(page: Page) -> str:
+    return str(page.evaluate("document.querySelector('.phase').dataset.state"))
+
+
+@pytest.fixture(scope="module")
+def completion(server: Server) -> str:
+    text: str = server.invoke(PROMPT, max_new_tokens=int(TOKENS)).json()["generated_text"]
+    return text
+
+
+@pytest.fixture(scope="module")
+def answer(server: Server) -> str:
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": int(TOKENS), "temperature": 0}
+    text: str = server.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_every_contract_is_shown_to_its_end(page: Page, completion: str, server: Server) -> None:
+    for contract, form in CONTRACTS:
+        choose(page, contract, form)
+        greedy(page, contract)
+        send(page)
+        assert state(page) == "done", page.text(".result")
+        text = page.text(".text")
+        assert text.removeprefix(PROMPT) == completion, (contract, form)
+        figures = page.text(".figures")
+        counted = form != "json" or contract in ("openai", "happy_vllm")  # the others say it only where asked to
+        assert (f"Tokens{TOKENS}" in figures) == counted, (contract, form, figures)
+        assert ("Gap, median–" in figures) == (form == "json")
+        reply = page.text(".reply").partition("\n\n")[2]
+        assert reply, (contract, form)
+        if form == "json":
+            json.loads(reply)
+
+
+def test_every_chat_is_shown_to_its_end(page: Page, answer: str) -> None:
+    page.fill("#messages textarea", QUESTION)
+    for contract, form in CHATS:
+        choose(page, contract, form, chat=True)
+        page.fill(LIMIT, TOKENS)
+        page.fill("[name=temperature]", "0")
+        send(page)
+        assert (state(page), page.text(".text")) == ("done", answer), (contract, form)
+    page.click("#take-answer")
+    assert page.evaluate("document.querySelectorAll('#messages li').length") == 3
+    for contract in ("tgi", "triton", "happy_vllm"):
+        page.fill("[name=contract]", contract)
+        assert "OpenAI" in page.text(".contract-hint") or "no chat" in page.text(".contract-hint")
+
+
+def test_stop_ends_the_generation_in_the_engine(page: Page, server: Server) -> None:
+    page.fill("#prompt", ENDLESS)
+    for contract, form in STREAMED:
+        choose(page, contract, form)
+        greedy(page, contract, "900")
+        page.click("#send")
+        page.wait_for("document.querySelector('.text').textContent.length > 20")
+        assert server.metric(RUNNING) == 1, contract
+        page.press("Escape")
+        page.wait_for(ENDED)
+        assert state(page) == "stopped"
+        server.wait_for_metric(RUNNING, 0)
+
+
+def test_a_refused_parameter_is_marked(refusing: Page) -> None:
+    for contract, form in CONTRACTS:
+        choose(refusing, contract, form)
+        refusing.fill("[name=top_p]", "7")
+        send(refusing)
+        assert state(refusing) == "failed", contract
+        assert refusing.text(".error-body mark") == "top_p", (contract, refusing.text(".error"))
+        marked = "[...document.querySelectorAll('[aria-invalid]')].map((one) => one.name).join()"
+        assert refusing.evaluate(marked) == "top_p", (contract, form)
+        assert "top_p" in refusing.text("[data-parameter=top_p] .problem")
+        refusing.fill("[name=top_p]", "")
+        assert refusing.evaluate(marked) == ""
+
+
+def test_what_no_type_takes_is_sent_and_refused(refusing: Page) -> None:
+    choose(refusing, "tgi", "json")
+    refusing.fill("[name=temperature]", "warm")
+    send(refusing)
+    assert refusing.evaluate("document.querySelector('[aria-invalid]').name") == "temperature"
+    assert refusing.text(".error-title").startswith("422")
+    refusing.fill("[name=temperature]", "")
+    refusing.fill("#prompt", "")
+    send(refusing)
+    assert refusing.evaluate("document.querySelector('[aria-invalid]').id") == "prompt"
+
+
+@pytest.mark.parametrize("language", ["curl", "python"])
+def test_the_copied_code_gives_the_same_text(page: Page, completion: str, language: str) -> None:
+    codes: dict[tuple[str, str], str] = {}
+    replies = {}
+    for contract, form in CONTRACTS:
+        choose(page, contract, form)
+        greedy(page, contract)
+        page.click(f".as-{language}")
+        codes[contract, form] = page.text(".code")
+        if language == "curl" and contract != "sagemaker":
+            send(page)
+            replies[contract, form] = page.text(".reply").partition("\n\n")[2]
+    said = dict(zip(codes, (run_python if language == "python" else run_shell)(list(codes.values())), strict=True))
+    clients = {"openai": "from openai", "tgi": "from huggingface_hub", "sagemaker": "import boto3"}
+    for key, text in said.items():
+        if language == "python":
+            assert clients.get(key[0], "import requests") in codes[key]
+            assert text.removeprefix(PROMPT) == completion, codes[key]
+        elif key in replies:
+            assert _constant(text) == _constant(replies[key]), codes[key]
+        else:
+            assert completion.split()[0] in text
+
+
+RUN_ALL = """
+import contextlib, io, json, sys
+said = []
+for code in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        exec(compile(code, "copied", "exec"), {})
+    said.append(written.getvalue())
+print(json.dumps(said))
+"""
+
+
+def run_python(codes: list[str]) -> list[str]:
+    """What each program writes; one process runs them all, since importing the clients takes seconds."""
+    environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
+    environment.pop("HF_HUB_OFFLINE", None)  # with it, the hub's client calls no server at all
+    said: list[str] = json.loads(_output([sys.executable, "-c", RUN_ALL], environment, json.dumps(codes)))
+    return said
+
+
+def run_shell(codes: list[str]) -> list[str]:
+    return [_output(["bash", "-c", code], dict(os.environ)) for code in codes]
+
+
+def _output(command: list[str], environment: dict[str, str], given: str = "") -> str:
+    done = subprocess.run(command, input=given.encode(), capture_output=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode(errors="replace")
+
+
+def _constant(reply: str) -> list[str]:
+    """The records of a reply without what is another's in each: ids, times, the last digits of numbers."""
+    records = [line.removeprefix("data:").strip() for line in reply.splitlines()]
+    kept = []
+    for record in records:
+        if record.startswith("{"):
+            document = json.loads(record)
+            for name in ("id", "created"):
+                document.pop(name, None)
+            record = re.sub(r"-?\d+\.\d+(e-?\d+)?", "#", json.dumps(document))
+        kept.append(record)
+    return kept
+
+
+def test_log_probabilities_are_shades(page: Page) -> None:
+    for contract in ("lmi", "tgi", "openai", "triton"):
+        for form in (FORMATS[contract][0], "json"):
+            choose(page, contract, form)
+            greedy(page, contract)
+            if not page.evaluate("document.querySelector('.logprobs').hidden"):
+                page.click("[name=logprobs]")
+            send(page)
+            shades = page.evaluate(
+                "[...document.querySelectorAll('.text .token')].map((one) => [one.textContent, one.title, "
+                "getComputedStyle(one).backgroundColor])"
+            )
+            assert len(shades) == int(TOKENS), (contract, form, page.text(".reply"))
+            assert shades[0][0].strip() == "Paris"
+            assert "77.1 %" in shades[0][1]  # exp(-0.26)
+            assert len({colour for _, _, colour in shades}) > 3
+            if page.evaluate("document.querySelector('[name=logprobs]').checked"):
+                page.click("[name=logprobs]")
+
+
+def test_two_requests_are_compared(page: Page, completion: str) -> None:
+    choose(page, "lmi", "jsonlines")
+    greedy(page, "lmi")
+    page.click("#compare")
+    second = ".variant:nth-child(2)"
+    page.fill(f"{second} [name=contract]", "triton")
+    page.fill(f"{second} [name=temperature]", "0")
+    send(page)
+    page.wait_for("document.querySelectorAll('#differences-content tbody tr').length === 7")
+    assert page.text(".verdict") == f"The texts are equal: {len(completion)} characters."
+    page.fill(f"{second} [name=min_tokens], {second} [name=max_tokens]", "5")
+    send(page)
+    assert page.text(".verdict").startswith("The texts part after")
+    kept = page.evaluate(
+        "[...document.querySelectorAll('.difference > :not(ins)')].map((one) => one.textContent).join('')"
+    )
+    assert kept == completion
+    page.size(360, 740)
+    assert page.evaluate(WIDTH) == 360
+    page.click("#compare")
+    assert page.evaluate("document.querySelectorAll('.result').length") == 1
+
+
+def test_the_body_may_be_written_by_hand(refusing: Page) -> None:
+    choose(refusing, "lmi", "json")
+    refusing.fill("[name=body]", '{"inputs": 3}')
+    send(refusing)
+    assert refusing.text(".request").endswith('{"inputs": 3}')
+    assert refusing.text(".error-body mark") == "inputs"
+    refusing.click(".unedit")
+    send(refusing)
+    assert state(refusing) == "done"
+
+
+def test_the_server_is_shown_as_it_is(page: Page, server: Server) -> None:
+    page.evaluate("void (location.hash = '#server')")
+    page.wait_for("document.querySelectorAll('#view-server table tbody tr').length > 20")
+    assert page.evaluate("scrollY") == 0
+    shown = page.text("#view-server")
+    assert "Health" in shown
+    assert "(/ping: 200, Healthy)" in shown
+    page.wait_for("document.querySelector('#view-server .line').hasAttribute('d')")  # two looks, so there is a rate
+    assert "1024 tokens" in shown
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#view-server tbody tr')].map((row) => row.innerText.split('\\t'))"
+    )
+    assert ["option.max_model_len", "1024", "serving.properties: option.max_model_len (for the engine)"] in rows
+    page.fill("#view-server [type=search]", "max_model_len")
+    assert (
+        page.evaluate("[...document.querySelectorAll('#view-server tbody tr')].filter((row) => !row.hidden).length")
+        == 1
+    )
+    assert page.text("#status").startswith("model · ready")
+    page.size(360, 740)
+    assert page.evaluate(WIDTH) == 360
+
+
+def test_it_can_be_used_with_the_keyboard_alone(page: Page, completion: str) -> None:
+    page.size(360, 740)
+    assert page.evaluate(WIDTH) == 360
+    names = []
+    for _ in range(20):
+        page.press("Tab")
+        names.append(
+            page.evaluate(
+                "document.activeElement.name || document.activeElement.id || document.activeElement.textContent"
+            )
+        )
+        if names[-1] == "send":
+            break
+    assert {"nav-try", "nav-server", "prompt", "contract", "format", "max_new_tokens", "temperature", "send"} <= set(
+        names
+    )
+    page.evaluate("document.querySelector('[name=max_new_tokens]').focus()")
+    page.evaluate("document.querySelector('[name=max_new_tokens]').select()")
+    page.call("Input.insertText", text=TOKENS)
+    page.press("Enter")
+    page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
+    assert page.text(".text") == completion
+    page.evaluate("document.querySelector('#prompt').focus()")
+    page.press("Enter", control=True)
+    page.wait_for("document.querySelector('#send').disabled")
+    page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
+    unlabelled = """[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>
+        !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).length"""
+    assert page.evaluate(unlabelled) == 0
+
+
+REPLIES = """(pieces, type, broken) => {
+  const real = window.fetch;
+  window.fetch = (url, options) => {
+    if (options?.method !== "POST") return real(url, options);
+    const body = new ReadableStream({
+      async pull(stream) {
+        if (pieces.length) return stream.enqueue(pieces.shift());
+        if (broken) stream.error(new TypeError("network error"));
+        else stream.close();
+      },
+    });
+    return Promise.resolve(new Response(body, { headers: { "content-type": type } }));
+  };
+}"""
+
+
+def test_a_character_may_be_cut_and_markup_stays_text(page: Page) -> None:
+    text = "<img src=x onerror=alert(1)><b>grün</b> 😀 नमस्ते &amp; <script>1</script>"
+    record = json.dumps(
+        {"token": {"id": 1, "text": text, "log_prob": -0.5}, "generated_text": text}, ensure_ascii=False
+    )
+    choose(page, "lmi", "jsonlines")
+    page.evaluate(
+        f"({REPLIES})([...new TextEncoder().encode({json.dumps(record)} + '\\n')]"
+        ".map((byte) => new Uint8Array([byte])), 'application/jsonlines')"
+    )
+    send(page)
+    assert page.text(".text") == text
+    assert page.text(".reply").endswith(record + "\n")
+    assert page.evaluate("document.querySelectorAll('.result img, .result b, .result script').length") == 0
+
+
+LONG_TASKS = """window.longest = 0, new PerformanceObserver((list) => list.getEntries().forEach((entry) => {
+  window.longest = Math.max(window.longest, entry.duration); })).observe({type: "longtask"})"""
+MAX_TASK = 1000
+"""Milliseconds in which the page may stand still, on a machine that has other things to do."""
+
+
+def test_a_long_answer_stays_quick(page: Page) -> None:
+    """4,000 tokens with their log probabilities, as fast as a stream can be read."""
+    choose(page, "lmi", "jsonlines")
+    page.evaluate(
+        f"""({REPLIES})(Array.from({{length: 4000}}, (_, place) => new TextEncoder().encode(JSON.stringify(
+        {{token: {{id: place, text: ` word${{place}}`, log_prob: -(place % 7) / 2}}}}) + "\\n")),
+        "application/jsonlines")"""
+    )
+    page.evaluate(LONG_TASKS)
+    send(page)
+    assert page.evaluate("document.querySelectorAll('.text .token').length") == 4000
+    assert page.text(".text").endswith("word3998 word3999")
+    assert page.evaluate("window.longest") < MAX_TASK
+    page.click(".as-hex")
+    assert "more than 65.5 kB" in page.text(".reply")
+
+
+def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
+    """happy_vllm's lines have all of the text so far: 1,500 of them are 10 MB, of which 8 MB are shown."""
+    choose(page, "happy_vllm", "stream")
+    page.evaluate(
+        f"""({REPLIES})(Array.from({{length: 1500}}, (_, place) => new TextEncoder().encode(JSON.stringify(
+        {{responses: [" longerword".repeat(place + 1)], finish_reasons: ["None"]}}) + "\\n")), "")"""
+    )
+    page.evaluate(LONG_TASKS)
+    send(page)
+    assert page.text(".text") == " longerword" * 1500
+    assert "the first 8 MB are shown" in page.text(".reply-size")
+    assert page.evaluate("window.longest") < MAX_TASK
+
+
+def test_a_reply_that_breaks_off_says_so(page: Page) -> None:
+    choose(page, "lmi", "jsonlines")
+    record = json.dumps({"token": {"id": 1, "text": "half", "log_prob": -0.5}})
+    page.evaluate(
+        f"({REPLIES})([new TextEncoder().encode({json.dumps(record)} + '\\n')], 'application/jsonlines', true)"
+    )
+    send(page)
+    assert (state(page), page.text(".text")) == ("failed", "half")
+    assert "broke off" in page.text(".error-title")
+
+
+def test_a_server_that_is_gone_says_so(refusing: Page) -> None:
+    refusing.call(
+        "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
+    )
+    try:
+        send(refusing)
+        assert state(refusing) == "failed"
+        assert refusing.text(".error-title") == "The server cannot be reached."
+        refusing.wait_for("document.querySelector('#status').dataset.state === 'unreachable'")
+    finally:
+        refusing.call(
+            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+    refusing.wait_for("document.querySelector('#status').dataset.state === 'ready'")
+
+
+@pytest.mark.skipif(not os.environ.get("UPDATE_SCREENSHOTS"), reason="UPDATE_SCREENSHOTS=1 takes them anew")
+def test_screenshots(page: Page, server: Server, sample_model: Path) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    names = {
+        str(server.model_dir): "/opt/ml/model",
+        str(sample_model): "SmolLM2-135M-Instruct",
+        page_host(page): "localhost:8080",
+    }
+    page.fill("#prompt", STORY)
+    choose(page, "lmi", "jsonlines")
+    page.fill(LIMIT, "80")
+    page.fill("[name=details]", "true")
+    send(page)
+    for dark in (False, True):
+        page.size(1280, 800, dark=dark)
+        _picture(page, f"desktop-{'dark' if dark else 'light'}", names)
+    page.size(360, 720)
+    page.evaluate("scrollTo(0, 0)")
+    _picture(page, "phone-light", names)
+    page.size(360, 720, dark=True)
+    page.evaluate("document.querySelector('.output').scrollIntoView()")
+    _picture(page, "phone-dark", names)
+    page.size(1280, 800)
+    page.click("#compare")
+    page.fill(".variant:nth-child(2) [name=contract]", "openai")
+    page.fill(".variant:nth-child(2) [name=temperature]", "0")
+    page.fill(".variant:nth-child(2) [name=repetition_penalty]", "1.02")
+    send(page)
+    _picture(page, "compare", names)
+    page.evaluate("void (location.hash = '#server')")
+    page.wait_for("document.querySelector('#view-server .line')?.getAttribute('d')?.split('L').length > 9")
+    _picture(page, "server", names)
+
+
+def page_host(page: Page) -> str:
+    return str(page.evaluate("location.host"))
+
+
+def _picture(page: Page, name: str, names: dict[str, str]) -> None:
+    """A picture of the page, with the places of this test under `names`."""
+    page.evaluate(
+        f"""(() => {{ const names = {json.dumps(names)}, walk = document.createTreeWalker(document.body, 4);
+        while (walk.nextNode()) for (const [from, to] of Object.entries(names))
+          if (walk.currentNode.data.includes(from)) walk.currentNode.data = walk.currentNode.data.replaceAll(from, to);
+        return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))); }})()"""
+    )
+    path = PICTURES / f"{name}.png"
+    page.screenshot(path)
+    with contextlib.closing(Image.open(path)) as picture:
+        picture.convert("RGB").quantize(COLOURS).save(path, optimize=True)

@@ -1,0 +1,253 @@
+"""The console's routes over ASGI: who is shown what, and that the page can do nothing but call this server."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import httpx
+import pytest
+
+from container.app import Applications, Mount, create_app
+from container.console.page import DIRECTORY
+from container.models.lifecycle import Lifecycle, State
+from container.models.registration import Registrar
+from container.models.registry import Models
+from container.settings import server as server_module
+from container.settings.load import load_settings, load_startup
+from container.settings.settings import Settings
+from handlers.adapters import Adapter
+
+pytestmark = pytest.mark.asyncio
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+SECRETS = {
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
+    "OPTION_API_KEY": "swordfish",
+    "SERVING_KEYSTORE_PASSWORD": "swordfish",
+}
+FILES = sorted(DIRECTORY.iterdir())
+TEXTS = {path.name: path.read_text() for path in FILES}
+MAX_WEIGHT = 100_000
+"""Bytes of all files together."""
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "serving.properties").write_text("option.dtype=fp16\n")
+    return directory
+
+
+def settings_of(model_dir: Path, environ: dict[str, str]) -> Settings:
+    return load_settings(model_dir, environ, {"model_name": "model"})
+
+
+def applications(settings: Settings, *mounts: Mount) -> Applications:
+    lifecycle = Lifecycle(settings)
+    lifecycle.stage = State.READY
+    models = Models.of(lifecycle)
+    return create_app(models, settings.server, Registrar(models, settings.server, Mock()), mounts)
+
+
+def client_of(application: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://server")
+
+
+def console(model_dir: Path, *mounts: Mount, **environ: str) -> httpx.AsyncClient:
+    return client_of(applications(settings_of(model_dir, environ), *mounts).main)
+
+
+async def test_the_page_and_all_that_it_refers_to_are_served(model_dir: Path) -> None:
+    client = console(model_dir)
+    page = await client.get("/console")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    referred = set(re.findall(r'(?:href|src)="(console/[^"]+)"', page.text))
+    assert {"console/console.css", "console/console.js"} <= referred
+    referred |= {f"console/{name}" for text in TEXTS.values() for name in re.findall(r'from "\./([^"]+)"', text)}
+    assert referred == {f"console/{path.name}" for path in FILES if path.suffix != ".html"}
+    for path in referred:
+        assert (await client.get(f"/{path}")).status_code == 200
+    assert (await client.get("/console/")).headers["location"] == "../console"
+
+
+async def test_only_browsers_get_the_page_at_the_root(model_dir: Path) -> None:
+    client = console(model_dir)
+    page, shown = await client.get("/", headers=BROWSER), await client.get("/console")
+    assert page.content == shown.content
+    assert page.headers["vary"] == "accept"
+    without = console(model_dir, SERVING_CONSOLE="false")
+    for accept in ("*/*", "application/json", ""):
+        ours, theirs = (
+            await client.get("/", headers={"accept": accept}),
+            await without.get("/", headers={"accept": accept}),
+        )
+        assert (ours.status_code, ours.content) == (theirs.status_code, theirs.content)
+
+
+async def test_where_it_is_off_nothing_of_it_is_there(model_dir: Path) -> None:
+    client = console(model_dir, SERVING_CONSOLE="false")
+    for path in ("/console", "/console/", "/console/console.js", "/console/state"):
+        assert (await client.get(path)).status_code == 404
+    assert "<html" not in (await client.get("/", headers=BROWSER)).text
+
+
+async def test_on_sagemaker_it_is_off_unless_it_is_asked_for(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
+    assert (await console(model_dir).get("/console/state")).status_code == 404
+    assert (await console(model_dir, SERVING_CONSOLE="true").get("/console/state")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/console", "/", "/console/console.js", "/console/state"])
+async def test_every_reply_is_held_to_this_server(model_dir: Path, path: str) -> None:
+    headers = (await console(model_dir, SERVING_CORS_ALLOWED_ORIGIN="*").get(path, headers=BROWSER)).headers
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy.pop("default-src") == "'none'"
+    assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+    assert {policy[name] for name in ("frame-ancestors", "form-action", "base-uri", "trusted-types")} == {"'none'"}
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "access-control-allow-origin" not in headers
+
+
+async def test_a_browser_that_has_a_file_gets_it_once(model_dir: Path) -> None:
+    client = console(model_dir)
+    first = await client.get("/console/console.js")
+    assert first.headers["cache-control"] == "no-cache"
+    again = await client.get("/console/console.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    other = await client.get("/console/console.js", headers={"if-none-match": '"of another release"'})
+    assert other.status_code == 200
+
+
+async def test_the_page_is_light() -> None:
+    assert sum(path.stat().st_size for path in FILES) < MAX_WEIGHT
+
+
+@pytest.mark.parametrize("name", TEXTS)
+async def test_nothing_of_the_page_comes_from_elsewhere(name: str) -> None:
+    text = TEXTS[name].replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.findall(r"""(?:https?:)?//[\w-]+\.[\w.-]+""", text)
+    assert not re.findall(r"\b(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function)", text)
+    assert not re.findall(r"""<[^>]+\s(?:style|on\w+)=""", text), "the policy forbids both"
+
+
+def _luminance(colour: str) -> float:
+    """WCAG's relative luminance of `#rrggbb`."""
+    shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return sum(weight * share for weight, share in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+TEXT_ON = {
+    "paper": "ink dim accent good bad",
+    "card": "ink dim accent good bad",
+    "bad-paper": "ink bad",
+    "accent": "on-accent",
+    **dict.fromkeys(("mark", "added", "removed", "shade"), "ink"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_texts_have_the_contrast_of_wcag_aa(scheme: str) -> None:
+    first, _, second = TEXTS["console.css"].partition("@media (prefers-color-scheme: dark)")
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", first if scheme == "light" else second))
+    pairs = [(under, over, 4.5) for under, names in TEXT_ON.items() for over in names.split()]
+    pairs += [(under, "field", 3.0) for under in ("paper", "card")]  # the edges of controls
+    low = {}
+    for under, over, least in pairs:
+        dark, light = sorted((_luminance(colours[under]), _luminance(colours[over])))
+        if (light + 0.05) / (dark + 0.05) < least:
+            low[over, under] = round((light + 0.05) / (dark + 0.05), 2)
+    assert not low
+
+
+async def test_the_packages_data_has_the_page() -> None:
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["container.console"] == ["static/*"]
+    assert all(path.is_file() for path in FILES)
+
+
+async def test_the_state_is_that_of_ping_and_of_slipway_config(model_dir: Path) -> None:
+    client = console(model_dir)
+    response = await client.get("/console/state")
+    assert response.headers["cache-control"] == "no-store"
+    state, ping = response.json(), await client.get("/ping")
+    assert state["health"] == {"status": ping.status_code, "models": ping.json()}
+    (model,) = state["models"]
+    assert (model["name"], model["state"], model["contract"]) == ("model", "ready", "rolling batch")
+    settings = {entry["name"]: entry for entry in model["settings"]["settings"]}
+    assert settings["option.dtype"] == {
+        "name": "option.dtype",
+        "value": "float16",
+        "source": "serving.properties: option.dtype",
+    }
+    assert settings["console"]["source"] == "default"
+
+
+async def test_a_model_that_has_failed_shows_why(model_dir: Path) -> None:
+    settings = settings_of(model_dir, {})
+    lifecycle = Lifecycle(settings)
+    lifecycle.stage = State.READY
+    lifecycle.fail("the engine is gone")
+    models = Models.of(lifecycle)
+    app = create_app(models, settings.server, Registrar(models, settings.server, Mock())).main
+    state = (await client_of(app).get("/console/state")).json()
+    assert state["health"]["status"] == 500
+    assert (state["models"][0]["state"], state["models"][0]["reason"]) == ("failed", "the engine is gone")
+
+
+async def test_secrets_are_masked(model_dir: Path) -> None:
+    response = await console(model_dir, **SECRETS).get("/console/state")
+    names = {entry["name"] for entry in response.json()["models"][0]["settings"]["settings"]}
+    assert "option.api_key" in names
+    assert not [secret for secret in SECRETS.values() if secret in response.text]
+
+
+async def test_what_belongs_to_the_management_api_is_on_its_address_alone(model_dir: Path) -> None:
+    environ = {"SERVING_MANAGEMENT_ADDRESS": "http://127.0.0.1:9999"}
+    both = applications(settings_of(model_dir, environ))
+    state = (await client_of(both.main).get("/console/state")).json()
+    assert (state["management"], state["models"][0]["settings"]) == (False, None)
+    assert str(model_dir) not in str({**state, "models": [state["models"][0] | {"model_id": None}]})
+    state = (await client_of(both.management).get("/console/state")).json()
+    assert state["management"]
+    assert state["models"][0]["settings"]["settings"]
+    off = applications(settings_of(model_dir, environ | {"SERVING_CONSOLE": "false"}))
+    assert (await client_of(off.management).get("/console/state")).status_code == 404
+
+
+async def test_adapters_are_shown_without_credentials(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = Adapter(name="red", src="https://me:swordfish@host/red", path=model_dir, id=1, pin=True)
+    view = Lifecycle.view
+    monkeypatch.setattr(Lifecycle, "view", lambda lifecycle: replace(view(lifecycle), adapters=(adapter,)))
+    (model,) = (await console(model_dir).get("/console/state")).json()["models"]
+    assert model["adapters"] == [{"name": "red", "src": "https://***@host/red", "pinned": True}]
+    apart = console(model_dir, SERVING_MANAGEMENT_ADDRESS="http://127.0.0.1:9999")
+    (model,) = (await apart.get("/console/state")).json()["models"]
+    assert model["adapters"] == [{"name": "red", "src": None, "pinned": True}]
+
+
+async def test_a_server_without_a_model_shows_its_own_settings() -> None:
+    startup = load_startup(None, {"SAGEMAKER_MULTI_MODEL": "true"}, {})
+    models = Models()
+    registrar = Registrar(models, startup.server, Mock())
+    app = create_app(models, startup.server, registrar, report=startup.report).main
+    state = (await client_of(app).get("/console/state")).json()
+    assert (state["models"], state["single"]) == ([], False)
+    assert {"name": "multi_model", "value": True, "source": "environment: SAGEMAKER_MULTI_MODEL"} in state["settings"][
+        "settings"
+    ]
+
+
+async def test_the_local_endpoints_names_are_shown(model_dir: Path) -> None:
+    async def nothing(*_: Any) -> None: ...
+
+    client = console(model_dir, Mount("/endpoints/", nothing, nothing, ("my-endpoint",)))
+    assert (await client.get("/console/state")).json()["endpoints"] == ["my-endpoint"]
