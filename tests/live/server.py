@@ -124,6 +124,11 @@ class Server:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child.pid for child in children if "EngineCore" in child.name())
 
+    def has_engine_process(self) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
+            return self.engine_process() > 0
+        return False
+
     def worker_process(self) -> psutil.Process:
         """The first worker of vLLM's engine."""
         children = psutil.Process(self.process.pid).children(recursive=True)
