@@ -38,7 +38,7 @@ def _write(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,  # with one table for both, it would say its last token again and again
         eos_token_id=tokenizer.eos_token_id,
         dtype=torch.float32,
     )

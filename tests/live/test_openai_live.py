@@ -435,7 +435,7 @@ class TestSmall:
         assert (refused.status_code, refused.json()["code"]) == (400, 400)
 
     def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(self, small: Server) -> None:
-        document = {"model": "first", "prompt": "Once", "max_tokens": 200, "ignore_eos": True}
+        document = {"model": "first", "prompt": "Once", "max_tokens": 100, "ignore_eos": True}
         with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=small.url, timeout=60) as client:
             for _ in range(3):
                 pool.submit(client.post, "/v1/completions", json=document)
@@ -460,7 +460,7 @@ class TestSmall:
         document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": stream}
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(small.client.post, "/v1/completions", json=document)
-            time.sleep(1)
+            small.wait_for_metric("slipway_engine_running", 1)
             os.kill(pid, signal.SIGSTOP)
             try:
                 text = answer.result(timeout=40).text
@@ -475,7 +475,7 @@ class TestSmall:
         with ThreadPoolExecutor(2) as pool:
             whole = pool.submit(small.client.post, "/v1/completions", json=document)
             stream = pool.submit(small.client.post, "/v1/completions", json=document | {"stream": True})
-            time.sleep(1)
+            small.wait_for_metric("slipway_engine_running", 2)
             os.kill(small.engine_process(), signal.SIGKILL)
             died = time.monotonic()
             assert whole.result(timeout=60).status_code == 500

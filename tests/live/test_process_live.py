@@ -61,7 +61,7 @@ def test_a_client_that_leaves_a_plain_request_stops_its_generation(server: Serve
 
 def test_ping_answers_quickly_while_the_engine_is_busy(server: Server) -> None:
     clients = [open_stream(server) for _ in range(32)]
-    time.sleep(0.5)
+    server.wait_for_metric("slipway_engine_running", 32)
     durations = []
     for _ in range(20):
         started = time.monotonic()
