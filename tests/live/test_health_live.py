@@ -169,7 +169,7 @@ def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Serv
         chat = pool.submit(
             vllm_server.client.post,
             "/v1/completions",
-            json={"model": "model", "prompt": "Once", "max_tokens": TOKENS, "ignore_eos": True},
+            json={"model": "model", "prompt": "Once", "max_tokens": 100, "ignore_eos": True},
         )
         wait_for_ping(vllm_server, 500, STALL_TIMEOUT + 10)
         os.kill(vllm_server.engine_process(), signal.SIGCONT)
