@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 STALL_TIMEOUT, PREDICT_TIMEOUT = 6.0, 12.0
 """Seconds. A busy machine can keep the engine from a step for some of them."""
-TOKENS = 2000
+TOKENS = 1000
 """Of an answer that is not there before the engine is stopped, and soon there once it goes on."""
 
 
