@@ -25,7 +25,6 @@ from openai import OpenAI
 from tests.live.local_command import local_command
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, write_model
-from tests.live.small_model import ENDLESS
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -50,15 +49,17 @@ def environment(url: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def container(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+def container(
+    tmp_path_factory: pytest.TempPathFactory, sample_model: Path, engine_options: dict[str, object]
+) -> Iterator[Server]:
     """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes.
 
     The adapter `red` is in the model's directory, `blue` is registered by the local endpoint.
     """
     directory = tmp_path_factory.mktemp("local")
-    model = write_model(directory / "model", enable_lora="true", max_loras=2, **small_options)
-    make_adapter(model / "adapters" / "red", small_options["model_id"], seed=1, scale=0.9)
-    blue = make_adapter(directory / "blue", small_options["model_id"], seed=2, scale=0.9)
+    model = write_model(directory / "model", rolling_batch="vllm", enable_lora="true", max_loras=2, **engine_options)
+    make_adapter(model / "adapters" / "red", sample_model, seed=1, scale=0.9)
+    blue = make_adapter(directory / "blue", sample_model, seed=2, scale=0.9)
     server = Server(
         model,
         directory / "server.log",
@@ -321,7 +322,7 @@ def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation
     crowd = 64
     with contextlib.closing(runtime_client(crowd + 1)) as client, ThreadPoolExecutor(crowd) as pool:
         leaver = client.invoke_endpoint_with_response_stream(
-            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, **ENDLESS)
+            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, max_new_tokens=900, ignore_eos_token=True)
         )
         next(iter(leaver["Body"]))
         bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))
