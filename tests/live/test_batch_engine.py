@@ -156,19 +156,19 @@ async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_m
 
 
 @pytest.fixture(scope="module")
-def server(host: Server, tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Iterator[Server]:
     options: dict[str, Any] = {
         "model_id": sample_model,
         "rolling_batch": "disable",
         "dtype": "fp32",
         "max_model_len": 1024,
     }
-    with hosted(host, write_model(tmp_path_factory.mktemp("dynamic") / "model", batch_size=4, **options)) as running:
+    with serving(tmp_path_factory.mktemp("dynamic"), batch_size=4, **options) as running:
         yield running
 
 
 def post(server: Server, document: dict[str, Any]) -> httpx.Response:
-    return server.client.post("/invocations", json=document)
+    return httpx.post(f"{server.url}/invocations", json=document, timeout=120)
 
 
 def test_over_http_texts_come_with_their_prompts_in_lmis_bytes(server: Server, sample_model: Path) -> None:
@@ -215,11 +215,10 @@ WITHOUT_VLLM = {
 
 def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-    query = {"model_name": server.name}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, default_query=query) as client:
-        assert [model.id for model in client.models.list()] == [server.name]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["model"]
         with pytest.raises(openai.APIStatusError) as caught:
-            client.chat.completions.create(model=server.name, messages=messages, max_tokens=4)
+            client.chat.completions.create(model="model", messages=messages, max_tokens=4)
     assert caught.value.status_code == 501
     assert caught.value.body["type"] == "NotImplementedError"
     reply = server.client.post("/invocations", json={"messages": messages})
