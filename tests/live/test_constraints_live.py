@@ -100,11 +100,11 @@ ANSWERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def results(small_options: dict[str, object]) -> dict[str, dict[str, Any]]:
+def results(sample_model: Path) -> dict[str, dict[str, Any]]:
     script = Path(__file__).with_name("constrained_answers.py")
     cases = {name: case for name, (case, _) in REFUSED.items()} | ANSWERED
     finished = subprocess.run(
-        [sys.executable, str(script), str(small_options["model_id"])],
+        [sys.executable, str(script), str(sample_model)],
         input=json.dumps(cases),
         capture_output=True,
         text=True,
