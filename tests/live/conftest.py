@@ -14,6 +14,7 @@ from container.sources.sample_model import prepare
 from handlers.memory_release import release_memory
 from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.server import START_SECONDS, Server, serving
+from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 
 # float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
@@ -48,6 +49,19 @@ def sample_model() -> Path:
 @pytest.fixture(scope="session")
 def engine_options(sample_model: Path) -> dict[str, object]:
     return {"model_id": sample_model, **ENGINE}
+
+
+@pytest.fixture(scope="session")
+def small_options() -> dict[str, object]:
+    """Options of an engine whose text does not matter."""
+    return {
+        "model_id": prepare_small_model(),
+        "rolling_batch": "vllm",
+        "dtype": "fp32",
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache_memory_bytes": 128 << 20,
+        "max_rolling_batch_size": 32,
+    }
 
 
 @pytest.fixture(scope="session", params=["lmi-dist"])

@@ -40,10 +40,13 @@ def write_model(directory: Path, **options: object) -> Path:
     return directory
 
 
-def copy_model(fixture: Path, directory: Path, **options: object) -> Path:
-    """A copy of a model directory, with its own serving.properties."""
+def copy_model(fixture: Path, directory: Path, properties: str = "", **options: object) -> Path:
+    """A copy of a model directory, with its own serving.properties; `properties` are lines without `option.`."""
     shutil.copytree(fixture, directory, ignore=shutil.ignore_patterns("__pycache__"))
-    return write_model(directory, **options)
+    write_model(directory, **options)
+    with (directory / "serving.properties").open("a") as file:
+        file.write(properties + "\n")
+    return directory
 
 
 def _own_environment() -> dict[str, str]:
@@ -124,6 +127,11 @@ class Server:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child.pid for child in children if "EngineCore" in child.name())
 
+    def has_engine_process(self) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
+            return self.engine_process() > 0
+        return False
+
     def worker_process(self) -> psutil.Process:
         """The first worker of vLLM's engine."""
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -177,7 +185,7 @@ def hosted(host: Server, model_dir: Path) -> Iterator[Server]:
 def serving_copy(
     fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
 ) -> Iterator[Server]:
-    """A server for a copy of a model directory; `properties` are lines without `option.`."""
+    """A server for a copy of a model directory."""
     server = start_copy(fixture, directory, environment, properties, **options)
     try:
         server.wait_until_ready()
@@ -190,9 +198,7 @@ def start_copy(
     fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
 ) -> Server:
     """A server that has just been started for a copy of a model directory."""
-    model_dir = copy_model(fixture, directory / "model", **options)
-    with (model_dir / "serving.properties").open("a") as file:
-        file.write(properties + "\n")
+    model_dir = copy_model(fixture, directory / "model", properties, **options)
     return Server(model_dir, directory / "server.log", environment or {})
 
 

@@ -32,17 +32,17 @@ def loud(output: TextGenerationOutput) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Path:
     """Adapters `red`, `blue` and `wide`, whose rank is too large."""
-    directory = tmp_path_factory.mktemp("made")
+    directory, model = tmp_path_factory.mktemp("made"), small_options["model_id"]
     for seed, name in enumerate(("red", "blue"), start=1):
-        make_adapter(directory / name, sample_model, seed, scale=0.9)
-    make_adapter(directory / "wide", sample_model, 3, rank=16)
+        make_adapter(directory / name, model, seed, scale=0.9)
+    make_adapter(directory / "wide", model, 3, rank=16)
     return directory
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, engine_options: dict[str, object]) -> Iterator[Server]:
+def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: dict[str, object]) -> Iterator[Server]:
     """A server with `red` and `blue` beside its model; two adapters fit into a batch, and three into memory."""
     directory = tmp_path_factory.mktemp("lora")
     for name in ("red", "blue"):
@@ -56,7 +56,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, engine_options: d
             "AWS_ENDPOINT_URL_S3": address,
             "SERVING_DOWNLOAD_DIR": str(directory / "downloads"),
         }
-        with serving(directory, environment, rolling_batch="vllm", **options, **engine_options) as running:
+        with serving(directory, environment, **options, **small_options) as running:
             yield running
 
 
@@ -315,7 +315,7 @@ def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
 
 def test_a_request_that_runs_keeps_its_adapter_while_new_ones_do_not_get_it_any_more(lora: Server, made: Path) -> None:
     assert register(lora, "guest", made / "red").status_code == 200
-    document = {"inputs": PROMPTS[1], "parameters": {"max_new_tokens": 120, "ignore_eos_token": True}}
+    document = {"inputs": PROMPTS[1], "parameters": {"max_new_tokens": 500, "ignore_eos_token": True}}
     whole = lora.client.post("/invocations", json={**document, "adapters": "red"}).json()["generated_text"]
     with lora.client.stream("POST", "/invocations", json={**document, "adapters": "guest", "stream": True}) as stream:
         lines = stream.iter_lines()

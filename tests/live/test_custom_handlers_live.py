@@ -161,9 +161,10 @@ def test_a_client_that_reads_slowly_holds_its_stream_back(echo: Server, tmp_path
     assert early * 100_000 < 20_000_000
 
 
-def test_arrays_go_in_and_out(tmp_path: Path) -> None:
+def test_arrays_go_in_and_out(host: Server, tmp_path: Path) -> None:
     arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1, 2], dtype=np.int64)]
-    with serving_copy(HANDLERS / "numpy_io", tmp_path) as server:
+    model = copy_model(HANDLERS / "numpy_io", tmp_path / "model")
+    with hosted(host, model) as server:
         nd_list = server.client.post(
             "/invocations", content=bytes(to_nd_list(arrays)), headers={"content-type": "tensor/ndlist"}
         )
@@ -180,8 +181,9 @@ def test_arrays_go_in_and_out(tmp_path: Path) -> None:
         assert "Traceback" not in broken.text
 
 
-def test_async_handlers_serve_many_at_once(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "async_echo", tmp_path, async_mode="true") as server:
+def test_async_handlers_serve_many_at_once(host: Server, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "async_echo", tmp_path / "model", async_mode="true")
+    with hosted(host, model) as server:
 
         def ask(number: int) -> str:
             document = {"do": "stream", "count": 5, "delay": 0.1, "text": f"n{number}"}
@@ -197,8 +199,9 @@ def test_async_handlers_serve_many_at_once(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["code"]) == (424, 424)
 
 
-def test_dynamic_batches_reach_the_handler_together(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "batch_echo", tmp_path, properties="batch_size=4\nmax_batch_delay=2000") as server:
+def test_dynamic_batches_reach_the_handler_together(host: Server, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "batch_echo", tmp_path / "model", properties="batch_size=4\nmax_batch_delay=2000")
+    with hosted(host, model) as server:
 
         def ask(number: int) -> str:
             text: str = server.client.post("/invocations", content=f"n{number}").text
@@ -208,8 +211,9 @@ def test_dynamic_batches_reach_the_handler_together(tmp_path: Path) -> None:
             assert sorted(pool.map(ask, range(4))) == [f"n{number} of 4" for number in range(4)]
 
 
-def test_a_handler_with_a_rolling_batch_serves_requests_as_they_come(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "rolling", tmp_path, rolling_batch="auto", max_rolling_batch_size=3) as server:
+def test_a_handler_with_a_rolling_batch_serves_requests_as_they_come(host: Server, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "rolling", tmp_path / "model", rolling_batch="auto", max_rolling_batch_size=3)
+    with hosted(host, model) as server:
 
         def ask(number: int) -> httpx.Response:
             return server.client.post("/invocations", json={"text": f"n{number}-", "tokens": 1 + number % 4})
@@ -220,8 +224,9 @@ def test_a_handler_with_a_rolling_batch_serves_requests_as_they_come(tmp_path: P
                 assert response.text == "".join(f"n{number}-{i + 1}s/0 " for i in range(1 + number % 4))
 
 
-def test_the_model_directory_is_where_the_handler_runs_and_imports(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "success", tmp_path, mine="a b", model_id="org/name") as server:
+def test_the_model_directory_is_where_the_handler_runs_and_imports(host: Server, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "success", tmp_path / "model", mine="a b", model_id="org/name")
+    with hosted(host, model) as server:
         answer = server.invoke("x").json()
         assert answer["greeting"] == "custom_handler_used"
         assert answer["configuration"]["mine"] == "a b"
@@ -268,8 +273,9 @@ def test_a_crash_beyond_the_threshold_fails_the_health_check_and_the_handler_sti
         assert server.client.post("/invocations", content=b"on").content == b"on"
 
 
-def test_a_handler_that_hangs_is_ended_and_its_client_told(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "slow", tmp_path, properties="retry_threshold=5", predict_timeout=1) as server:
+def test_a_handler_that_hangs_is_ended_and_its_client_told(host: Server, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "slow", tmp_path / "model", properties="retry_threshold=5", predict_timeout=1)
+    with hosted(host, model) as server:
         started = time.monotonic()
         response = server.client.post("/invocations", content=b"60")
         assert (response.status_code, time.monotonic() - started < 10) == (503, True)
@@ -309,8 +315,9 @@ def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "slow", tmp_path, properties="job_queue_size=1") as server:
+def test_a_full_queue_is_refused_at_once(host: Server, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "slow", tmp_path / "model", properties="job_queue_size=1")
+    with hosted(host, model) as server:
         with ThreadPoolExecutor(6) as pool:
             responses = list(pool.map(lambda _: server.client.post("/invocations", content=b"0.5"), range(6)))
         refused = [response for response in responses if response.status_code != 200]

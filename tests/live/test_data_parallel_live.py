@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.live.server import METRIC_SECONDS, Server, serving
+from tests.live.small_model import ENDLESS
 from tests.live.test_health_live import lives
 from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
@@ -20,12 +21,12 @@ BATCH = 4
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+def replicas(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("replicas")
-    options = {"rolling_batch": "vllm", "max_rolling_batch_size": BATCH, "kv_cache_memory_bytes": 128 << 20}
+    options = small_options | {"max_rolling_batch_size": BATCH, "data_parallel_size": 2}
     # Two replicas have no cores of their own here.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with serving(directory, environment, **engine_options | options, data_parallel_size=2) as server:
+    with serving(directory, environment, **options) as server:
         yield server
 
 
@@ -33,7 +34,7 @@ def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None
     clients = 5 * BATCH
     with contextlib.ExitStack() as streams:
         for _ in range(clients):
-            streams.enter_context(open_stream(replicas))
+            streams.enter_context(open_stream(replicas, parameters=ENDLESS))
 
         def all_counted() -> bool:
             running, waiting = (replicas.metric(f"slipway_engine_{kind}") for kind in ("running", "waiting"))

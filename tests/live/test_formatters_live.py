@@ -83,12 +83,12 @@ def test_a_formatter_may_be_named_in_the_settings(
 
 
 def test_errors_of_formatters_fail_their_own_request_alone(
-    host: Server, tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    model = copy_model(FORMATTERS / "failing", tmp_path / "model", rolling_batch="vllm", **engine_options)
+    model = copy_model(FORMATTERS / "failing", tmp_path / "model", **small_options)
     with hosted(host, model) as server:
         with ThreadPoolExecutor(8) as pool:
-            good = [pool.submit(server.invoke, PROMPT, stream=True, max_new_tokens=20) for _ in range(4)]
+            good = [pool.submit(server.invoke, PROMPT, stream=True, max_new_tokens=200) for _ in range(4)]
             unread = pool.submit(server.invoke, "read this")
             unwritten = pool.submit(server.client.post, "/invocations", json={"inputs": "write this"})
             midway = pool.submit(

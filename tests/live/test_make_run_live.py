@@ -27,7 +27,8 @@ REPOSITORY = Path(__file__).parents[2]
 MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GIB = 1 << 30
-OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "HF_HUB_OFFLINE", "HF_MODEL_ID")
+OF_THE_TESTS = ("HF_HUB_OFFLINE", "HF_MODEL_ID")
+THREADS_OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
 
 def command(port: int) -> str:
@@ -74,9 +75,13 @@ class MakeRun:
 
 @contextlib.contextmanager
 def make_run(directory: Path, *before: str) -> Iterator[MakeRun]:
-    """`before`: what the shell does first; the server inherits it."""
+    """`before`: what the shell does first; the server inherits it.
+
+    Without, vLLM chooses the cores of its threads by itself: once is enough, as they spin where other tests run.
+    """
     port = free_port()
-    environment = {name: value for name, value in os.environ.items() if name not in OF_THE_TESTS}
+    left_out = OF_THE_TESTS if before else OF_THE_TESTS + THREADS_OF_THE_TESTS
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment["PYTHONPATH"] = str(REPOSITORY)
     script = "\n".join(["set -e", *before, command(port)])
     log = directory / "server.log"

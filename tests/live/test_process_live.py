@@ -13,22 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, hosted, records, serving, write_model
+from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
 
-ENDLESS = {"max_new_tokens": 900, "ignore_eos_token": True}
-ENDLESS_STREAM = {"model": "model", "prompt": "Once", "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+LONG = {"max_new_tokens": 900, "ignore_eos_token": True}
+"""Half a minute for the sample model."""
 STOPPING = "the server is stopping; the request was not completed"
 
 
-def open_stream(server: Server, path: str = "/invocations") -> socket.socket:
+def open_stream(server: Server, path: str = "/invocations", parameters: dict[str, Any] = LONG) -> socket.socket:
     """A client that has asked for a long stream."""
-    body = json.dumps({"inputs": "Once upon a time", "stream": True, "parameters": ENDLESS}).encode()
+    body = json.dumps({"inputs": "Once upon a time", "stream": True, "parameters": parameters}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -52,14 +54,14 @@ def test_two_hundred_clients_that_disconnect_leave_nothing_running(server: Serve
 def test_a_client_that_leaves_a_plain_request_stops_its_generation(server: Server) -> None:
     aborted = server.metric("slipway_generations_aborted_total")
     with pytest.raises(httpx.ReadTimeout):
-        server.client.post("/invocations", json={"inputs": "Once", "parameters": ENDLESS}, timeout=1)
+        server.client.post("/invocations", json={"inputs": "Once", "parameters": LONG}, timeout=1)
     server.wait_for_metric("slipway_engine_running", 0)
     assert server.metric("slipway_generations_aborted_total") == aborted + 1
 
 
 def test_ping_answers_quickly_while_the_engine_is_busy(server: Server) -> None:
     clients = [open_stream(server) for _ in range(32)]
-    time.sleep(0.5)
+    server.wait_for_metric("slipway_engine_running", 32)
     durations = []
     for _ in range(20):
         started = time.monotonic()
@@ -93,7 +95,7 @@ def test_prompts_are_not_logged(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     """A server with low limits and JSON logs; its last test ends it."""
     # vLLM's sockets are here: pytest's directories are too long for their paths.
     with TemporaryDirectory(prefix="slipway-test-") as temporary:
@@ -101,9 +103,11 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
             "SERVING_MAX_REQUEST_SIZE": "2000",
             "SERVING_JOB_QUEUE_SIZE": "2",
             "SERVING_LOG_FORMAT": "json",
+            "SERVING_DRAIN_TIMEOUT": "10",
+            "TORCH_COMPILE_DISABLE": "1",  # what is compiled is kept below TMPDIR
             "TMPDIR": temporary,
         }
-        options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
+        options = small_options | {"max_rolling_batch_size": 2}
         with serving(tmp_path_factory.mktemp("small"), environment, **options) as server:
             yield server
 
@@ -111,7 +115,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
 def test_a_body_over_the_limit_is_413_and_a_full_queue_503(small: Server) -> None:
     assert small.client.post("/invocations", content=b"x" * 3000).status_code == 413
     with ThreadPoolExecutor(12) as pool:
-        calls = [pool.submit(small.invoke, "Once", max_new_tokens=100, ignore_eos_token=True) for _ in range(12)]
+        calls = [pool.submit(small.invoke, "Once", max_new_tokens=500, ignore_eos_token=True) for _ in range(12)]
         answers = [call.result() for call in calls]
     assert sorted({answer.status_code for answer in answers}) == [200, 503]
     refused = next(answer for answer in answers if answer.status_code == 503)
@@ -132,9 +136,11 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
 
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
-    with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.invoke, "Once", stream=True, max_new_tokens=150, ignore_eos_token=True)
-        server.wait_for_metric("slipway_engine_running", 1)
+    parameters = {"max_new_tokens": 500, "ignore_eos_token": True}
+    body = {"inputs": "Once", "stream": True, "parameters": parameters}
+    with ThreadPoolExecutor(1) as pool, server.client.stream("POST", "/invocations", json=body) as running:
+        lines = running.iter_lines()
+        first = next(lines)
         endless = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
         wait_until(lambda: server.metric("slipway_engine_running") > 1)
         os.killpg(server.process.pid, number)
@@ -143,8 +149,8 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             refused = late.post("/invocations", json={"inputs": "x"})
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
-        stream = records(running.result().text)
-        assert len(stream) == 150
+        stream = records("\n".join([first, *lines]))
+        assert len(stream) == 500
         assert "generated_text" in stream[-1]
         *_, last, done = endless.result().text.strip().split("\n\n")
         assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
@@ -153,15 +159,15 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
-    host: Server, tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    model = write_model(tmp_path / "model", **engine_options)
+    model = write_model(tmp_path / "model", **small_options)
     with hosted(host, model) as server, ThreadPoolExecutor(4) as pool:
         plain = pool.submit(server.invoke, "Once", **ENDLESS)
         stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
         beams = pool.submit(server.invoke, "Once", num_beams=2, **ENDLESS)
         server.wait_for_metric("slipway_open_requests", 3)
-        time.sleep(1)
+        wait_until(lambda: server.metric("slipway_engine_running") > 1)
         worker = server.worker_process()
         killed = time.monotonic()
         os.kill(server.engine_process(), signal.SIGKILL)
@@ -179,19 +185,20 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
 
 
 def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_then_the_process_ends(
-    tmp_path: Path, sample_model: Path, engine_options: dict[str, object]
+    tmp_path: Path, small_options: dict[str, object]
 ) -> None:
     environment = {
         "SERVING_ENGINE_RESTART": "2",
         "SERVING_ENGINE_RESTART_WHEN_STALLED": "true",
-        "SERVING_STALL_TIMEOUT": "10",
+        "SERVING_STALL_TIMEOUT": "6",
         "SERVING_FAIL_FAST": "true",
+        "TORCH_COMPILE_DISABLE": "1",  # else the first log probability may take longer than the stall timeout
     }
-    adapter = make_adapter(tmp_path / "red", sample_model, 1)
-    with serving(tmp_path, environment, enable_lora="true", **engine_options) as server:
+    adapter = make_adapter(tmp_path / "red", small_options["model_id"], 1)
+    with serving(tmp_path, environment, enable_lora="true", **small_options) as server:
         assert server.client.post("/adapters", params={"name": "red", "src": str(adapter)}).status_code == 200
-        said = adapted(server)
-        stalled = "the engine is stalled: requests run, and nothing has come of them for 10 s; it is started again"
+        assert (said := adapted(server)) != adapted(server, "")
+        stalled = "the engine is stalled: requests run, and nothing has come of them for 6 s; it is started again"
         said_at = {
             "killed worker": "the engine has died; the request was not completed",
             "stopped engine": f"{stalled}; the request was not completed",
@@ -225,9 +232,9 @@ def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_t
         assert server.process.wait(60) == 137
 
 
-def adapted(server: Server) -> str:
+def adapted(server: Server, adapter: str = "red") -> str:
     """What the model says with an adapter."""
-    body = {"inputs": "Once upon a time", "adapters": "red", "parameters": {"max_new_tokens": 12}}
+    body = {"inputs": "Once upon a time", "adapters": adapter, "parameters": {"max_new_tokens": 12}}
     response = server.client.post("/invocations", json=body)
     assert response.status_code == 200, response.text
     text: str = response.json()["generated_text"]
@@ -235,11 +242,11 @@ def adapted(server: Server) -> str:
 
 
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
-    tmp_path: Path, engine_options: dict[str, object]
+    tmp_path: Path, small_options: dict[str, object]
 ) -> None:
     temporary = TemporaryDirectory(prefix="slipway-test-")
     environment = {"TMPDIR": temporary.name}
-    server = Server(write_model(tmp_path / "model", **engine_options), tmp_path / "server.log", environment)
+    server = Server(write_model(tmp_path / "model", **small_options), tmp_path / "server.log", environment)
     sockets = partial(Path(temporary.name).glob, "slipway-sockets-*")
     try:
         wait_until(lambda: server.ping() != 0, START_SECONDS)
@@ -248,8 +255,7 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
         refused = server.invoke("Hello")
         assert refused.status_code == 503
         assert "not loaded yet" in refused.json()["message"]
-        time.sleep(5)  # by now the engine's own process has been started
-        assert [*sockets()]
+        wait_until(lambda: [*sockets()] and server.has_engine_process(), START_SECONDS, about=server.log_text)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert not [*sockets()]

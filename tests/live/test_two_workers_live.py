@@ -6,59 +6,26 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, records, serving
+from tests.live.small_model import ENDLESS
 from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
 
 PROMPTS = ("Once upon a time", "The capital of France is")
 TOKENS = 16
-MAX_MODEL_LEN = 16384
-ENDLESS = {"max_new_tokens": 16000, "ignore_eos_token": True}
-"""Half a minute for the small model; a slow client must not find it finished."""
 
 
 @pytest.fixture(scope="module")
-def two_heads(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose heads two ranks can share; the sample model's tokenizer, and random weights."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    directory = tmp_path_factory.mktemp("two-heads")
-    tokenizer = AutoTokenizer.from_pretrained(sample_model)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype=torch.float32,
-    )
-    torch.manual_seed(3)
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, two_heads: Path, engine_options: dict[str, object]
-) -> Iterator[Server]:
-    """A server with two workers; the last test ends it."""
+def server(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """A server with two workers, each with one of the model's two heads; the last test ends it."""
     cores = sorted(os.sched_getaffinity(0))
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    options = engine_options | {"model_id": two_heads, "rolling_batch": "vllm", "enable_prefix_caching": "false"}
-    workers = {"max_model_len": MAX_MODEL_LEN, "tensor_parallel_degree": 2, "distributed_executor_backend": "mp"}
-    with serving(tmp_path_factory.mktemp("server"), environment, **options | workers) as running:
+    workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": "false"}
+    with serving(tmp_path_factory.mktemp("server"), environment, **small_options | workers) as running:
         yield running
 
 
@@ -78,11 +45,12 @@ def wait_until_ended(processes: list[psutil.Process]) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_two_workers_generate_what_transformers_does(server: Server, two_heads: Path) -> None:
+def test_two_workers_generate_what_transformers_does(server: Server, small_options: dict[str, object]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(two_heads), AutoTokenizer.from_pretrained(two_heads)
+    path = small_options["model_id"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     for prompt in PROMPTS:
         given = tokenizer(prompt, return_tensors="pt")
         expected = model.generate(**given, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0]
@@ -118,7 +86,7 @@ def test_nothing_outlives_a_killed_server_with_two_workers(server: Server) -> No
     assert server.client.delete("/models/model").status_code == 200
     again = {"model_name": "model", "url": str(server.model_dir)}
     assert server.client.post("/models", json=again, timeout=START_SECONDS).status_code == 200
-    with open_stream(server, "/predictions/model") as client:
+    with open_stream(server, "/predictions/model", ENDLESS) as client:
         assert client.recv(64).startswith(b"HTTP/1.1 200")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}

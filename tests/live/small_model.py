@@ -1,0 +1,47 @@
+"""A small model with random weights and the sample model's tokenizer, for tests in which the text does not matter.
+
+A token takes a fiftieth of the time that it takes the sample model, and a request can run for half a minute.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from container.sources.sample_model import make_once, prepare
+from handlers.cache_dir import cache_dir
+
+_FORMAT = 1  # of what is written; a change makes older caches unused
+_SEED = 3
+MAX_MODEL_LEN = 16384
+ENDLESS: dict[str, Any] = {"max_new_tokens": 16000, "ignore_eos_token": True}
+"""Half a minute; a slow client must not find it finished."""
+ENDLESS_STREAM = {"model": "model", "prompt": "Once", "n": 3, "max_tokens": 16000, "ignore_eos": True, "stream": True}
+
+
+def prepare_small_model() -> Path:
+    """Its directory, which is made first if needed."""
+    return make_once(cache_dir() / f"small-llama-v{_FORMAT}", _write)
+
+
+def _write(directory: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(prepare())
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=False,  # with one table for both, it would say its last token again and again
+        eos_token_id=tokenizer.eos_token_id,
+        dtype=torch.float32,
+    )
+    torch.manual_seed(_SEED)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
