@@ -426,7 +426,7 @@ def _check(s: SamplingParameters) -> None:
 
 def test_a_refusal_of_a_full_queue_is_the_familys_wherever_no_stream_was_asked_for() -> None:
     full = Overloaded("the queue is full")
-    bodies = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
+    bodies: dict[str, Any] = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
     bodies["/vertex"] = {"instances": [{"inputs": "x"}]}
     for route in TGI.routes:
         if isinstance(route, Generates):
