@@ -177,7 +177,9 @@ def make_environment(tmp_path: Path, *pythons: Path) -> subprocess.CompletedProc
         f"PYTHON={' '.join(map(str, pythons))}",
         f"{environment}/bin/python",
     ]
-    return subprocess.run(command, text=True, capture_output=True, check=False)
+    # A make above this one, which runs the tests, has no part in it.
+    variables = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
+    return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
 
 
 def test_the_first_python_that_is_supported_makes_the_environment(tmp_path: Path) -> None:
