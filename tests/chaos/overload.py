@@ -144,8 +144,7 @@ async def refusal_cpu(tested: Subject, contract: Contract) -> float:
     engine.suspend()
     try:
         holders = [asyncio.create_task(ask(port, long, 600, "plain", Random(0))) for _ in range(_PLACES)]
-        while not _is_full(await ask(port, long, 30)):
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(tested.server.wait_for_metric, "slipway_open_requests", _PLACES)
         before = sum(server.cpu_times()[:2])
         for _ in range(_REFUSALS):
             assert _is_full(await ask(port, refused, 30))
