@@ -172,7 +172,7 @@ def test_a_stop_string_still_ends_the_text(results: dict[str, dict[str, Any]]) -
 
 
 def test_a_request_whose_parameters_forbid_every_token_fails_alone(results: dict[str, dict[str, Any]]) -> None:
-    assert results["nothing allowed"]["error"] == "EngineFault"
+    assert results["nothing allowed"]["error"] == "InvalidParameter"
     assert results["still there"] == {"texts": ["yes"], "reasons": ["eos"]}
 
 

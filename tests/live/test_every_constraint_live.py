@@ -119,7 +119,7 @@ OPENAIS: Refused = {
     **{
         name: (
             {"response_format": typed("structural_tag", **tag)},
-            "`structured_outputs.structural_tag` is not enforced",
+            "`response_format.structural_tag` is not enforced",
         )
         for name, tag in TAGS.items()
     },
