@@ -310,6 +310,8 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
     async def refuse(_: Request, error: Exception) -> Response:
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        while modules[-1].startswith("pydantic."):  # it raises what a reader finds missing in its object
+            modules.pop()
         if _reads_body(modules):
             error = VLLMValidationError(f"the body has a value that cannot be used: {error}")
         elif not _is_clients(error) or modules[-1].startswith("handlers."):

@@ -365,17 +365,20 @@ def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_
     answer_stumbling_readers(app)
 
     @app.post("/responses")
-    async def responses() -> None:
-        from openai.types.responses import ResponseOutputMessage
+    async def responses(refusal: bool = False) -> None:
+        from openai.types.responses import ResponseOutputMessage, ResponseOutputRefusal
 
         current_call.set(call)
-        empty = ResponseOutputMessage(id="", content=[], role="assistant", status="completed", type="message")
-        construct_input_messages(request_input=[empty])
+        content = [ResponseOutputRefusal(refusal="no", type="refusal")] if refusal else []
+        said = ResponseOutputMessage(id="", content=content, role="assistant", status="completed", type="message")
+        construct_input_messages(request_input=[said])
 
     with TestClient(app, raise_server_exceptions=False) as client:
         refused = client.post("/responses")
         assert refused.status_code == 400
         assert refused.json()["error"]["message"] == "the body has a value that cannot be used: list index out of range"
+        refused = client.post("/responses?refusal=true")
+        assert (refused.status_code, "no attribute 'text'" in refused.text) == (400, True)
         call.submitted = True
         assert client.post("/responses").status_code == 500
 
