@@ -23,6 +23,7 @@ from handlers.contracts.lmi.errors import (
     unknown_adapter,
 )
 from handlers.contracts.lmi.formatters import PayloadFormatters
+from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import (
     LONG_BODY,
     Call,
@@ -264,7 +265,7 @@ _MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind !=
 """A body without any of them is LMI's for certain; nothing is decoded to find that out."""
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 """Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default."""
-_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+_PATHS = {"chat": CHAT, "completion": COMPLETIONS}
 _NULL = b"null"
 
 

@@ -18,7 +18,16 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.constraints import BATCH, CHAT, COMPLETIONS, FIELDS, enforceable, form_name
+from handlers.contracts.openai.constraints import (
+    BATCH,
+    CHAT,
+    COMPLETIONS,
+    FIELDS,
+    MESSAGES,
+    RESPONSES,
+    enforceable,
+    form_name,
+)
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
@@ -37,7 +46,6 @@ Refusal = Callable[[BaseException], Reply | None]
 EVENTS = "text/event-stream"
 _LONG_CHAT = 16 * 1024
 """Bytes; a template may be slow, so that longer ones are parsed in a thread."""
-_MESSAGES = "/v1/messages"
 """Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 """Before the HTTP request's id in those of vLLM's answers."""
@@ -47,7 +55,7 @@ _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
 """Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
-_CONVERSATIONS = frozenset({CHAT, BATCH, _MESSAGES, "/v1/messages/count_tokens", "/v1/responses"})
+_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
 _MARKS = (b"{", b"[", b",")
 """What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
@@ -342,7 +350,7 @@ class _RunningCall:
 def _last_events(path: str, reply: Reply) -> bytes:
     """What ends a stream with an error, as vLLM's own streams on this path do."""
     message = msgspec.json.decode(reply.body)["error"]["message"]
-    if path == _MESSAGES:
+    if path == MESSAGES:
         error = {"type": "error", "error": {"type": "internal_error", "message": message}}
         return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
     return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"

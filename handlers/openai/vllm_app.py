@@ -49,6 +49,7 @@ from vllm.renderers.hf import (
     resolve_chat_template_kwargs,
 )
 
+from handlers.contracts.openai.constraints import CHAT
 from handlers.contracts.openai.contract import FrontEnd
 from handlers.contracts.openai.family import error_reply
 from handlers.contracts.protocol import Reply
@@ -89,7 +90,7 @@ _ROUTERS = (
 
 def answer_object(path: str, body: bytes) -> Any:
     """vLLM's own object for the body of an answer on a path of its front end."""
-    kind = ChatCompletionResponse if path == "/v1/chat/completions" else CompletionResponse
+    kind = ChatCompletionResponse if path == CHAT else CompletionResponse
     return kind.model_validate_json(body)
 
 

@@ -107,9 +107,8 @@ class ConstraintTranslator:
         assert outputs is not None
         _check_company(parameter, params)
         if self._guidance:
-            if (
-                outputs.structural_tag is not None
-            ):  # its text between tags may be anything, tags without their schema too
+            # The text between its tags may be anything, tags without their schema too.
+            if outputs.structural_tag is not None:
                 raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
             outputs = _with_options(parameter, outputs)
         for kind, text in _parts(outputs):
