@@ -90,7 +90,8 @@ def test_threads_that_do_not_ask_for_it_start_vllms_own_processes(monkeypatch: A
     def make() -> None:
         made.append(utils.get_mp_context().Process(target=print, name="a"))
 
-    with processes.tied_to_this_thread():
+    # Spawned: a test before this one may have started a fork server in this process.
+    with processes.tied_to_this_thread(spawned=True):
         thread = threading.Thread(target=make)
         thread.start()
         thread.join()
