@@ -109,24 +109,16 @@ class EngineHandler:
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         if exchange.cumulative is not None:
-            running: RunningCall = _CumulativeCall(self._queue, exchange, writer, call.request_id, exchange.cumulative)
+            running: RunningCall = _CumulativeCall(queue, exchange, writer, call.request_id, exchange.cumulative)
         elif self._thread is not None:
-            running = _FormattedCall(self._queue, exchange, writer, call.request_id, self._thread)
+            running = _FormattedCall(queue, exchange, writer, call.request_id, self._thread)
         else:
-            running = RunningCall(self._queue, exchange, writer, call.request_id)
+            running = RunningCall(queue, exchange, writer, call.request_id)
         try:
             await running.submit()
         except RequestError as error:
-            if running.begun:  # with what an earlier prompt of this call has made
-                running.on_error(error)
-            if running.answered:  # now, or before that, as an earlier prompt has failed
-                return running
-            running.cancel()
-            self._queue.engine.meter.calls.count(0.0, failed=True)
+            queue.engine.meter.calls.count(0.0, failed=True)
             raise ContractError(exchange.answer.fail(error), error.message) from None
-        except BaseException:
-            running.cancel()
-            raise
         return running
 
     async def _parse_in_thread(self, call: Call) -> Exchange:
@@ -161,22 +153,32 @@ class RunningCall:
         """Give its prompts to the engine.
 
         Raises:
-            RequestError: one of them is refused; those before it have to be cancelled.
+            RequestError: one of them is refused before anything has been answered. The call has ended.
         """
         requests, engine = self._exchange.requests, self._queue.engine
         places = sum([request.sequences_in_engine for request in requests])
-        self._queue.admit(places)
-        self._places = places
-        for prompt, request in enumerate(requests):
-            if prompt % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
-                await asyncio.sleep(0)
-            generation = await engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
-            self._generations.append(generation)
-            if self._aborted:
-                generation.abort()
-            if self.answered:  # an earlier prompt of this call has failed meanwhile
-                generation.cancel()
-                return
+        try:
+            self._queue.admit(places)
+            self._places = places
+            for prompt, request in enumerate(requests):
+                if prompt % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
+                    await asyncio.sleep(0)
+                generation = await engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
+                self._generations.append(generation)
+                if self._aborted:
+                    generation.abort()
+                if self.answered:  # an earlier prompt of this call has failed meanwhile
+                    generation.cancel()
+                    return
+        except RequestError as error:
+            if self.begun:  # with what an earlier prompt has made
+                self.on_error(error)
+            if not self.answered:  # nor before, as an earlier prompt has failed
+                self.cancel()
+                raise
+        except BaseException:
+            self.cancel()
+            raise
         if self._exchange.comment and not self.answered:
             self._begin()
             self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
@@ -30,7 +30,16 @@ from handlers.contracts.openai.constraints import (
 )
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
-from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
+from handlers.contracts.protocol import (
+    LONG_BODY,
+    Call,
+    ContractError,
+    Exchange,
+    Reply,
+    ReplyWriter,
+    Running,
+    adapter_header,
+)
 from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
 from handlers.errors import InvalidParameter, Overloaded, RequestError, UnknownAdapter
@@ -39,14 +48,9 @@ from handlers.openai.current_call import OpenAICall, current_call
 
 logger = logging.getLogger(__name__)
 
-App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
-"""An ASGI application."""
-Refusal = Callable[[BaseException], Reply | None]
-
 EVENTS = "text/event-stream"
 _LONG_CHAT = 16 * 1024
 """Bytes; a template may be slow, so that longer ones are parsed in a thread."""
-"""Anthropic's route, whose clients know another error event."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 """Before the HTTP request's id in those of vLLM's answers."""
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
@@ -104,16 +108,23 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     )
     served = accepted.union(names)
     common = front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)
-    return OpenAIHandler(
-        app,
-        queue,
-        engine.async_llm,
-        names[0],
-        public,
-        OpenAIContract(common) if common is not None else None,
-        parses_tools=bool(engine.frontend_arguments.get("tool_call_parser")),
-        refusal=refusal,
-    )
+    vllm_app = VllmApp(app, engine.async_llm, bool(engine.frontend_arguments.get("tool_call_parser")), refusal)
+    contract = OpenAIContract(common) if common is not None else None
+    return OpenAIHandler(vllm_app, queue, contract, names[0], public)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmApp:
+    """vLLM's front end of a model."""
+
+    app: Any
+    """FastAPI's application."""
+    llm: Any
+    """vLLM's engine, which knows requests by the ids of their answers."""
+    parses_tools: bool = False
+    """The model has a parser of tool calls."""
+    refusal: Callable[[BaseException], Reply | None] = lambda _: None
+    """The answer to an exception of the application; None if it is none of the client's."""
 
 
 class OpenAIHandler:
@@ -121,30 +132,22 @@ class OpenAIHandler:
 
     def __init__(
         self,
-        app: Any,
+        vllm: VllmApp,
         queue: EngineQueue,
-        llm: Any,
+        contract: OpenAIContract | None = None,
         model: str = "",
         adapters: Collection[str] = (),
-        contract: OpenAIContract | None = None,
-        *,
-        parses_tools: bool = False,
-        refusal: Refusal = lambda _: None,
     ) -> None:
-        """`llm`: vLLM's engine, which knows requests by the ids of their answers. `model`, `adapters`: names in bodies;
-        adapters come and go. `contract`: None: everything goes to vLLM's front end. `parses_tools`: the model has a
-        parser of tool calls. `refusal`: the answer to an exception of the application; None if it is none of the
-        client's."""
-        self._parses_tools, self._refusal = parses_tools, refusal
-        self._app, self._queue, self._llm, self._model, self._adapters = app, queue, llm, model, adapters
-        self._contract = contract
+        """`contract`: None: everything goes to vLLM's front end. `model`, `adapters`: names in bodies; adapters come
+        and go."""
+        self._vllm, self._queue, self._contract, self._model, self._adapters = vllm, queue, contract, model, adapters
         self._long = asyncio.Lock()
         """One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it."""
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
         """vLLM's own description of its routes, as an OpenAPI document."""
-        document: dict[str, Any] = self._app.openapi()
+        document: dict[str, Any] = self._vllm.app.openapi()
         return document
 
     def abort(self, request_id: str) -> None:
@@ -152,9 +155,9 @@ class OpenAIHandler:
 
         Their clients get what there is of the answer, with the finish reason `abort`.
         """
-        ids = [known for known in self._llm.output_processor.external_req_ids if _belongs(known, request_id)]
-        if ids and not self._llm.errored:
-            task = asyncio.create_task(self._llm.abort(ids))
+        ids = [known for known in self._vllm.llm.output_processor.external_req_ids if _belongs(known, request_id)]
+        if ids and not self._vllm.llm.errored:
+            task = asyncio.create_task(self._vllm.llm.abort(ids))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 
@@ -180,13 +183,20 @@ class OpenAIHandler:
             raise UnknownAdapter(adapter)
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
             running = RunningCall(self._queue, exchange, writer, call.request_id)
-            if await self._submitted(running, writer):
+            try:
+                await running.submit()
+            except Overloaded as full:
+                self._queue.engine.meter.calls.count(0.0, failed=True)
+                raise ContractError(refuse(full), full.message) from None
+            except RequestError:
+                pass  # vLLM's front end says why
+            else:
                 return running
         if adapter is not None and call.body:
             call = with_model(call, adapter or self._model)
         held = OpenAICall(self._queue, any_model)
         call = without_nulls(call, path)
-        return _RunningCall(self._app, held, call, writer, path, self._parses_tools, self._refusal)
+        return _RunningCall(self._vllm, held, call, writer, path)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
@@ -214,25 +224,6 @@ class OpenAIHandler:
         requests = tuple([msgspec.structs.replace(request, prompt=prompt) for request, prompt in pairs])
         return replace(exchange, requests=requests)
 
-    async def _submitted(self, running: RunningCall, writer: ReplyWriter) -> bool:
-        """Submit a call; False if vLLM's front end is to say why it is refused."""
-        try:
-            await running.submit()
-        except RequestError as error:
-            if running.begun:  # with what an earlier prompt of this call has made
-                running.on_error(error)
-            if running.answered:
-                return True
-            running.cancel()
-            if not isinstance(error, Overloaded):
-                return False
-            self._queue.engine.meter.calls.count(0.0, failed=True)
-            writer.reply(refuse(error))
-        except BaseException:
-            running.cancel()
-            raise
-        return True
-
 
 def _belongs(known: str, request_id: str) -> bool:
     """Whether vLLM's id of a request is of the answer with this id; many prompts and conversations have one each."""
@@ -246,18 +237,8 @@ class _RunningCall:
     Implements `Running`.
     """
 
-    def __init__(
-        self,
-        app: App,
-        held: OpenAICall,
-        call: Call,
-        writer: ReplyWriter,
-        path: str,
-        parses_tools: bool,
-        refusal: Refusal,
-    ) -> None:
-        self._parses_tools, self._refusal = parses_tools, refusal
-        self._app, self._held, self._call, self._writer, self._path = app, held, call, writer, path
+    def __init__(self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+        self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""
@@ -277,8 +258,8 @@ class _RunningCall:
             if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
                 self._finish(refusal)
             else:
-                self._call = call = with_constraints(call, path, self._held, parses_tools=self._parses_tools)
-                await self._app(scope(call, path), self._receive, self._send)
+                self._call = call = with_constraints(call, path, self._held, parses_tools=self._vllm.parses_tools)
+                await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidParameter as error:
             self._finish(refuse(error))
         except UnicodeEncodeError:
@@ -286,7 +267,7 @@ class _RunningCall:
         except Exception as error:
             # Where the engine has failed, vLLM stumbles over that in some of its streams.
             if not self._held.failed:
-                if (refused := self._refusal(error)) is not None:
+                if (refused := self._vllm.refusal(error)) is not None:
                     self._finish(refused)
                 else:
                     logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})

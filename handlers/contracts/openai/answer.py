@@ -7,17 +7,19 @@ are spelled differently (0.00002 in a stream is 2e-05 in a whole answer).
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from json.encoder import encode_basestring as quote
+from typing import ClassVar
 
 import msgspec
 
 from handlers.contracts.openai.family import refuse
 from handlers.contracts.protocol import Reply
 from handlers.errors import EngineFault, GenerationFailed, RequestError
-from handlers.request import FinishReason, Token, TokenDelta
+from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
-DONE = "data: [DONE]\n\n"
+_DONE = "data: [DONE]\n\n"
 _LEAST = -9999.0
 """In the place of minus infinity."""
 _FAULT = "Internal server error"
@@ -53,7 +55,84 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Each of its records has the usage so far."""
 
 
-def head(options: AnswerOptions, kind: str) -> str:
+class StreamAnswer:
+    """A record for each step of a sequence. The sequences of all prompts are numbered through."""
+
+    content_type = EVENTS
+    headers: tuple[tuple[str, str], ...] = ()
+    kind: ClassVar[str]
+    """`object` of a record."""
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._head = f'data: {{{_head(options, self.kind)},"choices":['
+        self._plain = not (options.logprobs or options.running_usage)
+        """A record that does not end a sequence has nothing but text."""
+        self._tokens = 0
+        """Of the sequences that have ended."""
+
+    def fail(self, error: RequestError) -> Reply:
+        return Reply(200, EVENTS, self.fail_midway(error))
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        return f"data: {json.dumps(json.loads(_failure(error).body))}\n\n{_DONE}".encode()
+
+    def _end(self, prompt_tokens: int) -> str:
+        if not self._options.usage:
+            return _DONE
+        fingerprint = self._options.fingerprint
+        end = f',"system_fingerprint":{quote(fingerprint)}' if fingerprint is not None else ""
+        return f'{self._head}],"usage":{usage_of(prompt_tokens, self._tokens)}}}{end}}}\n\n{_DONE}'
+
+
+class DocumentAnswer(ABC):
+    """One JSON document when everything has finished."""
+
+    content_type = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+    kind: ClassVar[str]
+    """`object` of the document."""
+    further: ClassVar[str]
+    """Members after the usage."""
+
+    def __init__(self, options: AnswerOptions, prompts: int = 1) -> None:
+        self._options = options
+        self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
+        self._stops = ["null"] * len(self._sequences)
+        self._open = prompts
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        index = prompt * self._options.sequences + delta.sequence
+        self._sequences[index].add(delta)
+        if delta.finish_reason is not None:
+            self._stops[index] = stop_reason(delta)
+        self._open -= delta.last
+        return b"" if self._open else self._document().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        return b""  # the body is sent whole
+
+    @abstractmethod
+    def _choice(self, index: int) -> str:
+        """What one sequence became."""
+
+    def _document(self) -> str:
+        options, sequences = self._options, self._sequences
+        prompt_tokens = sum([sequence.prompt_token_count for sequence in sequences[:: options.sequences]])
+        usage = usage_of(prompt_tokens, sum([sequence.count for sequence in sequences]))
+        choices = ",".join([self._choice(index) for index in range(len(sequences))])
+        fingerprint = "null" if options.fingerprint is None else quote(options.fingerprint)
+        return (
+            f'{{{_head(options, self.kind)},"choices":[{choices}],"service_tier":null,'
+            f'"system_fingerprint":{fingerprint},"usage":{usage},'
+            f'"prompt_tokens_details":null,"completion_tokens_details":null}},{self.further}}}'
+        )
+
+
+def _head(options: AnswerOptions, kind: str) -> str:
     """The fields with which every document and record of an answer begins."""
     return f'"id":{quote(options.id)},"object":"{kind}","created":{options.created},"model":{quote(options.model)}'
 
@@ -68,11 +147,6 @@ def stop_reason(delta: TokenDelta) -> str:
     """The stop string or the stop token that ended a sequence."""
     reason = delta.stop_reason
     return "null" if reason is None else quote(reason) if isinstance(reason, str) else str(reason)
-
-
-def nullable(text: str | None) -> str:
-    """A string or null."""
-    return "null" if text is None else quote(text)
 
 
 def in_stream(token: Token) -> str:
@@ -95,11 +169,6 @@ def alternatives(token: Token) -> list[Token]:
     return [token, *(other for other in token.top if other.id != token.id)]
 
 
-def failure(error: RequestError) -> Reply:
+def _failure(error: RequestError) -> Reply:
     """The reply of a call that failed before its answer began, in the words of the other way."""
     return refuse(GenerationFailed(_FAULT) if isinstance(error, EngineFault) else error)
-
-
-def failure_in_stream(error: RequestError) -> bytes:
-    """The last events of a stream that failed."""
-    return f"data: {json.dumps(json.loads(failure(error).body))}\n\n{DONE}".encode()

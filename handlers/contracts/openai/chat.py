@@ -7,42 +7,32 @@ from functools import lru_cache
 from json.encoder import encode_basestring as quote
 
 from handlers.contracts.openai.answer import (
-    DONE,
-    EVENTS,
     FINISH_REASONS,
     AnswerOptions,
+    DocumentAnswer,
+    StreamAnswer,
     alternatives,
-    failure,
-    failure_in_stream,
-    head,
     in_document,
     in_stream,
-    nullable,
     stop_reason,
     usage_of,
 )
-from handlers.contracts.protocol import Reply
-from handlers.errors import RequestError
-from handlers.request import GeneratedSequence, Token, TokenDelta
+from handlers.request import Token, TokenDelta
 
 _PLAIN = '},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 """What follows the text in a record that has nothing but text."""
 _DETAILS = ',"completion_tokens_details":null'
 
 
-class ChatStream:
-    """A record for each step of a sequence; the first of all say whose turn it is."""
+class ChatStream(StreamAnswer):
+    """The first records say whose turn it is."""
 
-    content_type = EVENTS
-    headers: tuple[tuple[str, str], ...] = ()
+    kind = "chat.completion.chunk"
 
     def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
-        self._head = "data: {" + head(options, "chat.completion.chunk") + ',"choices":['
+        super().__init__(options)
         self._heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(options.sequences)]
-        self._plain = not (options.logprobs or options.running_usage)
         self._begun = False
-        self._tokens = 0
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The records of a step. The hot path: called for each token of each stream."""
@@ -59,12 +49,6 @@ class ChatStream:
         if delta.last:
             data += self._end(delta.prompt_token_count)
         return data.encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return Reply(200, EVENTS, failure_in_stream(error))
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return failure_in_stream(error)
 
     def _roles(self, prompt_tokens: int) -> str:
         options = self._options
@@ -88,49 +72,15 @@ class ChatStream:
             f"{end}}}\n\n"
         )
 
-    def _end(self, prompt_tokens: int) -> str:
-        if not self._options.usage:
-            return DONE
-        fingerprint = self._options.fingerprint
-        end = f',"system_fingerprint":{quote(fingerprint)}' if fingerprint is not None else ""
-        return f'{self._head}],"usage":{usage_of(prompt_tokens, self._tokens)}}}{end}}}\n\n{DONE}'
 
+class ChatDocument(DocumentAnswer):
+    """Each choice is a message."""
 
-class ChatDocument:
-    """One JSON document when everything has finished."""
-
-    content_type = "application/json"
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
-        self._sequences = [GeneratedSequence() for _ in range(options.sequences)]
-        self._stops = ["null"] * options.sequences
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._sequences[delta.sequence].add(delta)
-        if delta.finish_reason is not None:
-            self._stops[delta.sequence] = stop_reason(delta)
-        return self._document().encode() if delta.last else b""
-
-    def fail(self, error: RequestError) -> Reply:
-        return failure(error)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
-
-    def _document(self) -> str:
-        options = self._options
-        prompt_tokens = self._sequences[0].prompt_token_count
-        usage = usage_of(prompt_tokens, sum([sequence.count for sequence in self._sequences]))
-        choices = ",".join([self._choice(index) for index in range(options.sequences)])
-        return (
-            f'{{{head(options, "chat.completion")},"choices":[{choices}],"service_tier":null,'
-            f'"system_fingerprint":{nullable(options.fingerprint)},'
-            f'"usage":{usage},"prompt_tokens_details":null,"completion_tokens_details":null}},'
-            '"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,"kv_transfer_params":null,'
-            '"ec_transfer_params":null,"metrics":null}'
-        )
+    kind = "chat.completion"
+    further = (
+        '"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,"kv_transfer_params":null,'
+        '"ec_transfer_params":null,"metrics":null'
+    )
 
     def _choice(self, index: int) -> str:
         options, sequence = self._options, self._sequences[index]

@@ -6,44 +6,35 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring as quote
 
 from handlers.contracts.openai.answer import (
-    DONE,
-    EVENTS,
     FINISH_REASONS,
     AnswerOptions,
+    DocumentAnswer,
+    StreamAnswer,
     alternatives,
-    failure,
-    failure_in_stream,
-    head,
     in_document,
     in_stream,
-    nullable,
     stop_reason,
     usage_of,
 )
-from handlers.contracts.protocol import Reply
-from handlers.errors import RequestError
-from handlers.request import GeneratedSequence, Token, TokenDelta
+from handlers.request import Token, TokenDelta
 
 _NO_TOKEN_IDS = ',"prompt_token_ids":null,"token_ids":null}]'
 _PLAIN = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_NO_TOKEN_IDS}}}\n\n'
 """What follows the text in a record that has nothing but text."""
 
 
-class CompletionStream:
-    """A record for each step of a sequence. The sequences of all prompts are numbered through."""
+class CompletionStream(StreamAnswer):
+    """Each record has a piece of text."""
 
-    content_type = EVENTS
-    headers: tuple[tuple[str, str], ...] = ()
+    kind = "text_completion"
 
     def __init__(self, options: AnswerOptions, prompts: int) -> None:
-        self._options = options
-        self._head = "data: {" + head(options, "text_completion") + ',"choices":['
+        super().__init__(options)
         choices = prompts * options.sequences
         self._heads = [f'{self._head}{{"index":{index},"text":' for index in range(choices)]
-        self._plain = not (options.logprobs or options.running_usage)
         self._offsets = [0] * choices
         self._open = prompts
-        self._prompt_tokens = self._tokens = 0
+        self._prompt_tokens = 0
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The records of a step. The hot path: called for each token of each stream."""
@@ -59,14 +50,8 @@ class CompletionStream:
             self._open -= 1
             self._prompt_tokens += delta.prompt_token_count
             if self._open == 0:
-                data += self._end()
+                data += self._end(self._prompt_tokens)
         return data.encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return Reply(200, EVENTS, failure_in_stream(error))
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return failure_in_stream(error)
 
     def _record(self, index: int, delta: TokenDelta) -> str:
         options, ended = self._options, delta.finish_reason is not None
@@ -84,52 +69,12 @@ class CompletionStream:
             f"{_NO_TOKEN_IDS}{end}}}\n\n"
         )
 
-    def _end(self) -> str:
-        if not self._options.usage:
-            return DONE
-        fingerprint = self._options.fingerprint
-        end = f',"system_fingerprint":{quote(fingerprint)}' if fingerprint is not None else ""
-        return f'{self._head}],"usage":{usage_of(self._prompt_tokens, self._tokens)}}}{end}}}\n\n{DONE}'
 
+class CompletionDocument(DocumentAnswer):
+    """Each choice is a text."""
 
-class CompletionDocument:
-    """One JSON document when everything has finished."""
-
-    content_type = "application/json"
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, options: AnswerOptions, prompts: int) -> None:
-        self._options = options
-        choices = prompts * options.sequences
-        self._sequences = [GeneratedSequence() for _ in range(choices)]
-        self._stops = ["null"] * choices
-        self._open = prompts
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        index = prompt * self._options.sequences + delta.sequence
-        self._sequences[index].add(delta)
-        if delta.finish_reason is not None:
-            self._stops[index] = stop_reason(delta)
-        self._open -= delta.last
-        return b"" if self._open else self._document().encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return failure(error)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
-
-    def _document(self) -> str:
-        options, sequences = self._options, self._sequences
-        prompt_tokens = sum([sequence.prompt_token_count for sequence in sequences[:: options.sequences]])
-        usage = usage_of(prompt_tokens, sum([sequence.count for sequence in sequences]))
-        choices = ",".join([self._choice(index) for index in range(len(sequences))])
-        return (
-            f'{{{head(options, "text_completion")},"choices":[{choices}],"service_tier":null,'
-            f'"system_fingerprint":{nullable(options.fingerprint)},'
-            f'"usage":{usage},"prompt_tokens_details":null,"completion_tokens_details":null}},'
-            '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}'
-        )
+    kind = "text_completion"
+    further = '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null'
 
     def _choice(self, index: int) -> str:
         sequence = self._sequences[index]

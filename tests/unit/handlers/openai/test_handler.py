@@ -16,7 +16,7 @@ from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.handler import App, OpenAIHandler
+from handlers.openai.handler import OpenAIHandler, VllmApp
 from tests.unit.collected_reply import CollectedReply
 from tests.waiting import until
 
@@ -41,9 +41,9 @@ CALL = Call(
 )
 
 
-async def served(app: App, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineQueue]:
+async def served(app: Any, call: Call = CALL, limit: int = 4) -> tuple[CollectedReply, EngineQueue]:
     writer, handler = CollectedReply(), queue_of(limit)
-    running = await OpenAIHandler(app, handler, None).handle(call, writer)
+    running = await OpenAIHandler(VllmApp(app, None), handler).handle(call, writer)
     await until(lambda: writer.whole is not None or writer.ended)
     await asyncio.sleep(0)
     running.cancel()
@@ -195,7 +195,7 @@ async def test_a_refusal_in_a_stream_of_events_is_an_event_and_nothing_in_the_lo
         return error_reply("cannot be followed", "BadRequestError", 400, error.args[0])
 
     writer = CollectedReply()
-    running = await OpenAIHandler(app, queue_of(), None, refusal=refusal).handle(CALL, writer)
+    running = await OpenAIHandler(VllmApp(app, None, refusal=refusal), queue_of()).handle(CALL, writer)
     await until(lambda: writer.ended)
     running.cancel()
     assert writer.parts[-1] == (
@@ -228,7 +228,7 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
         ended.set()
 
     writer, handler = CollectedReply(), queue_of()
-    running = await OpenAIHandler(app, handler, None).handle(CALL, writer)
+    running = await OpenAIHandler(VllmApp(app, None), handler).handle(CALL, writer)
     await until(lambda: handler.open_sequences == 2)
     running.cancel()
     await asyncio.wait_for(ended.wait(), 1)
@@ -317,7 +317,7 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
         writer = CollectedReply()
         headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
         call = replace(CALL, path=path, headers=headers, body=body)
-        running = await OpenAIHandler(app, queue_of(), None, "base", {"mine"}).handle(call, writer)
+        running = await OpenAIHandler(VllmApp(app, None), queue_of(), None, "base", {"mine"}).handle(call, writer)
         await until(lambda: writer.whole is not None)
         running.cancel()
         return bodies.pop()
@@ -364,6 +364,6 @@ async def test_an_abort_ends_all_requests_of_an_answer(request_id: str) -> None:
             ended.extend(ids)
 
     ended: list[str] = []
-    OpenAIHandler(None, queue_of(), Llm()).abort(request_id)
+    OpenAIHandler(VllmApp(None, Llm()), queue_of()).abort(request_id)
     await until(lambda: bool(ended))
     assert ended == ["chatcmpl-a-b_0", "chatcmpl-a-b_1"]

@@ -10,7 +10,7 @@ from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
-from handlers.openai.handler import OpenAIHandler
+from handlers.openai.handler import OpenAIHandler, VllmApp
 from handlers.request import FinishReason, GenerationRequest, TokenDelta
 from tests.contracts.test_openai_contract import FRONT_END
 from tests.unit.collected_reply import CollectedReply
@@ -43,7 +43,7 @@ class Ways:
         self.bodies: list[bytes] = []
         self.writer = CollectedReply()
         contract = OpenAIContract(FRONT_END)
-        self.handler = OpenAIHandler(self._app, self.queue, None, "m", FRONT_END.adapters, contract)
+        self.handler = OpenAIHandler(VllmApp(self._app, None), self.queue, contract, "m", FRONT_END.adapters)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         self.bodies.append((await receive())["body"])
