@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from handlers.engines.segments import by_segments
 from handlers.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
 from handlers.request import GenerationRequest, SamplingParameters, Token
 
@@ -42,6 +43,7 @@ class ModelTexts:
             # A tokenizer file may have kept them from training; the wrapper would switch them off as well.
             fast.no_truncation()
             fast.no_padding()
+        self._segments = by_segments(fast) if fast is not None else None
         self.special_ids = frozenset(tokenizer.all_special_ids)
 
     @cached_property
@@ -73,6 +75,8 @@ class ModelTexts:
         if fast is None:
             tokenizer = self.tokenizer
             return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
+        if self._segments is not None:
+            return self._segments.encode(text, special=special)
         # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
         if len(text) <= LONG_TEXT:
             ids: list[int] = fast.encode(text, add_special_tokens=special).ids
