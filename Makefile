@@ -63,10 +63,10 @@ lint: install-dev ## Style, types, architecture
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Tests that start no engine
-	$(BIN)/python -m pytest tests -n $(WORKERS) -m "not live and not image and not gpu"
+	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
 
 live: install-dev ## Tests with the real engine and real clients
-	$(BIN)/python -m pytest tests -n $(WORKERS) -m live
+	$(BIN)/python -m pytest tests/live tests/chaos -n $(WORKERS) -m live
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)

@@ -83,9 +83,9 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["host"])
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server without a model, for tests that bring theirs (`hosted`)."""
+    """A server without a model, for tests that bring theirs (`hosted`); a parameter as `engine` is."""
     directory = tmp_path_factory.mktemp("host")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODULES_CACHE": str(directory / "modules")}
     server = Server(None, directory / "server.log", environment, name=None)
