@@ -3,16 +3,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from filelock import FileLock
 
-from container.sources.sample_model import prepare
+from container.sources.sample_model import make_once, prepare
+from handlers.cache_dir import cache_dir
 from handlers.memory_release import release_memory
 from tests.live.bare_vllm import texts_of_bare_vllm
+from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 
@@ -98,18 +101,17 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def bare_texts(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What bare vLLM generates greedily for each of PROMPTS; found once for all processes that run tests."""
-    directory = tmp_path_factory.getbasetemp()
-    found = (directory.parent if worker else directory) / "bare_texts.json"
-    with FileLock(found.with_suffix(".lock")):
-        if not found.exists():
-            found.write_text(_bare_texts(sample_model))
-    texts: dict[str, dict[str, Any]] = json.loads(found.read_text())
-    return texts
-
-
-def _bare_texts(sample_model: Path) -> str:
+def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
+    """What bare vLLM generates greedily for each of PROMPTS; kept, since it is the same each time."""
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
-    texts = texts_of_bare_vllm(model=str(sample_model), dtype="float32", enforce_eager=True, **arguments)
-    return json.dumps(texts)
+    arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
+    script = Path(__file__).with_name("bare_vllm.py").read_text()
+    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, version("vllm"), version("torch")]
+    digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
+
+    def write(directory: Path) -> None:
+        (directory / "texts.json").write_text(json.dumps(texts_of_bare_vllm(**arguments)))
+
+    kept = make_once(cache_dir() / f"bare-vllm-{digest}", write)
+    texts: dict[str, dict[str, Any]] = json.loads((kept / "texts.json").read_text())
+    return texts
