@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
-# Processes that run tests side by side; 0: none but make's own.
-WORKERS ?= 2
+# Processes that run tests side by side, more than processors since tests wait for servers; 0: none but make's own.
+WORKERS ?= 3
 # Of `chaos`, `fuzz`, `soak` and `overload`.
 MINUTES ?= 2
 SEED ?= 1
@@ -66,7 +66,7 @@ unit: install-dev ## Tests that start no engine
 	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
 
 live: install-dev ## Tests with the real engine and real clients
-	$(BIN)/python -m pytest tests/live tests/chaos -n $(WORKERS) -m live
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m live
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
