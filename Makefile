@@ -51,9 +51,8 @@ run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker e
 		--local-endpoint my-endpoint
 
 test: ## Everything that CI runs
-	@# The checks of lint fill the time in which unit tests wait.
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
-	$(MAKE) --no-print-directory live
+	@# Each fills the time in which others wait.
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=line lint unit live
 
 lint: install-dev ## Style, types, architecture
 	$(BIN)/ruff format --check .

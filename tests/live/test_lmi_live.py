@@ -32,10 +32,14 @@ def tgi_model(
 def test_every_format_gives_the_text_that_bare_vllm_gives(
     server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
 ) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        plain = pool.submit(server.invoke, prompt, **GREEDY)
+        jsonlines = pool.submit(server.invoke, prompt, stream=True, **GREEDY)
+        sse = pool.submit(server.invoke, prompt, output_formatter="sse", **GREEDY)
     answers = {
-        "json": server.invoke(prompt, **GREEDY).json()["generated_text"],
-        "jsonlines": records(server.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
-        "sse": records(server.invoke(prompt, output_formatter="sse", **GREEDY).text)[-1]["generated_text"],
+        "json": plain.result().json()["generated_text"],
+        "jsonlines": records(jsonlines.result().text)[-1]["generated_text"],
+        "sse": records(sse.result().text)[-1]["generated_text"],
     }
     assert answers == dict.fromkeys(answers, bare_texts[prompt]["text"])
 
@@ -44,9 +48,12 @@ def test_every_format_gives_the_text_that_bare_vllm_gives(
 def test_tgis_formats_give_the_text_that_bare_vllm_gives(
     tgi_model: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
 ) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(tgi_model.invoke, prompt, **GREEDY)
+        stream = pool.submit(tgi_model.invoke, prompt, stream=True, **GREEDY)
     answers = {
-        "tgi": tgi_model.invoke(prompt, **GREEDY).json()[0]["generated_text"],
-        "tgi stream": records(tgi_model.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
+        "tgi": whole.result().json()[0]["generated_text"],
+        "tgi stream": records(stream.result().text)[-1]["generated_text"],
     }
     assert answers == dict.fromkeys(answers, bare_texts[prompt]["text"])
 
