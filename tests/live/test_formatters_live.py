@@ -205,7 +205,7 @@ def test_a_failing_formatter_of_the_asynchronous_mode_fails_its_own_request_alon
             424,
             '{"error":"Custom formatter failed: no such question","code":424}',
         )
-        unwritten = server.client.post("/invocations", json=long)
+        unwritten = server.client.post("/invocations", json={**long, "max_tokens": 20})
         assert (unwritten.status_code, unwritten.text) == (
             424,
             '{"error":"Custom formatter failed: \\u0027answer\\u0027","code":424}',
