@@ -105,7 +105,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
             "SERVING_MAX_REQUEST_SIZE": "2000",
             "SERVING_JOB_QUEUE_SIZE": "2",
             "SERVING_LOG_FORMAT": "json",
-            "SERVING_DRAIN_TIMEOUT": "8",
+            "SERVING_DRAIN_TIMEOUT": "20",
             "TMPDIR": temporary,
         }
         options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
@@ -137,7 +137,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
 
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
-    parameters = {"max_new_tokens": 50, "ignore_eos_token": True}
+    parameters = {"max_new_tokens": 150, "ignore_eos_token": True}
     body = {"inputs": "Once", "stream": True, "parameters": parameters}
     with ThreadPoolExecutor(1) as pool, server.client.stream("POST", "/invocations", json=body) as running:
         lines = running.iter_lines()
@@ -151,7 +151,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
         stream = records("\n".join([first, *lines]))
-        assert len(stream) == 50
+        assert len(stream) == 150
         assert "generated_text" in stream[-1]
         *_, last, done = endless.result().text.strip().split("\n\n")
         assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
