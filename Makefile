@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
-# Processes that run tests side by side; 0: none but make's own.
-WORKERS ?= 2
+# Processes that run tests side by side, more than processors since tests wait for servers; 0: none but make's own.
+WORKERS ?= 3
 # Of `chaos`, `fuzz`, `soak` and `overload`.
 MINUTES ?= 2
 SEED ?= 1
@@ -51,9 +51,8 @@ run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker e
 		--local-endpoint my-endpoint
 
 test: ## Everything that CI runs
-	@# The checks of lint fill the time in which unit tests wait.
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
-	$(MAKE) --no-print-directory live
+	@# Each fills the time in which others wait.
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=line lint unit live
 
 lint: install-dev ## Style, types, architecture
 	$(BIN)/ruff format --check .
@@ -63,10 +62,10 @@ lint: install-dev ## Style, types, architecture
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Tests that start no engine
-	$(BIN)/python -m pytest tests -n $(WORKERS) -m "not live and not image and not gpu"
+	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
 
 live: install-dev ## Tests with the real engine and real clients
-	$(BIN)/python -m pytest tests -n $(WORKERS) -m live
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m live
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)

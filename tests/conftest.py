@@ -10,14 +10,16 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-_SHARED = re.compile(r"\[lmi-dist[-\]]")
-"""In the names of live tests whose server many files share: the value of their fixture `engine`."""
+_SHARED = re.compile(r"[\[-](lmi-dist|host)[-\]]")
+"""In the names of live tests whose server many files share: the value of their fixture `engine` or `host`."""
+_SEAM = "_seam.py"
+"""Ends the names of live tests' files that import vLLM here; that takes ten seconds and a gigabyte in each process."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the servers that many files share come first: one process runs them all, and others should not wait."""
-    items.sort(key=lambda item: not _is_shared(item.nodeid))
+    """What many files share comes first: one process runs all of it, and others should not wait for that."""
+    items.sort(key=lambda item: _shared(item.nodeid) == "")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,10 +39,10 @@ def no_collection_by_itself() -> Iterator[None]:
 
 
 class ByServer(LoadScopeScheduling):
-    """Tests that share a server run in one process: those of conftest.py, or those of a file."""
+    """Tests that share a server, or vLLM, run in one process; else those of a file do."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "shared" if _is_shared(nodeid) else nodeid.partition("::")[0]
+        return _shared(nodeid) or nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer:
@@ -49,6 +51,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
     return ByServer(config, log)
 
 
-def _is_shared(nodeid: str) -> bool:
+def _shared(nodeid: str) -> str:
+    """What a live test shares with those of other files: a server, or vLLM in this process; "" if nothing."""
     path, _, name = nodeid.partition("::")
-    return path.startswith("tests/live/") and _SHARED.search(name) is not None
+    if not path.startswith("tests/live/"):
+        return ""
+    server = _SHARED.search(name)
+    return server[1] if server else _SEAM if path.endswith(_SEAM) else ""

@@ -3,16 +3,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from filelock import FileLock
 
-from container.sources.sample_model import prepare
+from container.sources.sample_model import make_once, prepare
+from handlers.cache_dir import cache_dir
 from handlers.memory_release import release_memory
 from tests.live.bare_vllm import texts_of_bare_vllm
+from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 
@@ -20,10 +23,8 @@ from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Beside each other: one thread for each engine, and a core of its own for those that vLLM binds to one.
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[int(worker.removeprefix("gw")) % len(cores)]
-    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+    # Beside each other: one thread for each engine, on whatever core is free.
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,11 +84,13 @@ def server(
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["host"])
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server without a model, for tests that bring theirs (`hosted`)."""
+    """A server without a model, for tests that bring theirs (`hosted`); a parameter as `engine` is."""
     directory = tmp_path_factory.mktemp("host")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODULES_CACHE": str(directory / "modules")}
+    if worker:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     server = Server(None, directory / "server.log", environment, name=None)
     server.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
     try:
@@ -98,18 +101,17 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def bare_texts(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What bare vLLM generates greedily for each of PROMPTS; found once for all processes that run tests."""
-    directory = tmp_path_factory.getbasetemp()
-    found = (directory.parent if worker else directory) / "bare_texts.json"
-    with FileLock(found.with_suffix(".lock")):
-        if not found.exists():
-            found.write_text(_bare_texts(sample_model))
-    texts: dict[str, dict[str, Any]] = json.loads(found.read_text())
-    return texts
-
-
-def _bare_texts(sample_model: Path) -> str:
+def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
+    """What bare vLLM generates greedily for each of PROMPTS; kept, since it is the same each time."""
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
-    texts = texts_of_bare_vllm(model=str(sample_model), dtype="float32", enforce_eager=True, **arguments)
-    return json.dumps(texts)
+    arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
+    script = Path(__file__).with_name("bare_vllm.py").read_text()
+    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, version("vllm"), version("torch")]
+    digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
+
+    def write(directory: Path) -> None:
+        (directory / "texts.json").write_text(json.dumps(texts_of_bare_vllm(**arguments)))
+
+    kept = make_once(cache_dir() / f"bare-vllm-{digest}", write)
+    texts: dict[str, dict[str, Any]] = json.loads((kept / "texts.json").read_text())
+    return texts

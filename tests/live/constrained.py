@@ -19,7 +19,7 @@ from tests.live.server import Server, records
 PROMPT = "The capital of France is"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 TOKENS = 12
-AT_A_TIME = 8
+AT_A_TIME = 16
 
 SCHEMA = {"properties": {"n": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["n"]}
 CLOSED = {"type": "object", "additionalProperties": False, **SCHEMA}

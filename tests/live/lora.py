@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from container.sources.sample_model import make_once
+from handlers.cache_dir import cache_dir
+
 
 def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4, scale: float = 0.4, **options: Any) -> Path:
-    """An adapter below `directory`, which is made."""
+    """An adapter below `directory`, which is made; the adapter itself is kept, since it is the same each time."""
+    made_by = (Path(__file__).read_text(), str(model), seed, rank, scale, options, version("peft"), version("torch"))
+    digest = sha256(repr(made_by).encode()).hexdigest()[:16]
+    kept = make_once(cache_dir() / f"adapter-{digest}", lambda path: _write(path, model, seed, rank, scale, **options))
+    shutil.copytree(kept, directory, dirs_exist_ok=True)
+    return directory
+
+
+def _write(directory: Path, model: Path, seed: int, rank: int, scale: float, **options: Any) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -21,4 +35,3 @@ def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4, scale: 
         if "lora_" in name:
             weight.data = torch.randn(weight.shape, generator=generator) * (scale / weight.shape[1] ** 0.5)
     adapted.save_pretrained(directory)
-    return directory

@@ -15,7 +15,6 @@ import httpx
 import openai
 import pytest
 
-from handlers.model_settings import ModelSettings
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, serving
 from tests.s3 import BUCKET, CREDENTIALS, moto, put
@@ -87,21 +86,6 @@ def registered(server: Server) -> list[str]:
 def unregister(server: Server, *names: str) -> None:
     for name in names:
         assert server.client.delete(f"/adapters/{name}").status_code == 200
-
-
-def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
-
-    def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
-        model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
-        arguments = engine_arguments(model, on_cpu)
-        assert arguments["enable_lora"] is True
-        return arguments["max_loras"], arguments.get("max_cpu_loras")
-
-    assert slots(False) == (4, None)
-    assert slots(False, max_loras="2", max_cpu_loras="8") == (2, 8)
-    assert slots(True) == (5, 5)
-    assert slots(True, max_loras="2", max_cpu_loras="8") == (9, 9)
 
 
 def test_adapters_beside_the_model_are_there_from_the_start_and_change_what_it_says(

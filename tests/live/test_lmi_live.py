@@ -20,27 +20,42 @@ GREEDY = {"max_new_tokens": MAX_NEW_TOKENS}
 
 @pytest.fixture(scope="module")
 def tgi_model(
-    host: Server, tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
+    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
     """A model with TGI's answers under `/invocations`."""
-    options = engine_options | {"rolling_batch": engine, "tgi_compat": "true"}
+    options = engine_options | {"rolling_batch": "lmi-dist", "tgi_compat": "true"}
     with hosted(host, write_model(tmp_path_factory.mktemp("tgi") / "model", **options)) as model:
         yield model
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_every_format_gives_the_text_that_bare_vllm_gives(
-    server: Server, tgi_model: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+    server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
 ) -> None:
-    expected = bare_texts[prompt]
+    with ThreadPoolExecutor(3) as pool:
+        plain = pool.submit(server.invoke, prompt, **GREEDY)
+        jsonlines = pool.submit(server.invoke, prompt, stream=True, **GREEDY)
+        sse = pool.submit(server.invoke, prompt, output_formatter="sse", **GREEDY)
     answers = {
-        "json": server.invoke(prompt, **GREEDY).json()["generated_text"],
-        "jsonlines": records(server.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
-        "sse": records(server.invoke(prompt, output_formatter="sse", **GREEDY).text)[-1]["generated_text"],
-        "tgi": tgi_model.invoke(prompt, **GREEDY).json()[0]["generated_text"],
-        "tgi stream": records(tgi_model.invoke(prompt, stream=True, **GREEDY).text)[-1]["generated_text"],
+        "json": plain.result().json()["generated_text"],
+        "jsonlines": records(jsonlines.result().text)[-1]["generated_text"],
+        "sse": records(sse.result().text)[-1]["generated_text"],
     }
-    assert answers == dict.fromkeys(answers, expected["text"])
+    assert answers == dict.fromkeys(answers, bare_texts[prompt]["text"])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_tgis_formats_give_the_text_that_bare_vllm_gives(
+    tgi_model: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(tgi_model.invoke, prompt, **GREEDY)
+        stream = pool.submit(tgi_model.invoke, prompt, stream=True, **GREEDY)
+    answers = {
+        "tgi": whole.result().json()[0]["generated_text"],
+        "tgi stream": records(stream.result().text)[-1]["generated_text"],
+    }
+    assert answers == dict.fromkeys(answers, bare_texts[prompt]["text"])
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

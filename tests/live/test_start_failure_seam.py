@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from handlers.engines.start_failure import failure_of
 
@@ -53,6 +52,7 @@ def test_what_vllm_raises_where_memory_is_short_is_known(shortage: Any) -> None:
 
 
 def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(monkeypatch: Any) -> None:
+    import torch
     from vllm.utils import cpu_resource_utils
     from vllm.v1.executor.multiproc_executor import WorkerProc
 

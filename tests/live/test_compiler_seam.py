@@ -6,11 +6,16 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import pytest
 
-from handlers.engines.vllm.loading import go_without_compiler
+
+def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
+    from handlers.engines.vllm import loading
+
+    return loading.go_without_compiler(environ)
 
 
 def with_compiler(directory: Path, name: str = "g++") -> Path:

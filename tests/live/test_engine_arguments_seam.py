@@ -171,6 +171,21 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
         assert reason in caplog.text
 
 
+def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
+    from handlers.engines.vllm.arguments import engine_arguments
+
+    def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
+        model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
+        arguments = engine_arguments(model, on_cpu)
+        assert arguments["enable_lora"] is True
+        return arguments["max_loras"], arguments.get("max_cpu_loras")
+
+    assert slots(False) == (4, None)
+    assert slots(False, max_loras="2", max_cpu_loras="8") == (2, 8)
+    assert slots(True) == (5, 5)
+    assert slots(True, max_loras="2", max_cpu_loras="8") == (9, 9)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from handlers.openai.vllm_app import client_error_filter, lower_client_errors
-
 FRONT_END = "vllm.entrypoints.openai.chat_completion.serving"
 
 
@@ -24,6 +22,8 @@ def record(name: str = FRONT_END, error: Exception | None = None, *args: Any) ->
 
 
 def passed(one: logging.LogRecord) -> bool:
+    from handlers.openai.vllm_app import client_error_filter
+
     return client_error_filter(one)
 
 
@@ -61,6 +61,8 @@ def test_failures_of_the_server_pass_as_they_are(name: str, error: Exception | N
 
 
 def test_every_handler_of_the_root_logger_has_it_once() -> None:
+    from handlers.openai.vllm_app import client_error_filter, lower_client_errors
+
     handler = logging.NullHandler()
     root = logging.getLogger()
     root.addHandler(handler)

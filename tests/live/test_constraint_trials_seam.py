@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("llguidance")
-
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-
-from handlers.engines.vllm import constraints
-from handlers.engines.vllm.constraints import TOO_MUCH, GrammarTrials
 from handlers.errors import EngineDead, Overloaded
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    from handlers.engines.vllm.constraints import GrammarTrials
 
 pytestmark = pytest.mark.asyncio
 
@@ -50,6 +46,8 @@ class Process:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    from handlers.engines.vllm import constraints
+
     process = Process()
     monkeypatch.setattr(constraints, "_exchange", process.exchange)
     return process
@@ -57,6 +55,11 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 @pytest.fixture
 def trials(process: Process) -> GrammarTrials:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    from handlers.engines.vllm.constraints import GrammarTrials
+
     trials = GrammarTrials(Tokenizer(WordLevel({"a": 0}, unk_token="a")), 1, None)
     own: Any = process
     trials._process = own
@@ -66,6 +69,8 @@ def trials(process: Process) -> GrammarTrials:
 async def test_a_constraint_that_has_waited_too_long_is_refused(
     process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from handlers.engines.vllm import constraints
+
     running = asyncio.create_task(trials.error("regex", "slow"))
     await until(lambda: process.texts)
     monkeypatch.setattr(constraints, "WAIT_SECONDS", 0.05)
@@ -101,6 +106,8 @@ async def test_whoever_waits_when_the_engine_stops_is_told_so(process: Process, 
 
 
 async def test_a_constraint_that_ends_the_process_is_remembered_as_one(process: Process, trials: GrammarTrials) -> None:
+    from handlers.engines.vllm.constraints import TOO_MUCH
+
     process.kill()
     assert await trials.error("regex", "slow") == TOO_MUCH
     assert await trials.error("regex", "slow") == TOO_MUCH

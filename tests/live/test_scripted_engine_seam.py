@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 TOKEN_IDS = list(range(1000, 2000))
 
 
