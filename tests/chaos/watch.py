@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ class PingWatch:
 
     def first(self, status: int, since: float) -> float | None:
         """When `/ping` was first seen to say this."""
-        return next((ping.received for ping in self.pings if ping.sent >= since and ping.status == status), None)
+        later = self.pings[bisect_left(self.pings, since, key=lambda ping: ping.sent) :]
+        return next((ping.received for ping in later if ping.status == status), None)
 
     def _run(self) -> None:
         lie = ""
