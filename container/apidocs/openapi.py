@@ -263,16 +263,17 @@ def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """The operation of a route that two families share: it takes the bodies of both."""
     request = either([_body_schema(item["requestBody"]) for item in (ours, theirs)])
     answer = either([_body_schema(item["responses"]["200"]) for item in (ours, theirs)])
+    responses = {**theirs["responses"], **ours["responses"]}
+    for status in ours["responses"].keys() & theirs["responses"].keys():
+        contents = [item["responses"][status].get("content", {}) for item in (theirs, ours)]
+        responses[status] = {**responses[status], "content": {**contents[0], **contents[1]}}
     return {
         **ours,
         "summary": f"{ours['summary']}; {theirs['summary']}",
         "tags": ours["tags"] + theirs["tags"],
         "requestBody": {"required": True, "content": {JSON: {"schema": request}}},
-        "responses": {
-            **theirs["responses"],
-            **ours["responses"],
-            "200": {"description": "The answer to either", "content": {JSON: {"schema": answer}}},
-        },
+        "responses": responses
+        | {"200": {"description": "The answer to either", "content": {JSON: {"schema": answer}}}},
     }
 
 

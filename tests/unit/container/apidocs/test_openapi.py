@@ -131,6 +131,7 @@ JSON, BOTH = ["application/json"], ["application/json", "text/plain"]
     ("operation", "expected"),
     [
         ("post /generate", {"404": JSON, "424": JSON, "429": JSON, "503": JSON}),
+        ("post /tokenize", {"400": BOTH, "408": BOTH, "413": BOTH, "415": ["text/plain"], "422": BOTH}),
         ("get /info", {"404": JSON, "503": JSON}),
         ("get /health", {"503": JSON}),
         ("post /v1/generate", {"404": JSON, "408": JSON, "413": JSON, "422": JSON, "500": JSON, "503": JSON}),
