@@ -17,7 +17,7 @@ REQUEST_SECONDS = 120.0
 """After which a request without a whole reply has hung; no fault lasts as long."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
-_FAILED_PAUSE = 0.1
+_FAILED_PAUSE = 1.0
 """Seconds that a client waits where nothing listens, or the model is not there."""
 _BUSY = (b"queue is full", b"overloaded")
 """What every contract's refusal says that comes of a full queue."""
