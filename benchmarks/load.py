@@ -213,13 +213,14 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     body: str
+    """One, or several, a line each: every request takes one of them at random."""
     concurrency: int = 1
     seconds: float = 5.0
     """No wave of requests starts after this; those under way finish."""
     timeout: float = 120.0
     """The run ends after this; what is unfinished is an error."""
     tokens: int = 1
-    """Tokens of a complete answer."""
+    """Tokens of a complete answer, or of the mean of several."""
     marker: str = ""
     """Occurs once in each streamed record."""
     end_marker: str = ""
@@ -230,15 +231,12 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a client comes again whom a full queue refused, give or take a half; each client sends as
     many requests as it can then. 0: a refusal is an error."""
 
-    def request_bytes(self) -> bytes:
-        """The whole HTTP request."""
+    def requests(self) -> list[bytes]:
+        """Whole HTTP requests, one for each body."""
         url = urlsplit(self.url)
-        body = self.body.encode()
-        head = (
-            f"POST {url.path or '/'} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
+        head = f"POST {url.path or '/'} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+        bodies = [line.encode() for line in self.body.split("\n")]
+        return [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
 
 
 class Load:
@@ -246,7 +244,7 @@ class Load:
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
-        self.request = spec.request_bytes()
+        self.requests = spec.requests()
         self.marker = spec.marker.encode()
         self.tally = Tally()
         self._end_marker = spec.end_marker.encode()
@@ -360,7 +358,7 @@ class Client(asyncio.Protocol):
         self._answer = ResponseReader(self._load.marker)
         self._first = 0.0
         self._sent = clock()
-        self._transport.write(self._load.request)
+        self._transport.write(random.choice(self._load.requests))
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer

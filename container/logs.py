@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import logging.config
 import os
 import re
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
@@ -93,7 +90,7 @@ def configure_vllm(log_format: str, level: str) -> None:
     """Have the processes that vLLM starts log alike, by vLLM's own variable, unless somebody else has set that."""
     if _OF_VLLM in os.environ:
         return
-    with tempfile.NamedTemporaryFile("w", prefix="slipway-logging-", suffix=".json", delete=False) as file:
-        json.dump(configuration(log_format, level), file)
-    os.environ[_OF_VLLM] = file.name
-    atexit.register(Path(file.name).unlink, missing_ok=True)
+    # A file in memory: it goes with this process, however that ends, and stays until then for those that vLLM starts.
+    file = os.memfd_create("slipway-logging")
+    os.write(file, json.dumps(configuration(log_format, level)).encode())
+    os.environ[_OF_VLLM] = f"/proc/{os.getpid()}/fd/{file}"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import multiprocessing
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import uvicorn
@@ -94,19 +96,27 @@ def allow_open_files() -> None:
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[None]:
-    """Have vLLM's sockets in a temporary directory meanwhile, unless the environment names one or the path is long."""
-    if _SOCKETS in os.environ:
-        yield
-        return
+    """Have sockets in a temporary directory meanwhile: multiprocessing's, and vLLM's unless the environment names one.
+
+    Where the path of a temporary directory is too long for sockets, they are wherever both have them by themselves.
+    """
     _remove_left_directories()
+    ours = _SOCKETS not in os.environ
+    # What is passed on to all processes that this one starts.
+    passed_on: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
+    before = passed_on.get("tempdir")
     with tempfile.TemporaryDirectory(prefix=_SOCKETS_PREFIX, ignore_cleanup_errors=True) as directory:
         lock = _lock(directory)  # until this process ends, however it does
         if len(os.fsencode(directory)) + _SOCKET_NAME <= _SOCKET_PATH:
-            os.environ[_SOCKETS] = directory
+            passed_on["tempdir"] = directory
+            if ours:
+                os.environ[_SOCKETS] = directory
         try:
             yield
         finally:
-            os.environ.pop(_SOCKETS, None)
+            if ours:
+                os.environ.pop(_SOCKETS, None)
+            passed_on["tempdir"] = before
             if lock is not None:
                 os.close(lock)
 
@@ -364,14 +374,14 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
-    for model in startup.models:
-        begin_import(model.settings.model)
-    with importing():  # what was imported before is exempt from collection as well
-        import uvloop
-
-    if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
-        # LMI runs a model's code in its directory, and the code may read files from there.
-        os.chdir(only.model_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(socket_directory())
+        for model in startup.models:
+            begin_import(model.settings.model)
+        with importing():  # what was imported before is exempt from collection as well
+            import uvloop
+
+        if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
+            # LMI runs a model's code in its directory, and the code may read files from there.
+            os.chdir(only.model_dir)
         return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))

@@ -1,31 +1,78 @@
 """`/openapi.json`: the API description, as OpenAPI 3.1.
 
 Contracts describe their routes as `Operation`s; routes that are forwarded to vLLM's front end are in vLLM's document.
+The errors that every route of a kind may have come from what words them: its family's `refuse`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
 from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import Forwards, Operation
+from handlers.contracts.family import Family, Forwards, Operation, Route, Tells
+from handlers.contracts.lmi import adapters as lmi_adapters
 from handlers.contracts.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
-from handlers.contracts.openai.family import LOAD, UNLOAD, LoadOrder, UnloadOrder
-from handlers.contracts.schemas import either, struct
+from handlers.contracts.openai.family import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
+from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.schemas import OBJECT, STRING, Schema, either, struct
+from handlers.errors import (
+    AdapterConflict,
+    AdapterFailed,
+    BodyTimeout,
+    BodyTooLarge,
+    GenerationFailed,
+    InvalidRequest,
+    NoRoomForAdapter,
+    NotReady,
+    NotServed,
+    Overloaded,
+    RequestError,
+    UnknownAdapter,
+    UnknownModel,
+)
 from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")
 """vLLM's routes for bodies that LMI's routes take as well."""
-_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
+_KINDS: Mapping[str, Schema] = {"int": {"type": "integer", "minimum": 0}}
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
+
+Answers = Mapping[str, tuple[str, Mapping[str, Schema]]]
+"""By status: what it means, and the body's schema by media type."""
+Meanings = tuple[tuple[RequestError, str], ...]
+
+_INVALID: Meanings = ((InvalidRequest(""), "The request is wrong"),)
+_UNREAD: Meanings = (
+    (BodyTimeout(""), "The body's rest does not come"),
+    (BodyTooLarge(""), "The body is too large"),
+)
+_UNSERVED: Meanings = (
+    (UnknownModel("", ""), "Unknown model"),
+    (NotServed(""), "The model cannot do this"),
+    (NotReady(""), "The model is not ready"),
+)
+_NOT_GENERATED: Meanings = (
+    (Overloaded(""), "The queue is full"),
+    (GenerationFailed(""), "Generation failed"),
+)
+_OF_ADAPTERS: Meanings = (
+    *_INVALID,
+    *_UNREAD,
+    *_UNSERVED,
+    (UnknownAdapter(""), "There is no such adapter"),
+    (AdapterConflict(""), "The adapter is registered, or the order contradicts itself"),
+    (AdapterFailed(""), "The adapter cannot be loaded"),
+    (NoRoomForAdapter(""), "All adapters that the engine holds are in use"),
+)
 
 _PAGES = {
     path: Operation(summary=summary, answers={"200": (summary, {kind: {}})})
@@ -38,7 +85,7 @@ _PAGES = {
     )
 }
 _VLLM_ADAPTERS = {
-    path: Operation(summary=summary, request=struct(order), answers={"200": ("Done", {"text/plain": {}})})
+    path: Operation(summary=summary, request=struct(order), answers={"200": ("Done", {"text/plain": STRING})})
     for path, summary, order in (
         (LOAD, "Load a LoRA adapter (vLLM)", LoadOrder),
         (UNLOAD, "Unload a LoRA adapter (vLLM)", UnloadOrder),
@@ -63,8 +110,8 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
     forwarded = _forwarded(vllm)
     paths: dict[str, Any] = {}
     for method, path, tag, operation in _operations(model, forwarded):
-        path = _PARAMETER.sub(r"{\1}", path)
-        paths.setdefault(path, {}).setdefault(method.lower(), _item(method, path, tag, operation))
+        item = _item(method, path, tag, operation)
+        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {}).setdefault(method.lower(), item)
     schemas: dict[str, Any] = {}
     paths = _hoisted(paths, schemas)
     for path, verbs in forwarded.items():
@@ -91,9 +138,9 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
         yield method, path, "management", operation
     if model.enable_lora:
         for (method, path), operation in ADAPTERS.items():
-            yield method, path, "adapters", operation
+            yield method, path, "adapters", _with(operation, _refusals(lmi_adapters.refuse, _OF_ADAPTERS))
         for path, operation in _VLLM_ADAPTERS.items():
-            yield "POST", path, "adapters", operation
+            yield "POST", path, "adapters", _with(operation, _refusals(refuse_adapter, _OF_ADAPTERS))
     for path, operation in _PAGES.items():
         yield "GET", path, "server", operation
     for family in FAMILIES:
@@ -102,7 +149,53 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
                 continue
             for method in route.methods:
                 if model.handler is None or method != "POST":  # a model's own handler answers on few of them
-                    yield method, route.path, family.name, route.about
+                    yield method, route.path, family.name, _with(route.about, _errors(family, route))
+
+
+def _with(about: Operation, errors: Answers) -> Operation:
+    """The operation with these answers as well; what it says itself of a status goes first."""
+    answers = dict(about.answers)
+    for status, (meaning, bodies) in errors.items():
+        own, described = answers.get(status, (meaning, {}))
+        answers[status] = own, {**bodies, **described}
+    return replace(about, answers=answers)
+
+
+def _errors(family: Family, route: Route) -> Answers:
+    """What a route may answer because of the server, the model, or a call that it cannot read."""
+    meanings: Meanings = ()
+    of_model = not isinstance(route, Tells) or route.tell_all is None
+    if "POST" in route.methods:
+        meanings += _INVALID + _UNREAD
+    elif of_model and "{" in route.path:
+        meanings += _INVALID
+    if of_model:
+        meanings += _UNSERVED
+    if not isinstance(route, Tells):
+        meanings += _NOT_GENERATED
+    errors = _refusals(family.refuse, meanings, family.error)
+    if family.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
+        return errors
+    # A parameter of another kind, such as a version that is no number, makes a path that nothing serves.
+    meaning, bodies = errors.get("404", ("There is nothing", {}))
+    unserved = family.not_found(Call(body=b"", request_id="", path=route.path))
+    return {**errors, "404": (meaning, {**bodies, **_body(unserved, family.error)})}
+
+
+def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schema: Schema = OBJECT) -> Answers:
+    """The answers to these errors, by status. `schema`: of their JSON objects."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {}
+    for error, meaning in meanings:
+        reply = refuse(error)
+        others, bodies = answers.get(str(reply.status), ("", {}))
+        answers[str(reply.status)] = (f"{others}; {meaning}".removeprefix("; "), {**bodies, **_body(reply, schema)})
+    return dict(sorted(answers.items()))
+
+
+def _body(reply: Reply, schema: Schema) -> Mapping[str, Schema]:
+    """An error's schema by its media type; empty where it has no body."""
+    kind = reply.content_type.partition(";")[0]
+    return {kind: schema if kind == JSON else STRING} if reply.body else {}
 
 
 def _item(method: str, path: str, tag: str, about: Operation) -> dict[str, Any]:
@@ -111,20 +204,25 @@ def _item(method: str, path: str, tag: str, about: Operation) -> dict[str, Any]:
         "operationId": _identity(method, path),
         "tags": [tag],
         "parameters": [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in _PARAMETER.findall(path)
+            {"name": name, "in": "path", "required": True, "schema": _KINDS.get(kind, STRING)}
+            for name, kind in _PARAMETER.findall(path)
         ],
-        "responses": {
-            status: {"description": meaning, "content": {kind: {"schema": schema} for kind, schema in bodies.items()}}
-            for status, (meaning, bodies) in about.answers.items()
-        },
+        "responses": _responses(about.answers),
     }
     if about.request is not None:
         item["requestBody"] = {"required": True, "content": {about.request_type: {"schema": about.request}}}
     return item
 
 
+def _responses(answers: Answers) -> dict[str, Any]:
+    return {
+        status: {"description": meaning, "content": {kind: {"schema": schema} for kind, schema in bodies.items()}}
+        for status, (meaning, bodies) in answers.items()
+    }
+
+
 def _identity(method: str, path: str) -> str:
+    path = _PARAMETER.sub(r"\1", path)
     return re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
 
 
@@ -151,7 +249,12 @@ def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             verbs = vllm.get("paths", {}).get(route.path.removeprefix(route.prefix), {})
             for method in route.methods:
                 if (item := verbs.get(method.lower())) is not None:
-                    own = {"operationId": _identity(method, route.path), "tags": [family.name]}
+                    responses = _responses(_errors(family, route)) | item.get("responses", {})
+                    own = {
+                        "operationId": _identity(method, route.path),
+                        "tags": [family.name],
+                        "responses": responses,
+                    }
                     paths.setdefault(route.path, {})[method.lower()] = {**item, **own}
     return paths
 
@@ -160,16 +263,17 @@ def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """The operation of a route that two families share: it takes the bodies of both."""
     request = either([_body_schema(item["requestBody"]) for item in (ours, theirs)])
     answer = either([_body_schema(item["responses"]["200"]) for item in (ours, theirs)])
+    responses = {**theirs["responses"], **ours["responses"]}
+    for status in ours["responses"].keys() & theirs["responses"].keys():
+        contents = [item["responses"][status].get("content", {}) for item in (theirs, ours)]
+        responses[status] = {**responses[status], "content": {**contents[0], **contents[1]}}
     return {
         **ours,
         "summary": f"{ours['summary']}; {theirs['summary']}",
         "tags": ours["tags"] + theirs["tags"],
         "requestBody": {"required": True, "content": {JSON: {"schema": request}}},
-        "responses": {
-            **theirs["responses"],
-            **ours["responses"],
-            "200": {"description": "The answer to either", "content": {JSON: {"schema": answer}}},
-        },
+        "responses": responses
+        | {"200": {"description": "The answer to either", "content": {JSON: {"schema": answer}}}},
     }
 
 

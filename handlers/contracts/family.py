@@ -163,7 +163,8 @@ class Operation:
     """The body's schema; None: there is no body."""
     request_type: str = "application/json"
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
-    """By status: what it means, and the body's schema by media type."""
+    """By status: what it means, and the body's schema by media type. Errors that the family's `refuse` words, and whose
+    meaning needs no more words, are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +240,8 @@ class Family:
     routes: tuple[Route, ...]
     refuse: Callable[[RequestError], Reply]
     """Its error reply for anything in `handlers.errors`, on routes of all kinds."""
+    error: Schema
+    """Of an error's JSON object."""
     wrong_method: Callable[[Call], Reply]
     """The reply where the path is one of the family's, but not with this method; the server adds `allow`."""
     body_names_model: bool = False

@@ -95,9 +95,12 @@ def tiny_adapter() -> Path:
 
 
 async def run(
-    stage_of: Callable[[Load], Stage], load: Load, actions: Iterable[Action], seconds: float
+    stage_of: Callable[[Load], Stage], load: Load, actions: Iterable[Action], seconds: float, requests: float
 ) -> tuple[list[str], list[str]]:
-    """Do the actions until the time is over or something is wrong; returns those done, and what is wrong."""
+    """Do the actions until the time is over, there were so many requests, or something is wrong.
+
+    Returns those done, and what is wrong.
+    """
     stage = stage_of(load)
     done: list[str] = []
     deadline = clock() + seconds
@@ -109,7 +112,7 @@ async def run(
         for action in actions:
             done.append(str(action))
             await KINDS[action.name].do(stage, action.amount)
-            if wrong() or clock() > deadline:
+            if wrong() or clock() > deadline or load.outcomes.total() >= requests:
                 break
             await asyncio.sleep(stage.random.uniform(0.0, _PAUSE))
         await rest(stage, 0.0)
@@ -133,25 +136,32 @@ def chaos(
     adapter: Path | None,
     stall_timeout: float = STALL_TIMEOUT,
     engine_restarts: int = 0,
+    requests: float = math.inf,
 ) -> Report:
     """One run against a new server."""
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
         tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
         try:
             tested.wait_until_ready()
-            return asyncio.run(_chaos(tested, seed, seconds, clients, actions, adapter))
+            return asyncio.run(_chaos(tested, seed, seconds, clients, actions, adapter, requests))
         finally:
             tested.close()
             Path(tempfile.gettempdir(), "chaos-server.log").write_text(tested.log_text())
 
 
 async def _chaos(
-    tested: Subject, seed: int, seconds: float, clients: int, actions: Iterable[Action], adapter: Path | None
+    tested: Subject,
+    seed: int,
+    seconds: float,
+    clients: int,
+    actions: Iterable[Action],
+    adapter: Path | None,
+    requests: float,
 ) -> Report:
     started = clock()
     load = Load(tested, clients, seed)
     stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=5.0)
-    done, _ = await run(lambda _: stage, load, actions, seconds)
+    done, _ = await run(lambda _: stage, load, actions, seconds, requests)
     if (code := await asyncio.to_thread(tested.end, stage.grace)) != 0:
         stage.violations.append(f"exit code {code} at the end")
     by_contract: dict[str, Counter[str]] = {}
@@ -193,6 +203,7 @@ def shortest(actions: Sequence[Action], fails: Callable[[Sequence[Action]], bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--requests", type=float, default=math.inf, help="after which it ends before its time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
@@ -206,7 +217,9 @@ def main() -> int:
 
     def report_of(actions: Iterable[Action]) -> Report:
         seconds, restarts = 60 * given.minutes, given.engine_restarts
-        return chaos(given.seed, seconds, given.clients, actions, adapter, given.stall_timeout, restarts)
+        return chaos(
+            given.seed, seconds, given.clients, actions, adapter, given.stall_timeout, restarts, given.requests
+        )
 
     report = report_of(actions)
     text = json.dumps(asdict(report), indent=1)

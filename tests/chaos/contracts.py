@@ -136,7 +136,8 @@ class Contract:
                     data = [text for text in data if text != "[DONE]"]
                 return [json.loads(text) for text in data]
             if self.name.endswith("stream"):
-                return [json.loads(line) for line in answer.body.decode().splitlines()]
+                # Of the ends of lines that Python knows, JSON escapes only those of ASCII.
+                return [json.loads(line) for line in answer.body.decode().removesuffix("\n").split("\n")]
             return [json.loads(answer.body)]
         except ValueError as error:
             raise Malformed(f"{self.name}: {error}: {_shown(answer)}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Coroutine
 from random import Random
@@ -16,7 +17,7 @@ REQUEST_SECONDS = 120.0
 """After which a request without a whole reply has hung; no fault lasts as long."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
-_FAILED_PAUSE = 0.1
+_FAILED_PAUSE = 1.0
 """Seconds that a client waits where nothing listens, or the model is not there."""
 _BUSY = (b"queue is full", b"overloaded")
 """What every contract's refusal says that comes of a full queue."""
@@ -30,7 +31,7 @@ class Load:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         """By contract and outcome."""
         self.completed: list[tuple[float, float]] = []
-        """When each complete answer's request was sent, and when it was there."""
+        """When each complete answer's request was sent, and when it was there; in the order of the latter."""
         self._subject = subject
         self._active = asyncio.Event()
         self._active.set()
@@ -64,7 +65,8 @@ class Load:
 
     def first_completed(self, since: float) -> float | None:
         """When the first complete answer was there whose request was sent after a time."""
-        return min((end for begin, end in self.completed if begin >= since), default=None)
+        later = self.completed[bisect_left(self.completed, since, key=lambda times: times[1]) :]
+        return next((end for begin, end in later if begin >= since), None)
 
     async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> None:
         """Send one request, and judge what comes of it."""

@@ -3,8 +3,12 @@
     python -m tests.chaos.overload --minutes 2
 
 The server has as many places to wait as places in its batch. The load client and the server each have processors of
-their own, where there are two. Prints, by contract, the completed requests a second at capacity and under overload,
-their times, those of `/ping` and `/metrics`, and what a refusal costs the server.
+their own, where there are two. Answers have from a half to one and a half times the mean number of tokens: if all had
+as many, the requests at capacity would run in step, and the engine would read 16 prompts at once, which no other load
+lets it do (`--alike` measures that).
+
+Prints, by contract, the completed requests a second at capacity and under overload, their times, the processor time of
+the server and of its engine, the times of `/ping` and `/metrics`, and what a refusal costs the server.
 """
 
 from __future__ import annotations
@@ -34,8 +38,10 @@ _BATCH = _QUEUE = 16
 _PLACES = _BATCH + _QUEUE
 _FACTOR = 10
 _TOKENS = 32
+_VARIED = range(_TOKENS // 2, _TOKENS + _TOKENS // 2 + 1)
 _PAUSE = 1.0
-"""Seconds after which a client comes again."""
+"""Seconds after which a client comes again, as a refusal's Retry-After says."""
+_PROCESSES = ("container", "VLLM::EngineCore", "VLLM::Worker")
 _MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
 _REFUSALS = 300
 """In whose course the cost of one is measured."""
@@ -65,7 +71,10 @@ class Result:
     metrics_longest: float
     errors: dict[str, int]
     refusal_cpu: float
-    """CPU time of the server's process for one."""
+    """CPU time of the server's process for one, on a new connection."""
+    peak_cpu: dict[str, float]
+    """CPU seconds in each second, by process."""
+    overload_cpu: dict[str, float]
 
 
 def processors() -> tuple[list[int], list[int]]:
@@ -74,19 +83,28 @@ def processors() -> tuple[list[int], list[int]]:
     return (cores, cores) if len(cores) < 2 else (cores[:-1], cores[-1:])
 
 
-def load(tested: Subject, contract: Contract, clients: int, seconds: float, cores: Sequence[int]) -> Figures:
-    """Make the load with the load client of the benchmarks."""
+def load(
+    tested: Subject, contract: Contract, clients: int, seconds: float, cores: Sequence[int], tokens: Sequence[int]
+) -> tuple[Figures, dict[str, float]]:
+    """Make the load with the load client of the benchmarks; returns what it measured, and what the server took."""
     spec = LoadSpec(
         url=tested.server.url + contract.path,
-        body=json.dumps(contract.body(_TOKENS)),
+        body="\n".join(json.dumps(contract.body(count)) for count in tokens),
         concurrency=clients,
         seconds=seconds,
         tokens=_TOKENS,
         pause=_PAUSE,
     )
     program = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command(spec)]
+    began, before = clock(), _cpu_seconds(tested)
     done = subprocess.run(program, stdout=subprocess.PIPE, check=True)
-    return msgspec.json.decode(done.stdout, type=Figures)
+    spent, took = _cpu_seconds(tested), clock() - began
+    cpu = {name: round((spent[name] - before[name]) / took, 3) for name in spent}
+    return msgspec.json.decode(done.stdout, type=Figures), cpu
+
+
+def _cpu_seconds(tested: Subject) -> dict[str, float]:
+    return {name: sum(tested.process(name).cpu_times()[:2]) for name in _PROCESSES}
 
 
 async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
@@ -100,14 +118,16 @@ async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
     return times
 
 
-async def measure(tested: Subject, contract: Contract, seconds: float, cores: Sequence[int]) -> Result:
+async def measure(
+    tested: Subject, contract: Contract, seconds: float, cores: Sequence[int], tokens: Sequence[int]
+) -> Result:
     """One contract at capacity and beyond."""
     # Both loads are watched alike: `/metrics` takes processor time as well.
     stop = asyncio.Event()
     watching = asyncio.create_task(metrics_times(tested.server.port, stop))
-    peak = await asyncio.to_thread(load, tested, contract, _PLACES, seconds, cores)
+    peak, peak_cpu = await asyncio.to_thread(load, tested, contract, _PLACES, seconds, cores, tokens)
     began = clock()
-    beyond = await asyncio.to_thread(load, tested, contract, _FACTOR * _PLACES, seconds, cores)
+    beyond, overload_cpu = await asyncio.to_thread(load, tested, contract, _FACTOR * _PLACES, seconds, cores, tokens)
     stop.set()
     metrics = [1000 * time for time in await watching]  # of both
     pings = [1000 * (ping.received - ping.sent) for ping in tested.watch.pings if ping.sent >= began]
@@ -129,6 +149,8 @@ async def measure(tested: Subject, contract: Contract, seconds: float, cores: Se
         metrics_longest=round(max(metrics), 1),
         errors=peak.error_kinds | beyond.error_kinds,
         refusal_cpu=round(await refusal_cpu(tested, contract), 3),
+        peak_cpu=peak_cpu,
+        overload_cpu=overload_cpu,
     )
 
 
@@ -169,9 +191,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="for all contracts together")
     parser.add_argument("--contracts", default=",".join(_MEASURED))
+    parser.add_argument("--alike", action="store_true", help="all answers have as many tokens")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
     measured = [contract for contract in CONTRACTS if contract.name in given.contracts.split(",")]
+    tokens = [_TOKENS] if given.alike else _VARIED
     seconds = 60 * given.minutes / (2 * len(measured))
     servers, clients = processors()
     os.sched_setaffinity(0, servers)
@@ -182,7 +206,7 @@ def main() -> int:
         try:
             tested.wait_until_ready()
             for contract in measured:
-                results.append(asyncio.run(measure(tested, contract, seconds, clients)))
+                results.append(asyncio.run(measure(tested, contract, seconds, clients, tokens)))
                 print(json.dumps(asdict(results[-1])), flush=True)
             tested.end()
         finally:

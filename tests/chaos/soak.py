@@ -32,7 +32,7 @@ from tests.chaos.watch import Subject, clock
 _LAG = "slipway_event_loop_lag_seconds"
 _GROWTH = 0.05
 """Share by which the median of a figure may grow from the second quarter of the time to the last."""
-_SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
+_SLACK = {"rss_mb": 16.0, "private_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
 """By which it may grow anyway."""
 _LEAVING = 20
 """Clients that leave, every so many seconds."""
@@ -43,6 +43,8 @@ class Process:
     """What one process holds at a moment."""
 
     rss_mb: float
+    private_mb: float
+    """Of that, what no other process has as well: vLLM's processes are forked, and share what they have not changed."""
     descriptors: int
     threads: int
 
@@ -110,8 +112,9 @@ def _processes(tested: Subject) -> dict[str, Process]:
     for process in tested.processes():
         with contextlib.suppress(psutil.Error):
             name = _name(process)
-            rss = round(process.memory_info().rss / (1 << 20), 1)
-            found[name] = Process(rss, process.num_fds(), process.num_threads())
+            memory = process.memory_full_info()
+            rss, private = (round(size / (1 << 20), 1) for size in (memory.rss, memory.uss))
+            found[name] = Process(rss, private, process.num_fds(), process.num_threads())
     return found
 
 
@@ -164,11 +167,16 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
     from matplotlib import pyplot
 
     seconds = [sample.second / 60 for sample in samples]
-    figure, axes = pyplot.subplots(3, 2, figsize=(12, 10), sharex=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(4, 2, figsize=(12, 12), sharex=True, constrained_layout=True)
     names = sorted({name for sample in samples for name in sample.processes})
     for axis, (attribute, title) in zip(
         axes.flat,
-        (("rss_mb", "resident set, MB"), ("descriptors", "descriptors"), ("threads", "threads")),
+        (
+            ("rss_mb", "resident set, MB"),
+            ("private_mb", "private memory, MB"),
+            ("descriptors", "descriptors"),
+            ("threads", "threads"),
+        ),
         strict=False,
     ):
         for name in names:
@@ -176,7 +184,8 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
             axis.plot(seconds, held, label=name)
         axis.set_title(title)
     axes[0][0].legend(fontsize="small")
-    lag, times, count = axes[1][1], axes[2][0], axes[2][1]
+    lag, times, count = axes[2][0], axes[2][1], axes[3][0]
+    axes[3][1].remove()
     lag.plot(seconds, [sample.ping for sample in samples], label="/ping, longest")
     if any(sample.lag is not None for sample in samples):
         lag.plot(seconds, [sample.lag for sample in samples], label="event loop")
@@ -188,7 +197,7 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
     times.legend(fontsize="small")
     count.plot(seconds, [sample.requests for sample in samples])
     count.set_title("complete answers")
-    for axis in axes[2]:
+    for axis in (count, times):
         axis.set_xlabel("minutes")
     for axis in axes.flat:
         axis.set_ylim(bottom=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
@@ -72,6 +73,13 @@ def test_an_action_is_read_as_it_was_written() -> None:
 def test_what_is_neither_whole_nor_an_error_of_its_contract_is_malformed(contract: Contract, answer: Answer) -> None:
     with pytest.raises(Malformed):
         contract.judge(answer, 3)
+
+
+def test_a_text_may_have_what_looks_like_the_end_of_a_line() -> None:
+    contract = next(contract for contract in CONTRACTS if contract.name == "lmi jsonlines stream")
+    records = [{"token": {"text": "a\u2028b\x85"}}, {"token": {"text": "c"}, "generated_text": "a\u2028b\x85c"}]
+    body = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    assert contract.judge(Answer(200, "application/jsonlines", body), 2) == "complete"
 
 
 def test_a_mutated_body_is_the_same_for_the_same_seed_and_no_two_are_alike() -> None:

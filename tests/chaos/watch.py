@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _PING_SECONDS = 0.05
 _PING_TIMEOUT = 30.0
 _CACHES = "torchinductor_"
 """Of the directory where PyTorch keeps what it has compiled."""
+_SWEPT = "slipway-sockets-"
+"""Of the directory that a killed server leaves to the next one to remove."""
 _TOGETHER = 16
 _END_SECONDS = 20.0
 """In which processes of a server that was killed end."""
@@ -92,7 +95,8 @@ class PingWatch:
 
     def first(self, status: int, since: float) -> float | None:
         """When `/ping` was first seen to say this."""
-        return next((ping.received for ping in self.pings if ping.sent >= since and ping.status == status), None)
+        later = self.pings[bisect_left(self.pings, since, key=lambda ping: ping.sent) :]
+        return next((ping.received for ping in later if ping.status == status), None)
 
     def _run(self) -> None:
         lie = ""
@@ -233,9 +237,8 @@ class Subject:
             self.left_behind += [f"process {process.pid} {process.cmdline()}" for process in self._alive()]
         self.left_behind += [path for path in shared_memory if Path(path).exists()]
         files = [path for path in sorted(self._temporary.iterdir()) if not path.name.startswith(_CACHES)]
-        if clean:
-            self.left_behind += [str(path) for path in files]
-        for path in files:  # what a killed server has left: the next one is not to blame for it
+        self.left_behind += [str(path) for path in files if clean or not path.name.startswith(_SWEPT)]
+        for path in files:  # the next one is not to blame for it
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         return code
 

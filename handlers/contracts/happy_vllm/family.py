@@ -100,22 +100,13 @@ _ANSWER = an_answer(
     *("responses", "finish_reasons", "usages", "prompt"),
 )
 _INVALID = an_answer("HappyVllmError", "A text, or an array of entries with type, loc and msg.", "detail")
-_UNREAD: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
-    "408": ("The body's rest does not come", {JSON: OBJECT}),
-    "413": ("The body is too large", {JSON: OBJECT}),
-    "503": ("The queue is full, or the model is not ready", {JSON: OBJECT}),
-}
+_WRONG: Mapping[str, tuple[str, Mapping[str, Schema]]] = {"422": ("The request is wrong", {JSON: _INVALID})}
 _REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
 
-def _generating(summary: str, media_type: str) -> Operation:
-    """A route that generates, for the API description."""
-    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {
-        "200": ("The texts", {media_type: _ANSWER}),
-        "422": ("The request is wrong", {JSON: _INVALID}),
-        "500": ("Generation failed", {JSON: OBJECT}),
-    }
-    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={**answers, **_UNREAD})
+def _generating(summary: str, texts: tuple[str, Mapping[str, Schema]]) -> Operation:
+    """A route that generates, for the API description. `texts`: what its answer is."""
+    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={"200": texts, **_WRONG})
 
 
 def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
@@ -130,8 +121,7 @@ def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
     if fields:
         answers["400"] = ("Below /v2: the request is wrong", {JSON: OBJECT})
         answers["404"] = ("Below /v2: the model is not served here", {JSON: OBJECT})
-        answers["422"] = ("The request is wrong", {JSON: _INVALID})
-        answers |= _UNREAD
+        answers |= _WRONG
     request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
     return Operation(summary=f"{summary} (happy_vllm)", request=request, answers=answers)
 
@@ -148,12 +138,12 @@ HAPPY_VLLM = Family(
         Generates(
             path="/v1/generate",
             contract=lambda _: HappyVllmContract(stream=False),
-            about=_generating("Generate text", JSON),
+            about=_generating("Generate text", ("The texts", {JSON: _ANSWER})),
         ),
         Generates(
             path="/v1/generate_stream",
             contract=lambda _: HappyVllmContract(stream=True),
-            about=_generating(_STREAMS, "application/jsonlines"),  # what it is; the answer has no content type
+            about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer; it has no Content-Type", {})),
         ),
         _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
         _tells("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
@@ -203,5 +193,6 @@ HAPPY_VLLM = Family(
         _tells("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
     ),
     refuse=refuse,
+    error=OBJECT,
     wrong_method=lambda _: json_reply({"detail": "Method Not Allowed"}, 405),
 )

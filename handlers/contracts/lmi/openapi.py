@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from handlers.contracts.family import Operation
@@ -112,16 +113,32 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
 
 def _manages(summary: str, *, creates: bool = False) -> Operation:
     """Parameters come in the query or, where something is registered, as a JSON object."""
-    answers = {"200": ("Done", {JSON: OBJECT}), "400": ("A parameter is missing or wrong", {JSON: _FRONT_END_ERROR})}
-    return Operation(summary=summary, request=OBJECT if creates else None, answers=answers)
+    return Operation(summary=summary, request=OBJECT if creates else None, answers={"200": ("Done", {JSON: OBJECT})})
 
 
+def _manages_models(summary: str, failures: str, *, creates: bool = False) -> Operation:
+    """`failures`: its statuses beside 200."""
+    about = _manages(summary, creates=creates)
+    errors = {status: (_FAILURES[status], {JSON: _FRONT_END_ERROR}) for status in failures.split()}
+    return replace(about, answers={**about.answers, **errors})
+
+
+_FAILURES = {
+    "400": "A parameter is missing or wrong",
+    "404": "There is no such model",
+    "408": "The body's rest does not come",
+    "409": "A model of this name and version is registered",
+    "413": "The body is too large",
+    "500": "The model cannot be loaded",
+    "503": "The server is stopping",
+    "507": "There is no memory for the model",
+}
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/models"): _manages("List models"),
-    ("POST", "/models"): _manages("Load a model", creates=True),
-    ("GET", "/models/{model}"): _manages("Describe a model, each version of it"),
-    ("PUT", "/models/{model}"): _manages("Scale a model"),
-    ("DELETE", "/models/{model}"): _manages("Unload a model"),
+    ("GET", "/models"): _manages_models("List models", "400"),
+    ("POST", "/models"): _manages_models("Load a model", "400 404 408 409 413 500 503 507", creates=True),
+    ("GET", "/models/{model}"): _manages_models("Describe a model, each version of it", "404"),
+    ("PUT", "/models/{model}"): _manages_models("Scale a model", "400 404"),
+    ("DELETE", "/models/{model}"): _manages_models("Unload a model", "400 404"),
 }
 """By method and path; `/workflows` has the same operations."""
 ADAPTERS: Mapping[tuple[str, str], Operation] = {

@@ -18,6 +18,7 @@ from handlers.adapters import AdapterOrder
 from handlers.contracts.family import Family, Forwards, ModelView, Operation, Tells, error_body
 from handlers.contracts.json_fields import json_fault
 from handlers.contracts.protocol import Call, Reply
+from handlers.contracts.schemas import OBJECT
 from handlers.errors import (
     AdapterConflict,
     AdapterError,
@@ -279,6 +280,7 @@ OPENAI = Family(
         Forwards(path="/version", methods=("GET",)),
     ),
     refuse=refuse,
+    error=OBJECT,
     wrong_method=wrong_method,
     body_names_model=True,
     prefix=ALIASED + "/",

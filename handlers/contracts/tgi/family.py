@@ -201,29 +201,22 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-_FAILURES = {
-    "400": "The body is no JSON",
-    "408": "The body has not come in time",
-    "413": "The body is too long",
-    "415": "The content type is not application/json",
-    "422": "A parameter is wrong, the prompt is too long, or the template does not take the messages",
-    "424": "Generation failed",
-    "429": "The queue is full",
-    "503": "The model is not ready",
+_UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
+    "400": ("The body is no JSON", {"text/plain": STRING}),
+    "415": ("The content type is not application/json", {"text/plain": STRING}),
+    "422": (
+        "A parameter is wrong, the prompt is too long, or the template does not take the messages",
+        {"text/plain": STRING},
+    ),
 }
-_OF_BODIES = "400 408 413 415 422"
-_UNREADABLE = frozenset(_OF_BODIES.split())
-"""Said in plain text; a 422 is one of both."""
+"""What is said of a body beside what `refuse` says; a 422 is one of both."""
 
 
-def _about(
-    summary: str, answer: Mapping[str, Schema], failures: str = "503", request: Schema | None = None
-) -> Operation:
-    """A route for the API description. `answer`: by media type. `failures`: its statuses beside 200."""
+def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:
+    """A route for the API description. `answer`: by media type."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
-    for status in failures.split():
-        kinds = {JSON: _ERROR} if status == "422" or status not in _UNREADABLE else {}
-        answers[status] = (_FAILURES[status], kinds | ({"text/plain": STRING} if status in _UNREADABLE else {}))
+    if request is not None:
+        answers |= _UNREADABLE
     return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
 
 
@@ -235,12 +228,14 @@ def _generates(
     *,
     streams_refusals: bool = False,
 ) -> Generates:
-    about = _about(summary, answer, f"{_OF_BODIES} 424 429 503", _BODY)
+    about = _about(summary, answer, _BODY)
     return Generates(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
 
 
 _INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
-_HEALTH = _about("Health", {})
+_HEALTH = Operation(
+    summary="Health (TGI)", answers={"200": ("Health", {}), "503": ("A model is not ready", {JSON: _ERROR})}
+)
 
 TGI = Family(
     name="tgi",
@@ -267,7 +262,6 @@ TGI = Family(
             about=_about(
                 "Generate a text for each instance, as Vertex AI asks for them",
                 {JSON: an_object({"predictions": an_array(STRING)})},
-                f"{_OF_BODIES} 424 429 503",
                 an_object({"instances": _INSTANCES}, "instances"),
             ),
         ),
@@ -279,7 +273,7 @@ TGI = Family(
             tell=tell_tokens,
             methods=("POST",),
             where="inputs",
-            about=_about("Tokens of a text", {JSON: _TOKENS}, f"{_OF_BODIES} 503", _BODY),
+            about=_about("Tokens of a text", {JSON: _TOKENS}, _BODY),
         ),
         Tells(
             path="/chat_tokenize",
@@ -288,11 +282,11 @@ TGI = Family(
             about=_about(
                 "Prompt and tokens of a chat",
                 {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
-                f"{_OF_BODIES} 503",
                 struct(Chat, "TgiChat"),
             ),
         ),
     ),
     refuse=refuse,
+    error=_ERROR,
     wrong_method=lambda _: Reply(405, "", b""),  # as in axum
 )

@@ -5,7 +5,6 @@ Source: Triton 2.68, "Generate Extension".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
@@ -46,8 +45,6 @@ class TritonContract:
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
         return Exchange((request.for_engine(call.request_id),), answer, notes)
 
-
-Answers = dict[str, tuple[str, Mapping[str, Schema]]]
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _SCALARS = ("string", "integer", "number", "boolean")
@@ -91,26 +88,12 @@ _RESPONSE = an_answer(
     *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
 )
 _ERROR = an_answer("TritonError", "What is wrong.", "error")
-_FAILURES = {
-    "400": "The request is wrong",
-    "404": "Unknown model or version",
-    "500": "Generation failed",
-    "501": "Models of this kind do not take it",
-    "503": "The queue is full, or the model is not ready",
-}
 _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
 
 
-def _failing(statuses: str) -> Answers:
-    return {status: (_FAILURES[status], {JSON: _ERROR}) for status in statuses.split()}
-
-
-def _about(
-    summary: str, failures: str = "", answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None
-) -> Operation:
-    """A route for the API description. `failures`: its statuses beside 200. `answer`: None is an empty body."""
-    done: Answers = {"200": (summary, {kind: answer} if answer else {})}
-    return Operation(summary=summary, request=request, answers=done | _failing(failures))
+def _about(summary: str, answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None) -> Operation:
+    """A route for the API description. `answer`: None is an empty body."""
+    return Operation(summary=summary, request=request, answers={"200": (summary, {kind: answer} if answer else {})})
 
 
 def _probe(question: str) -> Operation:
@@ -118,7 +101,7 @@ def _probe(question: str) -> Operation:
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
-_INFER = Operation(summary="Tensors (KServe); refused, use generate", answers=_failing("404 501"))
+_INFER = Operation(summary="Tensors (KServe); refused, use generate")
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
@@ -129,7 +112,7 @@ def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET"
 
 def _generates(path: str, summary: str, kind: str) -> tuple[Generates, ...]:
     contract = partial(TritonContract, events=kind == EVENTS)
-    about = _about(summary, "400 404 500 503", _RESPONSE, kind, _BODY)
+    about = _about(summary, _RESPONSE, kind, _BODY)
     return tuple(
         Generates(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
         for prefix in _MODEL_PATHS
@@ -143,28 +126,28 @@ _ROUTES: tuple[Route, ...] = (
     Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
     Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
     Tells.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
-    *_of_model("", model.metadata, _about("Model metadata (KServe)", "404")),
+    *_of_model("", model.metadata, _about("Model metadata (KServe)")),
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
-    *_of_model("/config", model.configuration, _about("Model configuration (Triton)", "404")),
-    *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)", "400")),
+    *_of_model("/config", model.configuration, _about("Model configuration (Triton)")),
+    *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)")),
     *_of_model("/infer", model.infer, _INFER, "POST"),
     Tells.of_all(
         "/v2/repository/index",
         model.repository_index,
         methods=("POST",),
-        about=_about("Models of this server (Triton)", "400", an_array(OBJECT), request=_INDEX),
+        about=_about("Models of this server (Triton)", an_array(OBJECT), request=_INDEX),
     ),
     Tells(
         path="/v2/repository/models/{model}/load",
         tell=model.load,
         methods=("POST",),
-        about=_about("Load a model; the served one is loaded (Triton)", "404 503", None),
+        about=_about("Load a model; the served one is loaded (Triton)", None),
     ),
     Tells(
         path="/v2/repository/models/{model}/unload",
         tell=model.unload,
         methods=("POST",),
-        about=_about("Unload a model; refused for the served one (Triton)", "501", None),
+        about=_about("Unload a model; refused for the served one (Triton)", None),
     ),
 )
 
@@ -172,6 +155,7 @@ TRITON = Family(
     name="triton",
     routes=_ROUTES,
     refuse=refusal,
+    error=_ERROR,
     wrong_method=lambda _: error_reply(405, "Method Not Allowed"),
     prefix="/v2/",
     not_found=lambda _: Reply(404, "text/plain", b'{"error":"Not Found"}'),

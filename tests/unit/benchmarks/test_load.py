@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -172,6 +173,14 @@ async def test_counts_over_a_real_connection(response: bytes, split: Callable[[b
     assert len(set(script.connections)) == 1, "each client makes the same number of requests"
     assert len(script.connections) == 3, "over one connection each"
     assert script.bodies == {'{"inputs": "é"}'.encode()}
+
+
+@pytest.mark.asyncio
+async def test_each_request_has_one_of_several_bodies() -> None:
+    script = Script([plain(b"{}")])
+    bodies = [json.dumps({"inputs": text}, ensure_ascii=False) for text in ("a", "b\u2028")]
+    figures = await load(script, body="\n".join(bodies), tokens=0, marker="", end_marker="")
+    assert (figures.errors, script.bodies) == (0, {body.encode() for body in bodies})
 
 
 @pytest.mark.asyncio

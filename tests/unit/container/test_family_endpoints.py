@@ -61,6 +61,7 @@ class Text:
             name="f",
             routes=(Tells(path="/t", tell=self.tell, methods=("POST",)),),
             refuse=lambda error: Reply(500, "", b""),
+            error={},
             wrong_method=lambda call: Reply(405, "", b""),
         )
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))

@@ -36,21 +36,25 @@ def test_a_message_about_no_request_may_have_several_lines() -> None:
 
 
 CONFIGURED = """
-import os, sys
+import json, os, subprocess, sys
 from container import logs
-from container.cli import ProcessEnd
-end = ProcessEnd()
 logs.configure_vllm("plain", "info")
-assert os.path.exists(os.environ["VLLM_LOGGING_CONFIG_PATH"])
-end.code = 3
-sys.exit(end.code)
+path = os.environ["VLLM_LOGGING_CONFIG_PATH"]
+for _ in range(2):  # several processes read it
+    read = subprocess.run([sys.executable, "-c", f"print(open({path!r}).read())"], capture_output=True, check=True)
+    assert json.loads(read.stdout) == logs.configuration("plain", "info")
+print(os.listdir(os.environ["TMPDIR"]), flush=True)
+os.kill(os.getpid(), 9)
 """
 
 
-def test_what_tells_vllm_how_to_log_goes_with_the_server(tmp_path: Path) -> None:
+def test_what_tells_vllm_how_to_log_is_for_all_processes_and_no_file_that_a_killed_server_leaves(
+    tmp_path: Path,
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_CONFIG_PATH"}
-    done = subprocess.run([sys.executable, "-c", CONFIGURED], env=environment | {"TMPDIR": str(tmp_path)}, timeout=60)
-    assert done.returncode == 3
+    environment["TMPDIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", CONFIGURED], env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-9, b"[]\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

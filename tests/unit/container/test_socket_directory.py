@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def test_what_vllm_leaves_in_its_directory_goes_with_it() -> None:
             left.bind(str(directory / "3b155a26-d96f-4f6a-8192-9f0803f196d9"))
     assert not directory.exists()
     assert VARIABLE not in os.environ
+
+
+def test_multiprocessings_sockets_are_there_as_well() -> None:
+    with socket_directory():
+        assert get_temp_dir() == os.environ[VARIABLE]
+    assert get_temp_dir() != os.environ.get(VARIABLE)
 
 
 def test_what_a_killed_server_has_left_goes_with_the_next_start_and_nothing_else(

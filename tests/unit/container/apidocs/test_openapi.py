@@ -121,7 +121,44 @@ def test_tgis_refusals_are_shown_by_their_media_types(path: str) -> None:
     answers = json.loads(openapi_document(MODEL).json)["paths"][path]["post"]["responses"]
     shown = {status: sorted(answer["content"]) for status, answer in answers.items() if "400" <= status < "423"}
     plain = {status: ["text/plain"] for status in ("400", "408", "413", "415")}
-    assert shown == plain | {"422": ["application/json", "text/plain"]}
+    assert shown == plain | {"404": ["application/json"], "422": ["application/json", "text/plain"]}
+
+
+JSON, BOTH = ["application/json"], ["application/json", "text/plain"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("post /generate", {"404": JSON, "424": JSON, "429": JSON, "503": JSON}),
+        ("post /tokenize", {"400": BOTH, "408": BOTH, "413": BOTH, "415": ["text/plain"], "422": BOTH}),
+        ("get /info", {"404": JSON, "503": JSON}),
+        ("get /health", {"503": JSON}),
+        ("post /v1/generate", {"404": JSON, "408": JSON, "413": JSON, "422": JSON, "500": JSON, "503": JSON}),
+        ("post /v2/decode", {"400": JSON, "404": JSON, "422": JSON, "503": JSON}),
+        ("get /liveness", {}),
+        ("post /v2/models/{model}/generate", {"400": JSON, "404": JSON, "500": JSON, "501": JSON, "503": JSON}),
+        ("post /v2/models/{model}/versions/{version}/generate", {"400": JSON, "404": BOTH}),
+        ("get /v2/models/{model}/versions/{version}/config", {"400": JSON, "404": BOTH, "503": JSON}),
+        ("post /v1/responses/{response_id}/cancel", {"400": JSON, "404": JSON, "500": JSON, "501": JSON, "503": JSON}),
+        ("post /openai/v1/chat/completions", {"400": JSON, "404": JSON, "413": JSON, "503": JSON}),
+        ("post /v1/load_lora_adapter", {"400": JSON, "404": JSON, "413": JSON, "503": JSON}),
+        ("post /v1/unload_lora_adapter", {"400": JSON, "404": JSON}),
+        ("post /adapters", {"400": JSON, "409": JSON, "424": JSON, "507": JSON}),
+        ("post /models", {"400": JSON, "404": JSON, "409": JSON, "507": JSON}),
+    ],
+)
+def test_errors_are_shown_as_they_are_answered(operation: str, expected: dict[str, list[str]]) -> None:
+    method, path = operation.split()
+    responses = complete(enable_lora=True)["paths"][path][method]["responses"]
+    shown = {status: sorted(answer["content"]) for status, answer in responses.items() if status >= "400"}
+    assert expected.items() <= shown.items()
+    assert bool(expected) == bool(shown)
+
+
+def test_a_version_in_a_path_is_a_number() -> None:
+    parameters = complete()["paths"]["/v2/models/{model}/versions/{version}/config"]["get"]["parameters"]
+    assert {one["name"]: one["schema"]["type"] for one in parameters} == {"model": "string", "version": "integer"}
 
 
 def test_our_schemas_and_vllms_have_different_names() -> None:
