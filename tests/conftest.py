@@ -7,8 +7,13 @@ import re
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+# A busy machine can keep one example waiting for seconds.
+settings.register_profile("slow", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow")
 
 _SHARED = re.compile(r"[\[-](lmi-dist|host)[-\]]")
 """In the names of live tests whose server many files share: the value of their fixture `engine` or `host`."""

@@ -13,7 +13,9 @@ import pytest
 
 from container.sources.sample_model import make_once, prepare
 from handlers.cache_dir import cache_dir
+from handlers.engines.choice import running_engine
 from handlers.memory_release import release_memory
+from handlers.model_settings import ModelSettings
 from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, serving
@@ -106,7 +108,8 @@ def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
     arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
     script = Path(__file__).with_name("bare_vllm.py").read_text()
-    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, version("vllm"), version("torch")]
+    vllm = running_engine(ModelSettings(name="m", model_dir=sample_model, rolling_batch="vllm"))
+    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, vllm, version("torch")]
     digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
 
     def write(directory: Path) -> None:
