@@ -135,7 +135,7 @@ class Waves:
 
     def __init__(self, seconds: float, *, together: bool = True) -> None:
         """`together`: False: each client sends as many as it can."""
-        self._deadline = clock() + seconds
+        self.deadline = clock() + seconds
         self._opened = 1
         self._together = together
 
@@ -143,7 +143,7 @@ class Waves:
         """Whether a client that has made this many requests may make another."""
         if self._together and made < self._opened:
             return True
-        if clock() >= self._deadline:
+        if clock() >= self.deadline:
             return False
         self._opened = made + 1
         return True
@@ -276,6 +276,9 @@ class Load:
         if self.spec.pause and answer.status in _REFUSALS:
             self.tally.refused(total_s)
             pause = self.spec.pause * random.uniform(0.5, 1.5)
+            if clock() + pause >= self._waves.deadline:  # nobody waits for one who would come too late
+                client.close()
+                return
             asyncio.get_running_loop().call_later(pause, self._go_on, client, answer.keep_alive)
             return
         if error := self._error(answer):

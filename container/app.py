@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,9 +128,12 @@ class _Page:
     """A page of the server's own, which is neither counted nor logged."""
 
     show: Callable[[], Response]
+    in_thread: bool = False
+    """`show` may take long."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.show()(scope, receive, send)
+        response = await asyncio.to_thread(self.show) if self.in_thread else self.show()
+        await response(scope, receive, send)
 
 
 def create_app(
@@ -154,7 +158,8 @@ def create_app(
         routes.add(path, _ANY, invocations(state, "/predictions" if path.startswith("/predictions") else path))
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, state.error_rates))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
-    routes.add("/openapi.json", "GET", _Page(lambda: Response(description.document().json, media_type=JSON)))
+    document = _Page(lambda: Response(description.document().json, media_type=JSON), in_thread=True)
+    routes.add("/openapi.json", "GET", document)
     _add_pages(routes, description)
     routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
     endpoints: dict[tuple[str, str], Application] = dict(family_endpoints(state, FAMILIES))
@@ -210,7 +215,7 @@ def _refuse_other_methods(routes: Routes, state: AppState, path: str, wrong_meth
 
 
 class _Description:
-    """The API description, which grows by vLLM's own routes once a model is loaded."""
+    """The API description, which grows by vLLM's own routes once a model is loaded; that takes a second."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -231,7 +236,7 @@ class _Description:
 
 def _add_pages(routes: Routes, description: _Description) -> None:
     title = str(description.document().content["info"]["title"])
-    plain = _Page(lambda: HTMLResponse(plain_page(description.document())))
+    plain = _Page(lambda: HTMLResponse(plain_page(description.document())), in_thread=True)
     assets = swagger_assets()
     routes.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(title))) if assets else plain)
     routes.add("/docs/plain", "GET", plain)

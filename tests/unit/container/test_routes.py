@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -352,6 +353,27 @@ async def test_the_api_description_shows_every_family(starting: httpx.AsyncClien
         assert (await starting.get(f"/docs/{asset}")).status_code == 200
     plain = await starting.get("/docs/plain")
     assert "/v2/models/{model}/generate" in plain.text
+
+
+async def test_others_are_answered_while_the_api_description_is_made() -> None:
+    lifecycle, client = make()
+    with_engine(lifecycle)
+    asked, made = threading.Event(), threading.Event()
+
+    def openapi() -> dict[str, Any]:
+        asked.set()
+        assert made.wait(30)
+        return {}
+
+    assert lifecycle.service is not None
+    lifecycle.service = replace(lifecycle.service, openai=Mock(openapi=openapi))
+    async with client:
+        document = asyncio.create_task(client.get("/openapi.json"))
+        assert await asyncio.to_thread(asked.wait, 30)
+        assert (await client.get("/ping")).status_code == 200
+        assert not document.done()
+        made.set()
+        assert (await document).status_code == 200
 
 
 @pytest.mark.parametrize("prefix", ["", "/models/model"])
