@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,6 +111,10 @@ class Generation(Protocol):
         Its last delta has what was not handed over yet, `FinishReason.ABORT`, and true counts. Harmless when the
         request has ended.
         """
+
+
+Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
+"""A function with the signature of `Engine.submit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,32 +248,31 @@ class EngineOutOfMemory(EngineStartError):
     """There is not enough memory for the model, on the device or in the machine."""
 
 
-class _Deltas(asyncio.Queue[TokenDelta | RequestError]):
-    """A sink that is read later; bounded by the request's own limit on new tokens."""
+class _FirstDelta:
+    """A sink for the first delta."""
+
+    def __init__(self) -> None:
+        self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 
     def on_delta(self, delta: TokenDelta) -> None:
-        self.put_nowait(delta)
+        if not self.delta.done():
+            self.delta.set_result(delta)
 
     def on_error(self, error: RequestError) -> None:
-        self.put_nowait(error)
+        if not self.delta.done():
+            self.delta.set_exception(error)
 
 
-async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-    """Yield the answer's deltas; closing the iterator cancels the request.
+async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
+    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
 
     Raises:
         RequestError: the request was refused or has failed.
     """
-    deltas = _Deltas()
-    generation = await engine.submit(request, deltas)
-    last = False
+    sink = _FirstDelta()
+    generation = await submit(request, sink)
     try:
-        while not last:
-            delta = await deltas.get()
-            if isinstance(delta, RequestError):
-                raise delta
-            last = delta.last
-            yield delta
+        return await sink.delta
     finally:
         generation.cancel()
 
