@@ -14,7 +14,7 @@ import msgspec
 from handlers.adapters import Adapter
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
 from handlers.contracts.schemas import Schema
-from handlers.errors import NotReady, NotServed, RequestError
+from handlers.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import Token
@@ -272,3 +272,31 @@ class Family:
     """Unknown paths below it belong to the family, too."""
     not_found: Callable[[Call], Reply] | None = None
     """The reply to those."""
+
+
+MOST_BYTES = 1 << 20
+"""Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
+memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt."""
+PLACED_BYTES = MOST_BYTES // 2
+"""The same where the answer gives each token's place: that takes more memory and twice the time."""
+MOST_IDS = 1 << 19
+MOST_BODY = 4 * MOST_BYTES
+"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
+
+
+def check_body(call: Call) -> None:
+    """Raise InvalidRequest if a body is too long to hold an allowed text; called before it is read."""
+    if len(call.body) > MOST_BODY:
+        raise InvalidRequest(f"the body has {len(call.body)} bytes; this route takes at most {MOST_BODY}")
+
+
+def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
+    """The text, which is the parameter `name` or made of it.
+
+    Raises:
+        InvalidParameter: it is too long.
+    """
+    size = len(text) if len(text) > most or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if size > most:
+        raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")
+    return text

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES
+from handlers.contracts.family import MOST_IDS
 from handlers.contracts.happy_vllm.errors import WrongBody, not_json
 from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
 from handlers.contracts.protocol import Call
-from handlers.contracts.texts import MOST_IDS
 from handlers.contracts.vllm_parameters import (
     TextReader,
     VllmParameters,

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from handlers.contracts.family import LoadedModel, ModelView, Texts
+from handlers.contracts.family import LoadedModel, ModelView, Texts, check_body, check_text
 from handlers.contracts.happy_vllm.errors import json_reply, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.texts import check_body, check_text
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.family import ModelView, Texts
+from handlers.contracts.family import PLACED_BYTES, ModelView, Texts, check_body, check_text
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest

@@ -33,10 +33,9 @@ from handlers.engines.protocol import (
 )
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
-from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, beam_deltas
+from handlers.engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, Step, beam_deltas
 from handlers.engines.transformers.model import load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
-from handlers.engines.transformers.sequence import GeneratedSequence
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from handlers.memory_release import release_memory
 from handlers.meter import Meter

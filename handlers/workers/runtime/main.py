@@ -20,10 +20,18 @@ from types import ModuleType
 from djl_python.lmi_vllm import vllm_async_service
 from djl_python.outputs import Output
 
-from .calls import AsyncMode, Caller, SyncMode, end_at_once, first_of, is_out_of_memory, output_of, settled
-from .channel import Channel, Frame, Kind, LoadOrder
-from .engine import ServerEngine
-from .guardian import end_process_group, guard_group
+from .calls import (
+    AsyncMode,
+    Caller,
+    ServerEngine,
+    SyncMode,
+    end_at_once,
+    first_of,
+    is_out_of_memory,
+    output_of,
+    settled,
+)
+from .channel import Channel, Frame, Kind, LoadOrder, end_process_group, guard_group
 from .script import LOADS, Script
 
 _FAILED = 300
