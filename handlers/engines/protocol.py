@@ -6,17 +6,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from handlers.engines.texts import ModelTexts
 from handlers.errors import RequestError
-from handlers.meter import Meter
-from handlers.request import GenerationRequest, Token, TokenDelta
+from handlers.loaded_model import LoadedModel
+from handlers.request import GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -130,16 +129,6 @@ class EngineHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """The engine's own account of itself, from its scheduler."""
-
-    running_requests: int
-    waiting_requests: int
-    kv_cache_usage: float
-    """Share of the KV cache in use, 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineAdapter:
     """A LoRA adapter, as an engine knows it."""
 
@@ -180,21 +169,14 @@ class EngineAdapters(Protocol):
         """
 
 
-class Engine(Protocol):
-    """One model, loaded."""
+class Engine(LoadedModel, Protocol):
+    """What runs one model."""
 
-    meter: Meter
-    max_model_len: int
-    """Tokens of prompt and answer together."""
     max_sequences: int
     """Sequences that run together; known once it has started."""
-    max_top_tokens: int
-    """The most alternatives that a token may carry."""
-    eos_token_ids: frozenset[int]
     tokenizer: Any
-    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started."""
-    texts: ModelTexts
-    """The same tokenizer for our own code, in a copy that nothing else changes."""
+    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has
+    a copy of it."""
 
     @property
     def adapters(self) -> EngineAdapters | None:
@@ -225,16 +207,8 @@ class Engine(Protocol):
             InvalidRequest: it is empty, or too long for the model.
         """
 
-    def detokenize(
-        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
-    ) -> list[Token]:
-        """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
-
     def health(self) -> EngineHealth:
         """Tell whether the engine can serve. Cheap: asks no other process."""
-
-    def status(self) -> EngineStatus:
-        """Return the scheduler's last report."""
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free everything. Requests that still run end with an error that says why."""

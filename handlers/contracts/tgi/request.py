@@ -14,11 +14,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from handlers.contracts.constraints import constraint_of, refuse_unread
-from handlers.contracts.family import ContractSetting, LoadedModel
+from handlers.contracts.family import ContractSetting
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import does_not_fit, unreadable
 from handlers.errors import InvalidParameter, InvalidRequest
+from handlers.loaded_model import LoadedModel
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
 

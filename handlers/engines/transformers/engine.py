@@ -24,7 +24,6 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import (
     EngineHealth,
     EngineStartError,
-    EngineStatus,
     Generation,
     Progress,
     SequenceGroup,
@@ -32,11 +31,12 @@ from handlers.engines.protocol import (
     Watchdog,
 )
 from handlers.engines.start_failure import failure_of
-from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
+from handlers.engines.texts import PromptTokenizer, split_text
 from handlers.engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, Step, beam_deltas
 from handlers.engines.transformers.model import load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from handlers.loaded_model import EngineStatus, ModelTexts, copied
 from handlers.memory_release import release_memory
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings

@@ -26,9 +26,9 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from handlers.engines.texts import fast_tokenizer
 from handlers.engines.vllm import grammar_trial
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
+from handlers.loaded_model import fast_tokenizer
 from handlers.request import Constraint, SamplingParameters
 
 logger = logging.getLogger(__name__)
