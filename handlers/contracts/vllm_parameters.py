@@ -144,9 +144,11 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
     allowed_token_ids = read.integers("allowed_token_ids", minimum=0)
     if read.has("allowed_token_ids") and not allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
+    if (min_tokens := read.integer("min_tokens", 0, minimum=0)) > max_tokens:
+        raise InvalidParameter("min_tokens", f"must not be above `max_tokens` ({max_tokens}), got {min_tokens}")
     return SamplingParameters(
         max_tokens=max_tokens,
-        min_tokens=_min_tokens(read, max_tokens),
+        min_tokens=min_tokens,
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_k=max(read.integer("top_k", 0, minimum=-1), 0),
         top_p=read.number("top_p", 1.0, above=0.0, maximum=1.0),
@@ -166,13 +168,6 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
         allowed_token_ids=allowed_token_ids or None,
         constraint=read_constraint(read),
     )
-
-
-def _min_tokens(read: ParameterReader, max_tokens: int) -> int:
-    min_tokens = read.integer("min_tokens", 0, minimum=0)
-    if min_tokens > max_tokens:
-        raise InvalidParameter("min_tokens", f"must not be above `max_tokens` ({max_tokens}), got {min_tokens}")
-    return min_tokens
 
 
 def _sequences(read: ParameterReader) -> tuple[int, int]:

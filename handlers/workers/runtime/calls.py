@@ -416,12 +416,8 @@ class ServerEngine:
 def _input_message(inputs: Input) -> InputMessage:
     properties = [(name, value) for name, value in inputs.properties.items() if isinstance(value, str)]
     pairs = zip(inputs.content.get_keys(), inputs.content.get_values(), strict=True)
-    return InputMessage(tuple(properties), tuple((key, _bytes_of(value)) for key, value in pairs))
-
-
-def _bytes_of(value: object) -> bytes:
-    """Content that the handler has put into an input may be what `Output` takes."""
-    return Output().encode_value(value)
+    # Content that the handler itself has put into the input may be whatever `Output` takes.
+    return InputMessage(tuple(properties), tuple((key, Output().encode_value(value)) for key, value in pairs))
 
 
 def _part(head: OutputMessage, data: bytes, *, last: bool) -> Output:
