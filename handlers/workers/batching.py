@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import re
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -71,40 +70,13 @@ class CallSettings:
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
-class Batcher(ABC):
-    """Turns the requests of one worker into calls."""
+class _Timed:
+    """What both batchers have: a worker, and a timer."""
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
         """`on_free` is called when there is a place for a request, and when there is no request any more."""
         self.worker, self._settings, self._on_free = worker, settings, on_free
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    @abstractmethod
-    def free(self) -> bool:
-        """Whether it takes another request now."""
-
-    @property
-    @abstractmethod
-    def busy(self) -> bool:
-        """Whether it has any request."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The batcher with the lowest rank gets the next request."""
-
-    @abstractmethod
-    def take(self, request: Request) -> None:
-        """Begin with a request."""
-
-    @abstractmethod
-    def cancel(self, request: Request) -> None:
-        """Do without a request: its client has gone."""
-
-    @abstractmethod
-    def recall(self) -> list[Request]:
-        """Give back the requests that the worker has not been sent."""
 
     def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, expired)
@@ -115,7 +87,7 @@ class Batcher(ABC):
             self._timer = None
 
 
-class CallBatcher(Batcher):
+class CallBatcher(_Timed):
     """A call has one request, or those that come within `max_batch_delay`, up to `batch_size`.
 
     A worker has one call at a time, or `concurrency` of them in async mode. A batch of one runs as without batching.
@@ -128,17 +100,21 @@ class CallBatcher(Batcher):
 
     @property
     def free(self) -> bool:
+        """Whether it takes another request now."""
         return len(self._calls) < self._settings.concurrency
 
     @property
     def busy(self) -> bool:
+        """Whether it has any request."""
         return bool(self._calls or self._gathered)
 
     @property
     def rank(self) -> int:
-        return len(self._calls) - len(self._gathered)  # of batches, the fullest first
+        """The batcher with the lowest rank gets the next request: of those that gather a batch, the fullest."""
+        return len(self._calls) - len(self._gathered)
 
     def take(self, request: Request) -> None:
+        """Begin with a request."""
         self._gathered.append(request)
         if len(self._gathered) == self._settings.batch_size:
             self._begin()
@@ -146,6 +122,7 @@ class CallBatcher(Batcher):
             self._start_timer(self._settings.max_batch_delay, self._begin)
 
     def cancel(self, request: Request) -> None:
+        """Do without a request: its client has gone."""
         if request in self._calls:
             self._calls[request].cancel_if_unwanted()  # its place is free when the handler has ended the call
         elif request in self._gathered:
@@ -155,6 +132,7 @@ class CallBatcher(Batcher):
                 self._on_free()
 
     def recall(self) -> list[Request]:
+        """Give back the requests that the worker has not been sent."""
         self._stop_timer()
         gathered, self._gathered = self._gathered, []
         return gathered
@@ -407,7 +385,7 @@ class _Active:
         return prefixed(index, InputMessage(message.properties, contents))
 
 
-class RollingBatcher(Batcher, Receiver):
+class RollingBatcher(_Timed, Receiver):
     """Each step is a call.
 
     A request stays in the handler's batch until the handler marks its last part; it cannot be taken out earlier. So the
@@ -523,6 +501,10 @@ class RollingBatcher(Batcher, Receiver):
             self._reset = self._reset or any(active.seen for active in self._active)
             self._active.clear()
             self._on_free()
+
+
+Batcher = CallBatcher | RollingBatcher
+"""Turns the requests of one worker into calls."""
 
 
 def _headers_by_request(properties: Properties) -> dict[int, Properties]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Container
 
 from handlers.adapters import Adapter
-from handlers.contracts.lmi.body import HandlerInput, input_of, is_form, priority_of
+from handlers.contracts.lmi.body import input_of, is_form, priority_of
 from handlers.contracts.lmi.errors import unknown_adapter
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.engines.protocol import EngineHealth, EngineStartError
@@ -88,19 +88,13 @@ class CustomHandler:
         # A long form takes seconds to read.
         slow = len(call.body) > LONG_BODY and is_form(call.content_type)
         given = await asyncio.to_thread(input_of, call) if slow else input_of(call)
-        self._check_adapter(given)
+        name = next((value for key, value in given.contents if key == "adapter"), b"").decode("utf-8", "replace")
+        if name and self.adapters is not None and name not in self.adapters:
+            error = UnknownAdapter(name)
+            raise ContractError(unknown_adapter(error), error.message)
         request = Request(InputMessage(given.properties, given.contents), HandlerReply(writer), priority_of(given))
         self._running_pool().submit(request)
         return request
-
-    def _check_adapter(self, given: HandlerInput) -> None:
-        """Refuse a call for an adapter that is not registered."""
-        if self.adapters is None:
-            return
-        name = next((value for key, value in given.contents if key == "adapter"), b"").decode("utf-8", "replace")
-        if name and name not in self.adapters:
-            error = UnknownAdapter(name)
-            raise ContractError(unknown_adapter(error), error.message)
 
     def health(self) -> EngineHealth:
         """Not alive once workers have died or hung more often than `retry_threshold` allows."""

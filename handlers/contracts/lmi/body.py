@@ -280,7 +280,9 @@ def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
     def add(part: Field | File) -> None:
         if len(fields) >= _MAX_FIELDS:
             raise FormError(f"the form has more than {_MAX_FIELDS} fields")
-        data = part.value if isinstance(part, Field) else part.file_object.getvalue()  # type: ignore[attr-defined]
+        if isinstance(part, File):
+            part.file_object.seek(0)
+        data = part.value if isinstance(part, Field) else part.file_object.read()
         fields.append(((part.field_name or b"").decode("utf-8", "replace"), data or b""))
 
     in_memory = {"MAX_MEMORY_FILE_SIZE": float("inf")}

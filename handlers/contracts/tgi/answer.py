@@ -115,13 +115,14 @@ class GenerationAnswer(_WholeAnswer):
         self._best = mean_logprobs.index(max(mean_logprobs))
         text = f'{{"generated_text":{self._text(self._best)}'
         if self._options.details:
-            others = [self._other(place) for place in places if place != self._best]
+            others = [
+                f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
+                for place in places
+                if place != self._best
+            ]
             best_of = f',"best_of_sequences":[{",".join(others)}]' if others else ""
             text += f',"details":{{{self._outcome(self._best)}{best_of}{self._top_tokens(self._best)}}}'
         return f"[{text}}}]" if self._options.in_array else text + "}"
-
-    def _other(self, place: int) -> str:
-        return f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
 
     def _text(self, place: int) -> str:
         return quote(self._options.prompt + "".join(self._sequences[place].text))
