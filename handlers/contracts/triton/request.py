@@ -126,9 +126,10 @@ class TritonRequest:
     def for_engine(self, request_id: str) -> GenerationRequest:
         """The request to the engine."""
         want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
-        return self.vllm.request(
-            request_id,
-            self.prompt,
+        return msgspec.structs.replace(
+            self.vllm.request,
+            request_id=request_id,
+            prompt=self.prompt,
             stream=self.stream,
             want_tokens=want_logprobs,
             want_logprobs=want_logprobs,
@@ -321,11 +322,11 @@ def _adapter(name: Any, setting: ContractSetting) -> str | None:
 
 def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool) -> VllmParameters:
     parameters = read_vllm_parameters(values, TextReader)
-    if stream and parameters.beam_search is not None:
+    if stream and parameters.request.beam_search is not None:
         raise InvalidParameter("stream", "cannot be true with beam search: no token is final before the last")
     if constraint is None:
         return parameters
-    if parameters.sampling.constraint is not None:
+    if parameters.request.sampling.constraint is not None:
         raise InvalidParameter(constraint.parameter, "cannot be combined with `structured_outputs`")
     return parameters.constrained(constraint)
 
