@@ -28,7 +28,7 @@ _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 
 _PAGES = {
-    path: Operation(summary=summary, answer={kind: {}})
+    path: Operation(summary=summary, answers={"200": (summary, {kind: {}})})
     for path, summary, kind in (
         ("/ping", "Health: 200 if the model generates, else 500 or 503", JSON),
         ("/metrics", "Prometheus metrics", "text/plain"),
@@ -38,7 +38,7 @@ _PAGES = {
     )
 }
 _VLLM_ADAPTERS = {
-    path: Operation(summary=summary, request=struct(order), answer={"text/plain": {}})
+    path: Operation(summary=summary, request=struct(order), answers={"200": ("Done", {"text/plain": {}})})
     for path, summary, order in (
         (LOAD, "Load a LoRA adapter (vLLM)", LoadOrder),
         (UNLOAD, "Unload a LoRA adapter (vLLM)", UnloadOrder),
@@ -116,7 +116,7 @@ def _item(method: str, path: str, tag: str, about: Operation) -> dict[str, Any]:
         ],
         "responses": {
             status: {"description": meaning, "content": {kind: {"schema": schema} for kind, schema in bodies.items()}}
-            for status, meaning, bodies in about.responses()
+            for status, (meaning, bodies) in about.answers.items()
         },
     }
     if about.request is not None:

@@ -5,7 +5,7 @@ All families are registered in `handlers.contracts.families`; `container` makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,21 +20,6 @@ from handlers.model_settings import ModelSettings
 
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
 """What the routes of all families say where a custom handler runs the model."""
-FAILURES = {
-    "400": "The request is wrong",
-    "404": "Unknown model, version or name",
-    "408": "The rest of the body does not come",
-    "413": "The body is too large",
-    "415": "The content type is not application/json",
-    "422": "The request is wrong",
-    "424": "The request is wrong, or generation failed",
-    "429": "The queue is full",
-    "500": "Generation failed, or the engine has died",
-    "501": "The model cannot do it",
-    "503": "The queue is full, or the model is not ready",
-    "507": "There is too little memory",
-}
-"""What statuses mean, for the API description."""
 State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
 """Stalled: the engine has requests and makes no progress; it may recover."""
 
@@ -98,18 +83,8 @@ class Operation:
     request: Schema | None = None
     """The body's schema; None: there is no body."""
     request_type: str = "application/json"
-    answer: Mapping[str, Schema] = field(default_factory=dict)
-    """Schemas of the body of a 200, by media type."""
-    failures: str = ""
-    """Statuses that it may have instead, of `FAILURES`, with blanks between them."""
-    error: Mapping[str, Schema] = field(default_factory=dict)
-    """Schemas of the body of a failure, by media type."""
-
-    def responses(self) -> Iterator[tuple[str, str, Mapping[str, Schema]]]:
-        """Each status, what it means, and the schemas of its body."""
-        yield "200", self.summary, self.answer
-        for status in self.failures.split():
-            yield status, FAILURES[status], self.error
+    answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
+    """By status: what it means, and the body's schema by media type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

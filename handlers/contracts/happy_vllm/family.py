@@ -102,40 +102,40 @@ _ANSWER = an_answer(
     *("responses", "finish_reasons", "usages", "prompt"),
 )
 _INVALID = an_answer("HappyVllmError", "A text, or an array of entries with type, loc and msg.", "detail")
+_UNREAD: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
+    "408": ("The body's rest does not come", {JSON: OBJECT}),
+    "413": ("The body is too large", {JSON: OBJECT}),
+    "503": ("The queue is full, or the model is not ready", {JSON: OBJECT}),
+}
 _REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
 
-def _about(
-    summary: str, answer: Mapping[str, Schema], request: Schema | None = None, failures: str = "408 413 422 503"
-) -> Operation:
-    """A route for the API description. `answer`: by media type; a route without a body does not fail."""
-    return Operation(
-        summary=f"{summary} (happy_vllm)",
-        request=request,
-        answer=answer,
-        failures=failures if request is not None else "",
-        error={JSON: _INVALID},
-    )
-
-
-def _generating(path: str, summary: str, *, stream: bool) -> Generates:
-    kind = "application/jsonlines" if stream else JSON  # what it is; a stream has no content type
-    return Generates(
-        path=path,
-        contract=lambda _: HappyVllmContract(stream=stream),
-        about=_about(summary, {kind: _ANSWER}, _REQUEST, "408 413 422 500 503"),
-    )
+def _generating(summary: str, media_type: str) -> Operation:
+    """A route that generates, for the API description."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {
+        "200": ("The texts", {media_type: _ANSWER}),
+        "422": ("The request is wrong", {JSON: _INVALID}),
+        "500": ("Generation failed", {JSON: OBJECT}),
+    }
+    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={**answers, **_UNREAD})
 
 
 def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
     """A route that generates nothing. `answer`: names of its fields. `fields`: those of the body, if it has one."""
-    request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
     methods = ("POST",) if fields else ("GET",)
-    return Tells(path=path, tell=tell, methods=methods, about=_about(summary, _shown(answer), request))
+    return Tells(path=path, tell=tell, methods=methods, about=_telling(summary, answer, **fields))
 
 
-def _shown(fields: str) -> Mapping[str, Schema]:
-    return {JSON: {"type": "object", "properties": {name: {} for name in fields.split()}} if fields else ANYTHING}
+def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
+    shown = {"type": "object", "properties": {name: {} for name in answer.split()}} if answer else ANYTHING
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": ("The answer", {JSON: shown})}
+    if fields:
+        answers["400"] = ("Below /v2: the request is wrong", {JSON: OBJECT})
+        answers["404"] = ("Below /v2: the model is not served here", {JSON: OBJECT})
+        answers["422"] = ("The request is wrong", {JSON: _INVALID})
+        answers |= _UNREAD
+    request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
+    return Operation(summary=f"{summary} (happy_vllm)", request=request, answers=answers)
 
 
 _STREAMS = "Generate text, a line for each step with all of the text so far"
@@ -147,8 +147,16 @@ _SHOWN: dict[str, Schema] = {"with_tokens_str": _FALSE, "vanilla": _TRUE}
 HAPPY_VLLM = Family(
     name="happy_vllm",
     routes=(
-        _generating("/v1/generate", "Generate text", stream=False),
-        _generating("/v1/generate_stream", _STREAMS, stream=True),
+        Generates(
+            path="/v1/generate",
+            contract=lambda _: HappyVllmContract(stream=False),
+            about=_generating("Generate text", JSON),
+        ),
+        Generates(
+            path="/v1/generate_stream",
+            contract=lambda _: HappyVllmContract(stream=True),
+            about=_generating(_STREAMS, "application/jsonlines"),  # what it is; the answer has no content type
+        ),
         _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
         _tells("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
         _tells(
@@ -187,12 +195,10 @@ HAPPY_VLLM = Family(
         Tells.of_all(
             "/liveness",
             lambda call, views: json_reply({"alive": "ok"}),
-            about=_about("Whether the server answers", _shown("alive")),
+            about=_telling("Whether the server answers", "alive"),
         ),
         Tells.of_all(
-            "/readiness",
-            readiness,
-            about=_about("Whether the model answers; the status is always 200", _shown("ready")),
+            "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
         ),
         _tells("/v1/info", info, "The application and its model", _INFO),
         _tells("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),

@@ -19,14 +19,9 @@ JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
 _FALSE: Schema = {"type": "boolean", "default": False}
 _ONE_OR_MORE: Schema = {"type": ["string", "array"], "items": STRING}
 
-_FAILURES = "400 404 408 413 424 500 503"
-_ERROR = {
-    JSON: an_answer(
-        "LmiError",
-        "The status and what is wrong: in `error`, or in `message` with LMI's name for it in `type`.",
-        *("code", "error", "type", "message"),
-    )
-}
+_FRONT_END_ERROR = an_answer(
+    "LmiFrontEndError", "The status, LMI's name for it, what is wrong.", *("code", "type", "message")
+)
 
 
 def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
@@ -48,9 +43,7 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
     return Operation(
         summary=f"Generate text ({', '.join(names)})",
         request=either([request, *for_vllm.values()]),
-        answer=dict.fromkeys((JSON, JSON_LINES, EVENTS), ANYTHING),
-        failures=_FAILURES,
-        error=_ERROR,
+        answers=_answers("One document, or a record for each token", JSON, JSON_LINES, EVENTS),
     )
 
 
@@ -80,9 +73,9 @@ def _dynamic_batch(model: ModelSettings) -> Operation:
     return Operation(
         summary="Generate text (LMI dynamic batch)",
         request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}),
-        answer=dict.fromkeys((JSON, JSON_LINES), ANYTHING),
-        failures=_FAILURES,
-        error=_ERROR,
+        answers=_answers(
+            "A text for each prompt; with option.enable_streaming a record for each step", JSON, JSON_LINES
+        ),
     )
 
 
@@ -91,16 +84,32 @@ def _custom_handler(handler: HandlerSettings) -> Operation:
         summary=f"Call the model's own handler ({Path(handler.entry_point).name})",
         request=ANYTHING,
         request_type="*/*",
-        answer={"*/*": ANYTHING},
-        failures=f"{_FAILURES} 507",
-        error=_ERROR,
+        answers={
+            **_answers("Whatever the handler answers; its status may be another", "*/*"),
+            "204": ("The handler returned nothing", {}),
+            "507": ("The handler ran out of memory", {}),
+        },
     )
+
+
+def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+    """`meaning` and `kinds`: what the answer is where all is well, and its media types."""
+    return {
+        "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
+        "400": ("vLLM refuses the `prompt`: its own error", {JSON: OBJECT}),
+        "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
+        "408": ("The body's rest does not come", {JSON: _FRONT_END_ERROR}),
+        "413": ("The body is too large", {}),
+        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: OBJECT}),
+        "500": ("The engine has died", {JSON: OBJECT}),
+        "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
+    }
 
 
 def _manages(summary: str, *, creates: bool = False) -> Operation:
     """Parameters come in the query or, where something is registered, as a JSON object."""
-    request = OBJECT if creates else None
-    return Operation(summary=summary, request=request, answer={JSON: OBJECT}, failures="400", error=_ERROR)
+    answers = {"200": ("Done", {JSON: OBJECT}), "400": ("A parameter is missing or wrong", {JSON: _FRONT_END_ERROR})}
+    return Operation(summary=summary, request=OBJECT if creates else None, answers=answers)
 
 
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {

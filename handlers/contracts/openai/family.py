@@ -246,8 +246,11 @@ def refuse_adapter(error: RequestError) -> Reply:
             return refuse(error)
 
 
-_MODELS = Operation(summary="Names of the model", answer={JSON: {}})
-_MODEL = Operation(summary="One name of the model", answer={JSON: {}}, failures="404", error={JSON: {}})
+_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", {JSON: {}})})
+_MODEL = Operation(
+    summary="One name of the model",
+    answers={"200": ("OpenAI's object of a model", {JSON: {}}), "404": ("There is no such name", {JSON: {}})},
+)
 _VERSIONED = (
     # In LMI this is another name of /invocations.
     Forwards(path="/v1/chat/completions", own_handler=True),

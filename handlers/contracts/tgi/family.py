@@ -205,15 +205,30 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
+_FAILURES = {
+    "400": "The body is no JSON",
+    "408": "The body has not come in time",
+    "413": "The body is too long",
+    "415": "The content type is not application/json",
+    "422": "A parameter is wrong, the prompt is too long, or the template does not take the messages",
+    "424": "Generation failed",
+    "429": "The queue is full",
+    "503": "The model is not ready",
+}
 _OF_BODIES = "400 408 413 415 422"
+_UNREADABLE = frozenset(_OF_BODIES.split())
+"""Said in plain text; a 422 is one of both."""
 
 
 def _about(
     summary: str, answer: Mapping[str, Schema], failures: str = "503", request: Schema | None = None
 ) -> Operation:
-    """A route for the API description. `answer`: by media type."""
-    error = {JSON: _ERROR, "text/plain": STRING} if request is not None else {JSON: _ERROR}
-    return Operation(summary=f"{summary} (TGI)", request=request, answer=answer, failures=failures, error=error)
+    """A route for the API description. `answer`: by media type. `failures`: its statuses beside 200."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
+    for status in failures.split():
+        kinds = {JSON: _ERROR} if status == "422" or status not in _UNREADABLE else {}
+        answers[status] = (_FAILURES[status], kinds | ({"text/plain": STRING} if status in _UNREADABLE else {}))
+    return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
 
 
 def _generates(

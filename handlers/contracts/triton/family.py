@@ -5,6 +5,7 @@ Source: Triton 2.68, "Generate Extension".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
@@ -45,6 +46,8 @@ class TritonContract:
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
         return Exchange((request.for_engine(call.request_id),), answer, notes)
 
+
+Answers = dict[str, tuple[str, Mapping[str, Schema]]]
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _SCALARS = ("string", "integer", "number", "boolean")
@@ -88,17 +91,34 @@ _RESPONSE = an_answer(
     *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
 )
 _ERROR = an_answer("TritonError", "What is wrong.", "error")
+_FAILURES = {
+    "400": "The request is wrong",
+    "404": "Unknown model or version",
+    "500": "Generation failed",
+    "501": "Models of this kind do not take it",
+    "503": "The queue is full, or the model is not ready",
+}
 _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
+
+
+def _failing(statuses: str) -> Answers:
+    return {status: (_FAILURES[status], {JSON: _ERROR}) for status in statuses.split()}
 
 
 def _about(
     summary: str, failures: str = "", answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None
 ) -> Operation:
-    """A route for the API description. `answer`: None is an empty body."""
-    answers = {kind: answer} if answer else {}
-    return Operation(summary=summary, request=request, answer=answers, failures=failures, error={JSON: _ERROR})
+    """A route for the API description. `failures`: its statuses beside 200. `answer`: None is an empty body."""
+    done: Answers = {"200": (summary, {kind: answer} if answer else {})}
+    return Operation(summary=summary, request=request, answers=done | _failing(failures))
 
 
+def _probe(question: str) -> Operation:
+    """A route that answers by its status."""
+    return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
+
+
+_INFER = Operation(summary="Tensors (KServe); refused, use generate", answers=_failing("404 501"))
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
@@ -120,14 +140,14 @@ _ROUTES: tuple[Route, ...] = (
     *_generates("/generate", "Generate text (Triton)", JSON),
     *_generates("/generate_stream", "Generate text as server-sent events, one for each response (Triton)", EVENTS),
     Tells.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
-    Tells.of_all("/v2/health/live", model.live, about=_about("Does the server live? (KServe)", "400", None)),
-    Tells.of_all("/v2/health/ready", model.ready, about=_about("Is the server ready? (KServe)", "400", None)),
+    Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
+    Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
     Tells.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
     *_of_model("", model.metadata, _about("Model metadata (KServe)", "404")),
-    *_of_model("/ready", model.model_ready, _about("Is the model ready? (KServe)", "400", None)),
+    *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, _about("Model configuration (Triton)", "404")),
     *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)", "400")),
-    *_of_model("/infer", model.infer, _about("Tensors (KServe); refused, use generate", "404 501", None), "POST"),
+    *_of_model("/infer", model.infer, _INFER, "POST"),
     Tells.of_all(
         "/v2/repository/index",
         model.repository_index,
