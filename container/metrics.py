@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 from container.http.endpoint import HttpCounts
 from container.models.lifecycle import State
 from container.models.registry import Model, Models
-from handlers.engines.protocol import EngineStatus
+from handlers.loaded_model import EngineStatus
 from handlers.meter import Distribution, Meter
 from handlers.workers.pool import PoolStatus
 

@@ -32,7 +32,7 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
-from handlers.workers.engine_calls import LoadedEngine
+from handlers.workers.worker import LoadedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from handlers.adapters import Adapter, AdapterOrder
 from handlers.contracts.family import ModelView
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import running_engine
-from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, generate
+from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, first_delta
 from handlers.entry_point import Limits, Service, load_service
 from handlers.errors import RequestError
 from handlers.memory_release import collect_after_load
@@ -254,10 +254,8 @@ async def _warm_up(engine: Engine) -> None:
     request = GenerationRequest(
         request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
     )
-    async for delta in generate(engine, request):
-        if delta.token_count:
-            return
-    raise EngineStartError("the engine started but generated nothing")
+    if not (await first_delta(engine.submit, request)).token_count:
+        raise EngineStartError("the engine started but generated nothing")
 
 
 async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:

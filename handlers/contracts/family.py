@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from handlers.adapters import Adapter
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
 from handlers.contracts.schemas import Schema
-from handlers.errors import NotReady, NotServed, RequestError
-from handlers.meter import Meter
+from handlers.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
+from handlers.loaded_model import LoadedModel
 from handlers.model_settings import ModelSettings
-from handlers.request import Token
 
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
 """What the routes of all families say where a custom handler runs the model."""
@@ -28,84 +27,6 @@ State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
 def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
     """vLLM's error object. `kind`: such as "BadRequestError"."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
-
-
-class SchedulerStatus(Protocol):
-    """The figures of an engine's scheduler."""
-
-    @property
-    def running_requests(self) -> int:
-        """Sequences in the batch."""
-
-    @property
-    def waiting_requests(self) -> int:
-        """Sequences that wait for a place in it."""
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """From 0 to 1."""
-
-
-class Texts(Protocol):
-    """A model's tokenizer as contracts use it; safe to call from several threads. Its errors pass through."""
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Ids of the special tokens by their texts."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """How many tokens there are, added ones included."""
-
-    @property
-    def truncation_side(self) -> str:
-        """Where prompts are truncated: `left` or `right`."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat` can be called."""
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids. `special`: with the special tokens that the model wants around a text."""
-
-    def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Token ids, and the first and last character of each in the text; None if the tokenizer cannot tell."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all ids, special tokens included."""
-
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's entry for each id."""
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-    ) -> str:
-        """The prompt that the model's template makes of a conversation."""
-
-
-class LoadedModel(Protocol):
-    """A model as a contract sees it: its tokenizer and its figures. Every engine is one."""
-
-    meter: Meter
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    max_top_tokens: int
-    eos_token_ids: frozenset[int]
-
-    @property
-    def texts(self) -> Texts:
-        """Its tokenizer."""
-
-    def detokenize(
-        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
-    ) -> list[Token]:
-        """Tokens with texts which, joined, are the text of `token_ids`."""
-
-    def status(self) -> SchedulerStatus:
-        """The scheduler's last report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,3 +171,31 @@ class Family:
     """Unknown paths below it belong to the family, too."""
     not_found: Callable[[Call], Reply] | None = None
     """The reply to those."""
+
+
+MOST_BYTES = 1 << 20
+"""Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
+memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt."""
+PLACED_BYTES = MOST_BYTES // 2
+"""The same where the answer gives each token's place: that takes more memory and twice the time."""
+MOST_IDS = 1 << 19
+MOST_BODY = 4 * MOST_BYTES
+"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
+
+
+def check_body(call: Call) -> None:
+    """Raise InvalidRequest if a body is too long to hold an allowed text; called before it is read."""
+    if len(call.body) > MOST_BODY:
+        raise InvalidRequest(f"the body has {len(call.body)} bytes; this route takes at most {MOST_BODY}")
+
+
+def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
+    """The text, which is the parameter `name` or made of it.
+
+    Raises:
+        InvalidParameter: it is too long.
+    """
+    size = len(text) if len(text) > most or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if size > most:
+        raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")
+    return text

@@ -47,13 +47,8 @@ TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 class VllmParameters:
     """One request's sampling parameters, validated and translated."""
 
-    sampling: SamplingParameters
-    sequences: int
-    """How many sequences the answer shows; a beam search makes `beam_search.width`, of which these are the best."""
-    candidates: int
-    """How many are generated to choose from; at least `sequences`."""
-    beam_search: BeamSearch | None
-    truncate_prompt_tokens: int | None
+    request: GenerationRequest
+    """Without its id and its prompt. A beam search makes `beam_search.width` sequences, of which it shows the best."""
     logprobs: int | None
     """Alternatives for each token, 0 for its own log probability alone; None: no log probabilities."""
     prompt_logprobs: int | None
@@ -61,23 +56,10 @@ class VllmParameters:
     detokenize: bool
     """False: the answer's text is empty."""
 
-    def request(self, request_id: str, prompt: str, *, stream: bool, **fields: Any) -> GenerationRequest:
-        """The request to the engine. `fields`: further ones, such as `want_tokens`."""
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=prompt,
-            sampling=self.sampling,
-            stream=stream,
-            sequences=self.sequences,
-            candidates=self.candidates,
-            beam_search=self.beam_search,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            **fields,
-        )
-
     def constrained(self, constraint: Constraint) -> VllmParameters:
         """The same parameters with a constraint."""
-        return replace(self, sampling=msgspec.structs.replace(self.sampling, constraint=constraint))
+        sampling = msgspec.structs.replace(self.request.sampling, constraint=constraint)
+        return replace(self, request=msgspec.structs.replace(self.request, sampling=sampling))
 
 
 class TextReader(ParameterReader):
@@ -119,12 +101,17 @@ def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterRe
             "best_of" if candidates > sequences else "n",
             f"above 1 needs sampling: with `temperature` 0 there is one sequence only (got {candidates})",
         )
-    parameters = VllmParameters(
+    request = GenerationRequest(
+        request_id="",
+        prompt="",
         sampling=sampling,
         sequences=sequences,
         candidates=sequences if beam_search is not None else candidates,
         beam_search=beam_search,
         truncate_prompt_tokens=read.optional_integer("truncate_prompt_tokens", minimum=1),
+    )
+    parameters = VllmParameters(
+        request=request,
         logprobs=read.optional_integer("logprobs", minimum=0),
         prompt_logprobs=read.optional_integer("prompt_logprobs", minimum=0),
         detokenize=read.boolean("detokenize", True),
@@ -144,9 +131,11 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
     allowed_token_ids = read.integers("allowed_token_ids", minimum=0)
     if read.has("allowed_token_ids") and not allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
+    if (min_tokens := read.integer("min_tokens", 0, minimum=0)) > max_tokens:
+        raise InvalidParameter("min_tokens", f"must not be above `max_tokens` ({max_tokens}), got {min_tokens}")
     return SamplingParameters(
         max_tokens=max_tokens,
-        min_tokens=_min_tokens(read, max_tokens),
+        min_tokens=min_tokens,
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_k=max(read.integer("top_k", 0, minimum=-1), 0),
         top_p=read.number("top_p", 1.0, above=0.0, maximum=1.0),
@@ -166,13 +155,6 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
         allowed_token_ids=allowed_token_ids or None,
         constraint=read_constraint(read),
     )
-
-
-def _min_tokens(read: ParameterReader, max_tokens: int) -> int:
-    min_tokens = read.integer("min_tokens", 0, minimum=0)
-    if min_tokens > max_tokens:
-        raise InvalidParameter("min_tokens", f"must not be above `max_tokens` ({max_tokens}), got {min_tokens}")
-    return min_tokens
 
 
 def _sequences(read: ParameterReader) -> tuple[int, int]:

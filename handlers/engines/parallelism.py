@@ -127,12 +127,13 @@ def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
 def _accepted(config: Config, size: int) -> bool:
     text = _text(config)
     quantization = _quantization(config)
+    blocks = -(-_first(text, ("vocab_size", "padded_vocab_size")) // _VOCABULARY_PADDING)
     return all(
         (
             _heads_fit(text, size),
             _widths_fit(text, size),
             _state_fits(text, size),
-            _padded(_first(text, ("vocab_size", "padded_vocab_size"))) % size == 0,
+            blocks * _VOCABULARY_PADDING % size == 0,
             _blocks_fit(text, quantization, size),
             all(_vision_fits(config[name], size) for name in _VISION if isinstance(config.get(name), Mapping)),
         )
@@ -174,16 +175,12 @@ def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
     hidden = _first(text, _HIDDEN)
     experts = _first(text, _EXPERTS)
     attention = _first(text, _HEADS) * (text.get("v_head_dim") or _head_size(text))
-    dense = [] if experts and not _dense_layers(text) else [text.get("intermediate_size")]
-    rows = [*_numbers(dense), attention]
+    has_dense_layers = not experts or text.get("first_k_dense_replace") or text.get("mlp_only_layers")
+    rows = [*_numbers([text.get("intermediate_size")] if has_dense_layers else []), attention]
     if any((width // size) % block for width in rows if width > block):
         return False
     expert = text.get("moe_intermediate_size") or text.get("intermediate_size") or 0
     return not experts or math.gcd(block, expert // size, hidden) >= min(block, _LEAST_REFINED_BLOCK)
-
-
-def _dense_layers(text: Config) -> bool:
-    return bool(text.get("first_k_dense_replace") or text.get("mlp_only_layers"))
 
 
 def _scale_block(quantization: Config) -> int:
@@ -225,10 +222,6 @@ def _kv_heads(text: Config) -> int:
 
 def _head_size(text: Config) -> int:
     return int(text.get("head_dim") or _first(text, _HIDDEN) // max(1, _first(text, _HEADS)))
-
-
-def _padded(vocabulary: int) -> int:
-    return -(-vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
 
 
 def _first(part: Config, names: tuple[str, ...]) -> int:

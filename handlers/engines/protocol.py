@@ -6,17 +6,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from handlers.engines.texts import ModelTexts
 from handlers.errors import RequestError
-from handlers.meter import Meter
-from handlers.request import GenerationRequest, Token, TokenDelta
+from handlers.loaded_model import LoadedModel
+from handlers.request import GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +112,10 @@ class Generation(Protocol):
         """
 
 
+Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
+"""A function with the signature of `Engine.submit`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     """The ability of an engine to serve."""
@@ -123,16 +126,6 @@ class EngineHealth:
     """Seconds with work since the last sign of life (`Progress`)."""
     mark: float = 0.0
     """A number that changes with every sign of life."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """The engine's own account of itself, from its scheduler."""
-
-    running_requests: int
-    waiting_requests: int
-    kv_cache_usage: float
-    """Share of the KV cache in use, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,21 +169,14 @@ class EngineAdapters(Protocol):
         """
 
 
-class Engine(Protocol):
-    """One model, loaded."""
+class Engine(LoadedModel, Protocol):
+    """What runs one model."""
 
-    meter: Meter
-    max_model_len: int
-    """Tokens of prompt and answer together."""
     max_sequences: int
     """Sequences that run together; known once it has started."""
-    max_top_tokens: int
-    """The most alternatives that a token may carry."""
-    eos_token_ids: frozenset[int]
     tokenizer: Any
-    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started."""
-    texts: ModelTexts
-    """The same tokenizer for our own code, in a copy that nothing else changes."""
+    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has
+    a copy of it."""
 
     @property
     def adapters(self) -> EngineAdapters | None:
@@ -221,16 +207,8 @@ class Engine(Protocol):
             InvalidRequest: it is empty, or too long for the model.
         """
 
-    def detokenize(
-        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
-    ) -> list[Token]:
-        """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
-
     def health(self) -> EngineHealth:
         """Tell whether the engine can serve. Cheap: asks no other process."""
-
-    def status(self) -> EngineStatus:
-        """Return the scheduler's last report."""
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free everything. Requests that still run end with an error that says why."""
@@ -244,32 +222,31 @@ class EngineOutOfMemory(EngineStartError):
     """There is not enough memory for the model, on the device or in the machine."""
 
 
-class _Deltas(asyncio.Queue[TokenDelta | RequestError]):
-    """A sink that is read later; bounded by the request's own limit on new tokens."""
+class _FirstDelta:
+    """A sink for the first delta."""
+
+    def __init__(self) -> None:
+        self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 
     def on_delta(self, delta: TokenDelta) -> None:
-        self.put_nowait(delta)
+        if not self.delta.done():
+            self.delta.set_result(delta)
 
     def on_error(self, error: RequestError) -> None:
-        self.put_nowait(error)
+        if not self.delta.done():
+            self.delta.set_exception(error)
 
 
-async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-    """Yield the answer's deltas; closing the iterator cancels the request.
+async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
+    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
 
     Raises:
         RequestError: the request was refused or has failed.
     """
-    deltas = _Deltas()
-    generation = await engine.submit(request, deltas)
-    last = False
+    sink = _FirstDelta()
+    generation = await submit(request, sink)
     try:
-        while not last:
-            delta = await deltas.get()
-            if isinstance(delta, RequestError):
-                raise delta
-            last = delta.last
-            yield delta
+        return await sink.delta
     finally:
         generation.cancel()
 

@@ -51,13 +51,9 @@ def failure_of(error: Exception) -> StartFailure:
     reason = _reason(error)[:_SHOWN] or type(error).__name__
     if _KILLED.search(reason):
         return StartFailure("its engine process was killed (SIGKILL), as the kernel does when memory runs out", True)
-    return StartFailure(reason, _is_memory(error) or _SIGNS.search(reason) is not None)
-
-
-def _is_memory(error: Exception) -> bool:
-    if any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__):
-        return True
-    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+    by_type = any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__)
+    by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return StartFailure(reason, by_type or by_number or _SIGNS.search(reason) is not None)
 
 
 def _reason(error: Exception) -> str:

@@ -1,17 +1,19 @@
-"""How a worker's requests become calls of its handler: each on its own, or several gathered into one call."""
+"""How a worker's requests become calls of its handler: one by one, several in one call, or all of them step by step."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, front_end_reply, payload_error
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
+from handlers.contracts.protocol import Reply
 from handlers.workers.reply import HandlerReply, decode_part, reply_of
-from handlers.workers.runtime.channel import WINDOW, InputMessage, OutputMessage
+from handlers.workers.runtime.channel import WINDOW, InputMessage, OutputMessage, Properties, data_of
 from handlers.workers.worker import Receiver, Worker
 
 logger = logging.getLogger("handlers.workers")
@@ -68,40 +70,13 @@ class CallSettings:
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
-class Batcher(ABC):
-    """Turns the requests of one worker into calls."""
+class _Timed:
+    """What both batchers have: a worker, and a timer."""
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
         """`on_free` is called when there is a place for a request, and when there is no request any more."""
         self.worker, self._settings, self._on_free = worker, settings, on_free
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    @abstractmethod
-    def free(self) -> bool:
-        """Whether it takes another request now."""
-
-    @property
-    @abstractmethod
-    def busy(self) -> bool:
-        """Whether it has any request."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The batcher with the lowest rank gets the next request."""
-
-    @abstractmethod
-    def take(self, request: Request) -> None:
-        """Begin with a request."""
-
-    @abstractmethod
-    def cancel(self, request: Request) -> None:
-        """Do without a request: its client has gone."""
-
-    @abstractmethod
-    def recall(self) -> list[Request]:
-        """Give back the requests that the worker has not been sent."""
 
     def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, expired)
@@ -112,7 +87,7 @@ class Batcher(ABC):
             self._timer = None
 
 
-class CallBatcher(Batcher):
+class CallBatcher(_Timed):
     """A call has one request, or those that come within `max_batch_delay`, up to `batch_size`.
 
     A worker has one call at a time, or `concurrency` of them in async mode. A batch of one runs as without batching.
@@ -125,17 +100,21 @@ class CallBatcher(Batcher):
 
     @property
     def free(self) -> bool:
+        """Whether it takes another request now."""
         return len(self._calls) < self._settings.concurrency
 
     @property
     def busy(self) -> bool:
+        """Whether it has any request."""
         return bool(self._calls or self._gathered)
 
     @property
     def rank(self) -> int:
-        return len(self._calls) - len(self._gathered)  # of batches, the fullest first
+        """The batcher with the lowest rank gets the next request: of those that gather a batch, the fullest."""
+        return len(self._calls) - len(self._gathered)
 
     def take(self, request: Request) -> None:
+        """Begin with a request."""
         self._gathered.append(request)
         if len(self._gathered) == self._settings.batch_size:
             self._begin()
@@ -143,6 +122,7 @@ class CallBatcher(Batcher):
             self._start_timer(self._settings.max_batch_delay, self._begin)
 
     def cancel(self, request: Request) -> None:
+        """Do without a request: its client has gone."""
         if request in self._calls:
             self._calls[request].cancel_if_unwanted()  # its place is free when the handler has ended the call
         elif request in self._gathered:
@@ -152,6 +132,7 @@ class CallBatcher(Batcher):
                 self._on_free()
 
     def recall(self) -> list[Request]:
+        """Give back the requests that the worker has not been sent."""
         self._stop_timer()
         gathered, self._gathered = self._gathered, []
         return gathered
@@ -373,3 +354,163 @@ def split_output(output: OutputMessage, size: int) -> list[OutputMessage]:
             code=output.code, message=output.message, properties=output.properties, contents=((match[2], value),)
         )
     return [answers[index] for index in range(size)]
+
+
+_HEADER = re.compile(r"batch_([0-9]{1,9})_(.+)", re.DOTALL)
+_RESET = ("reset_rollingbatch", "true")
+_BATCH_FAILED = (
+    '{"code":CODE,"message":"Batch inference failed","properties":{},"content":{"keys":[],"values":[]},'
+    '"cancelled":false}'
+)
+"""LMI's body for a rolling batch that has failed as a whole."""
+
+
+@dataclass(slots=True)
+class _Active:
+    """A request from its first step to its last."""
+
+    request: Request
+    seen: bool = False
+    """A step has answered it."""
+    last: bool = False
+    """The answer is complete."""
+    seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
+
+    def entry(self, index: int) -> InputMessage:
+        """Its entries in a step's input: all of them the first time, empty data later."""
+        if self.seen:
+            return prefixed(index, InputMessage((), (("data", b""),)))
+        message = self.request.message
+        contents = (("data", data_of(message.contents)), ("seed", self.seed.encode()))
+        return prefixed(index, InputMessage(message.properties, contents))
+
+
+class RollingBatcher(_Timed, Receiver):
+    """Each step is a call.
+
+    A request stays in the handler's batch until the handler marks its last part; it cannot be taken out earlier. So the
+    requests of clients that have gone run on, until all clients of the batch have gone. The batch waits for no client.
+    """
+
+    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
+        super().__init__(worker, settings, on_free)
+        self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
+        self._active: list[_Active] = []
+        self._call: int | None = None
+        """The running step."""
+        self._in_step = 0
+        """How many of the active requests the step has, the first ones."""
+        self._answered = False
+        self._reset = False
+        """The next step tells the handler to forget all requests."""
+
+    @property
+    def free(self) -> bool:
+        return len(self._active) < self._limit
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active) or self._call is not None
+
+    @property
+    def rank(self) -> int:
+        return len(self._active)
+
+    def take(self, request: Request) -> None:
+        self._active.append(_Active(request))
+        self._step()
+
+    def cancel(self, request: Request) -> None:
+        if self._call is None:
+            self._forget_if_unwanted()
+
+    def recall(self) -> list[Request]:
+        self._stop_timer()
+        waiting, self._active = self._active[self._in_step :], self._active[: self._in_step]
+        return [active.request for active in waiting]
+
+    def on_output(self, output: OutputMessage, size: int) -> None:
+        self._answered = True
+        parts = [part for _, content in output.contents if (part := decode_part(content)) is not None]
+        if output.code != 200 or output.streams or not len(parts) == len(output.contents) == self._in_step:
+            self._fail_step(output)
+            return
+        headers = _headers_by_request(output.properties)
+        for index, (active, part) in enumerate(zip(self._active[: self._in_step], parts, strict=True)):
+            active.seen, active.last = True, part.last
+            named = (("Content-Type", part.content_type),) if part.content_type else ()
+            active.request.reply.accept(part, (*named, *headers.get(index, ())))
+        unfinished = [active for active in self._active[: self._in_step] if not active.last]
+        self._active[: self._in_step] = unfinished
+        self._in_step = len(unfinished)
+
+    def on_done(self) -> None:
+        if not self._answered:
+            self._fail_step(OutputMessage(code=FAILED_DEPENDENCY, message="no answer"))
+        self._stop_timer()
+        self._in_step = 0
+        self._forget_if_unwanted()
+        self._on_free()  # requests that come in here join the next step
+        self._call = None
+        self._step()
+        if not self.busy:
+            self._on_free()  # once more, now that it is idle
+
+    def on_lost(self, reason: str) -> None:
+        status = self._settings.unavailable_status
+        message = f"the handler's worker {reason} during the request"
+        self._end_step(front_end_reply(status, "EngineException", message), payload_error(message, status))
+
+    def _step(self) -> None:
+        if self._call is not None or not self._active:
+            return
+        more = (_RESET,) if self._reset else ()
+        entries = (active.entry(index) for index, active in enumerate(self._active))
+        self._in_step, self._answered, self._reset = len(self._active), False, False
+        self._call = self.worker.call(joined(entries, self._in_step, *more), self)
+        self._start_timer(self._settings.predict_timeout, self._on_timeout)
+
+    def _on_timeout(self) -> None:
+        failure = payload_error(f"the handler {self._settings.overdue}")
+        self._end_step(Reply(FAILED_DEPENDENCY, JSON, failure), failure)
+        self.worker.end(f"was ended because it {self._settings.overdue}")
+
+    def _fail_step(self, output: OutputMessage) -> None:
+        """Fail all requests of the step: the handler has given up on the batch."""
+        logger.error(
+            "%s: the rolling batch failed with code %s and %s entries for %s requests: %s",
+            *(self.worker.name, output.code, len(output.contents), self._in_step, output.message),
+            extra={"worker": self.worker.name},
+        )
+        if output.streams and self._call is not None:
+            self.worker.cancel(self._call)  # nobody reads the stream
+        code = output.code if output.code >= 300 else FAILED_DEPENDENCY
+        body = _BATCH_FAILED.replace("CODE", str(code)).encode()
+        self._end_step(Reply(code, "", body), body)
+
+    def _end_step(self, reply: Reply, midway: bytes) -> None:
+        for active in self._active[: self._in_step]:
+            active.request.reply.reply(reply, midway)
+        self._active = self._active[self._in_step :]
+        self._in_step = 0
+        self._reset = True
+
+    def _forget_if_unwanted(self) -> None:
+        """Drop all requests once all their clients have gone; the handler forgets them with the next step."""
+        if self._active and not any(active.request.reply.open for active in self._active):
+            self._reset = self._reset or any(active.seen for active in self._active)
+            self._active.clear()
+            self._on_free()
+
+
+Batcher = CallBatcher | RollingBatcher
+"""Turns the requests of one worker into calls."""
+
+
+def _headers_by_request(properties: Properties) -> dict[int, Properties]:
+    """The properties `batch_<i>_<Header-Name>`, by request."""
+    headers: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
+    for name, value in properties:
+        if match := _HEADER.fullmatch(name):
+            headers[int(match[1])].append((match[2], value))
+    return {index: tuple(pairs) for index, pairs in headers.items()}

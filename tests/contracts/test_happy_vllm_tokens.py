@@ -18,9 +18,9 @@ from handlers.contracts.family import ModelView, Tells
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM
 from handlers.contracts.happy_vllm.tokens import ids_inside
 from handlers.contracts.protocol import Reply
-from handlers.engines.texts import ModelTexts
 from handlers.engines.texts import split_text as text_of_tokens
 from handlers.errors import NotReady, NotServed, RequestError
+from handlers.loaded_model import ModelTexts
 from handlers.model_settings import HandlerSettings
 from handlers.request import Token
 from tests.contracts.exchange import MODEL, call

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.contracts.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, Constraint, SamplingParameters
+from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 NAMES = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
@@ -30,11 +30,9 @@ def refused(values: dict[str, Any], reader: Reader = ParameterReader) -> str:
 
 def test_the_defaults_are_vllms() -> None:
     assert read_vllm_parameters({}) == VllmParameters(
-        sampling=SamplingParameters(max_tokens=16, temperature=1.0),
-        sequences=1,
-        candidates=1,
-        beam_search=None,
-        truncate_prompt_tokens=None,
+        request=GenerationRequest(
+            request_id="", prompt="", sampling=SamplingParameters(max_tokens=16, temperature=1.0)
+        ),
         logprobs=None,
         prompt_logprobs=None,
         detokenize=True,
@@ -68,7 +66,7 @@ def test_every_keyword_reaches_the_sampling_parameters() -> None:
         "allowed_token_ids": [9, 10],
         "structured_outputs": {"regex": "a+"},
     }
-    assert read_vllm_parameters(values).sampling == SamplingParameters(
+    assert read_vllm_parameters(values).request.sampling == SamplingParameters(
         max_tokens=50,
         min_tokens=3,
         temperature=0.7,
@@ -96,28 +94,28 @@ def test_what_the_answer_shows_is_apart_from_sampling() -> None:
     parameters = read_vllm_parameters(
         {"logprobs": 0, "prompt_logprobs": 2, "truncate_prompt_tokens": 9, "detokenize": False}
     )
-    assert parameters.sampling == SamplingParameters(max_tokens=16, temperature=1.0)
+    assert parameters.request.sampling == SamplingParameters(max_tokens=16, temperature=1.0)
     assert (parameters.logprobs, parameters.prompt_logprobs) == (0, 2)
-    assert (parameters.truncate_prompt_tokens, parameters.detokenize) == (9, False)
+    assert (parameters.request.truncate_prompt_tokens, parameters.detokenize) == (9, False)
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (2, False)])
 def test_a_temperature_below_vllms_epsilon_is_greedy(temperature: float, greedy: bool) -> None:
-    assert read_vllm_parameters({"temperature": temperature}).sampling.greedy is greedy
+    assert read_vllm_parameters({"temperature": temperature}).request.sampling.greedy is greedy
 
 
 def test_top_k_of_minus_one_or_zero_is_off() -> None:
-    assert read_vllm_parameters({"top_k": -1}).sampling.top_k == 0
-    assert read_vllm_parameters({"top_k": 0}).sampling.top_k == 0
+    assert read_vllm_parameters({"top_k": -1}).request.sampling.top_k == 0
+    assert read_vllm_parameters({"top_k": 0}).request.sampling.top_k == 0
 
 
 def test_a_seed_of_minus_one_is_none() -> None:
-    assert read_vllm_parameters({"seed": -1}).sampling.seed is None
-    assert read_vllm_parameters({"seed": 0}).sampling.seed == 0
+    assert read_vllm_parameters({"seed": -1}).request.sampling.seed is None
+    assert read_vllm_parameters({"seed": 0}).request.sampling.seed == 0
 
 
 def test_stop_may_be_one_string() -> None:
-    assert read_vllm_parameters({"stop": "\n"}).sampling.stop == ("\n",)
+    assert read_vllm_parameters({"stop": "\n"}).request.sampling.stop == ("\n",)
 
 
 @pytest.mark.parametrize(
@@ -126,16 +124,16 @@ def test_stop_may_be_one_string() -> None:
 )
 def test_best_of_candidates_make_n_sequences(values: dict[str, Any], sequences: int, candidates: int) -> None:
     parameters = read_vllm_parameters(values)
-    assert (parameters.sequences, parameters.candidates) == (sequences, candidates)
+    assert (parameters.request.sequences, parameters.request.candidates) == (sequences, candidates)
 
 
 def test_a_beam_search_is_as_wide_as_best_of_and_shows_n() -> None:
     parameters = read_vllm_parameters(
         {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5, "early_stopping": True, "temperature": 0}
     )
-    assert parameters.beam_search == BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
-    assert (parameters.sequences, parameters.candidates) == (2, 2)
-    assert read_vllm_parameters({"use_beam_search": True, "n": 3}).beam_search == BeamSearch(width=3)
+    assert parameters.request.beam_search == BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
+    assert (parameters.request.sequences, parameters.request.candidates) == (2, 2)
+    assert read_vllm_parameters({"use_beam_search": True, "n": 3}).request.beam_search == BeamSearch(width=3)
 
 
 def test_beam_keywords_with_their_defaults_are_no_beam_search() -> None:
@@ -220,7 +218,7 @@ def test_a_long_unknown_name_is_cut_in_the_message() -> None:
     ],
 )
 def test_structured_outputs_become_a_constraint(name: str, document: dict[str, Any], constraint: Constraint) -> None:
-    read = read_vllm_parameters({name: document}).sampling.constraint
+    read = read_vllm_parameters({name: document}).request.sampling.constraint
     assert read is not None
     assert read.parameter == f"{name}.{constraint.parameter}"
     expected = {field: getattr(constraint, field) for field in constraint.__struct_fields__ if field != "parameter"}
@@ -318,7 +316,9 @@ def test_any_json_is_read_or_refused_by_name(values: dict[str, Any], reader: Rea
     if refusal is not None:
         assert refusal.message.startswith(f"`{refusal.parameter}`")
         return
-    sampling = parameters.sampling
+    sampling = parameters.request.sampling
     assert sampling.max_tokens is not None
     assert 0 <= sampling.min_tokens <= sampling.max_tokens
-    assert 1 <= parameters.sequences <= parameters.candidates or parameters.beam_search is not None
+    assert (
+        1 <= parameters.request.sequences <= parameters.request.candidates or parameters.request.beam_search is not None
+    )

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.tgi.family import TGI
-from handlers.engines.texts import ModelTexts
 from handlers.errors import RequestError
+from handlers.loaded_model import ModelTexts
 from handlers.meter import Meter
 from handlers.request import GenerationRequest, Token
 from tests.contracts.exchange import MODEL

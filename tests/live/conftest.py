@@ -108,7 +108,9 @@ def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
     arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
     script = Path(__file__).with_name("bare_vllm.py").read_text()
-    vllm = running_engine(ModelSettings(name="m", model_dir=sample_model, rolling_batch="vllm"))
+    vllm = running_engine(
+        ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
+    )
     made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, vllm, version("torch")]
     digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
 

@@ -19,11 +19,12 @@ import openai
 import pytest
 
 from handlers.contracts.protocol import Call
-from handlers.engines.protocol import Engine, generate
+from handlers.engines.protocol import Engine
 from handlers.entry_point import Limits, load_service
 from handlers.errors import InvalidParameter
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from tests.generation import generate
 from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
 from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS

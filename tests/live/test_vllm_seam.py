@@ -40,8 +40,8 @@ class Processor:
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        from handlers.engines.texts import ModelTexts
         from handlers.engines.vllm.output import PushedState, TokensApart
+        from handlers.loaded_model import ModelTexts
 
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
         fields.setdefault("stream", True)
@@ -320,8 +320,8 @@ def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> 
     from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool
     from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 
-    from handlers.engines.texts import ModelTexts
     from handlers.engines.vllm.loading import own_tokenizer
+    from handlers.loaded_model import ModelTexts
 
     config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
     pool = maybe_make_thread_pool(copy(cached_tokenizer_from_config(config)))  # as vLLM's renderer does

@@ -50,7 +50,7 @@ class _Answer:
     _style: _Style
 
     def __init__(self, generation: Generation) -> None:
-        count = generation.parameters.sequences
+        count = generation.parameters.request.sequences
         self._show_text = generation.parameters.detokenize
         self._responses = [""] * count
         self._reasons = [_UNFINISHED] * count

@@ -12,28 +12,18 @@ from typing import Any
 
 import msgspec
 
+from handlers import errors
 from handlers.contracts.family import error_body
 from handlers.contracts.protocol import Reply
-from handlers.errors import (
-    BodyTimeout,
-    BodyTooLarge,
-    InvalidParameter,
-    InvalidRequest,
-    NotReady,
-    NotServed,
-    Overloaded,
-    RequestError,
-    UnknownModel,
-)
 
 JSON = "application/json"
 
-_STATUS: dict[int, tuple[type[RequestError], ...]] = {
-    404: (UnknownModel, NotServed),
-    408: (BodyTimeout,),
-    413: (BodyTooLarge,),
-    422: (InvalidRequest,),
-    503: (NotReady, Overloaded),
+_STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
+    404: (errors.UnknownModel, errors.NotServed),
+    408: (errors.BodyTimeout,),
+    413: (errors.BodyTooLarge,),
+    422: (errors.InvalidRequest,),
+    503: (errors.NotReady, errors.Overloaded),
 }
 """Any other error is a 500."""
 _VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
@@ -45,7 +35,7 @@ def json_reply(body: dict[str, Any] | None, status: int = 200) -> Reply:
     return Reply(status, JSON, msgspec.json.encode(body))
 
 
-class WrongBody(InvalidRequest):
+class WrongBody(errors.InvalidRequest):
     """A body that is not an object, or lacks a field."""
 
     def __init__(self, message: str, kind: str, text: str, *location: str | int) -> None:
@@ -62,32 +52,32 @@ def not_json(reason: str) -> WrongBody:
     return error
 
 
-def refuse(error: RequestError) -> Reply:
+def refuse(error: errors.RequestError) -> Reply:
     """The reply to a call that has failed before its first byte."""
     status = _status_of(error)
     if status == 500:
         return json_reply({"error": type(error).__name__, "messages": [error.message]}, status)
     if isinstance(error, WrongBody):
         return json_reply({"detail": [error.entry]}, status)
-    if isinstance(error, InvalidParameter):
+    if isinstance(error, errors.InvalidParameter):
         return json_reply({"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]}, status)
     return json_reply({"detail": error.message}, status)
 
 
-def vllm_error(error: RequestError) -> Reply:
+def vllm_error(error: errors.RequestError) -> Reply:
     """The same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
     status, parameter = _status_of(error), None
     if status == 422:
         status = 400
-    if isinstance(error, InvalidParameter):
+    if isinstance(error, errors.InvalidParameter):
         parameter = error.parameter
-    elif isinstance(error, UnknownModel):
+    elif isinstance(error, errors.UnknownModel):
         parameter = "model"
     kind = _VLLM_TYPES.get(status, "InternalServerError")
     return Reply(status, JSON, error_body(error.message, kind, status, parameter))
 
 
-def _status_of(error: RequestError) -> int:
+def _status_of(error: errors.RequestError) -> int:
     return next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
+import msgspec
+
 from handlers.contracts.family import Family, Generates, ModelView, Operation, Tells
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
@@ -27,9 +29,9 @@ class HappyVllmContract:
 
     def parse(self, call: Call) -> Exchange:
         generation = read_generation(document(call))
-        parameters = generation.parameters
-        stream = self._stream and parameters.beam_search is None  # no token of a beam is final before the last
-        request = parameters.request(call.request_id, generation.prompt, stream=stream)
+        template = generation.parameters.request
+        stream = self._stream and template.beam_search is None  # no token of a beam is final before the last
+        request = msgspec.structs.replace(template, request_id=call.request_id, prompt=generation.prompt, stream=stream)
         if not self._stream:
             return Exchange((request,), WholeAnswer(generation))
         answer = StreamAnswer(generation)

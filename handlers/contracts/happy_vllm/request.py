@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from handlers.contracts.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES
+from handlers.contracts.family import MOST_IDS
 from handlers.contracts.happy_vllm.errors import WrongBody, not_json
 from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
 from handlers.contracts.protocol import Call
-from handlers.contracts.texts import MOST_IDS
 from handlers.contracts.vllm_parameters import (
     TextReader,
     VllmParameters,
@@ -120,12 +120,12 @@ def read_generation(values: dict[str, Any]) -> Generation:
     prompt_in_response = read.boolean("prompt_in_response", False)
     constraints = [form for form in (_pool(read, values.get("response_pool")), _json_format(read)) if form is not None]
     parameters = read_vllm_parameters({name: values[name] for name in values.keys() - _OWN}, _SamplingReader)
-    if parameters.sampling.constraint is not None:
-        constraints.append(parameters.sampling.constraint)
+    if parameters.request.sampling.constraint is not None:
+        constraints.append(parameters.request.sampling.constraint)
     if len(constraints) > 1:
         raise _conflict(constraints[0].parameter, constraints[1].parameter)
     if constraints:
-        if constraints[0].parameter == "response_pool" and parameters.sampling.min_tokens > 0:
+        if constraints[0].parameter == "response_pool" and parameters.request.sampling.min_tokens > 0:
             raise _conflict("response_pool", "min_tokens")
         parameters = parameters.constrained(constraints[0])
     return Generation(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from handlers.contracts.family import LoadedModel, ModelView, Texts
+from handlers.contracts.family import ModelView, check_body, check_text
 from handlers.contracts.happy_vllm.errors import json_reply, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.texts import check_body, check_text
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
+from handlers.loaded_model import LoadedModel, ModelTexts
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
@@ -131,7 +131,7 @@ def _check_model(read: BodyReader, view: ModelView) -> None:
         raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
 
 
-def _chat_prompt(texts: Texts, messages: Any, add_generation_prompt: bool) -> str:
+def _chat_prompt(texts: ModelTexts, messages: Any, add_generation_prompt: bool) -> str:
     """The prompt that the model's template makes of the messages."""
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages", "must be an array of at least one message")

@@ -12,25 +12,12 @@ from typing import Any
 
 import msgspec
 
+from handlers import errors
 from handlers.adapters import Adapter, AdapterOrder
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
 from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply, adapter_header
-from handlers.errors import (
-    AdapterConflict,
-    AdapterFailed,
-    BodyTimeout,
-    BodyTooLarge,
-    EngineDead,
-    InvalidRequest,
-    NoRoomForAdapter,
-    NotReady,
-    NotServed,
-    RequestError,
-    UnknownAdapter,
-    UnknownModel,
-)
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
 MOST_LISTED = 100
@@ -42,18 +29,18 @@ _TEXT = "text/plain; charset=utf-8"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_version"})
 _BOOLEANS = {"true": True, "false": False}
 
-_REFUSALS: tuple[tuple[type[RequestError], int, str], ...] = (
-    (UnknownModel, 404, "ModelNotFoundException"),
-    (UnknownAdapter, 404, "ResourceNotFoundException"),
-    (NotServed, 400, "BadRequestException"),
-    (InvalidRequest, 400, "BadRequestException"),
-    (AdapterConflict, 409, "IllegalArgumentException"),
-    (AdapterFailed, 424, "EngineException"),
-    (NoRoomForAdapter, 507, "WlmOutOfMemoryException"),
-    (BodyTooLarge, 413, "BadRequestException"),
-    (BodyTimeout, 408, "BadRequestException"),
-    (NotReady, 503, "ServiceUnavailableException"),
-    (EngineDead, 500, "EngineException"),
+_REFUSALS: tuple[tuple[type[errors.RequestError], int, str], ...] = (
+    (errors.UnknownModel, 404, "ModelNotFoundException"),
+    (errors.UnknownAdapter, 404, "ResourceNotFoundException"),
+    (errors.NotServed, 400, "BadRequestException"),
+    (errors.InvalidRequest, 400, "BadRequestException"),
+    (errors.AdapterConflict, 409, "IllegalArgumentException"),
+    (errors.AdapterFailed, 424, "EngineException"),
+    (errors.NoRoomForAdapter, 507, "WlmOutOfMemoryException"),
+    (errors.BodyTooLarge, 413, "BadRequestException"),
+    (errors.BodyTimeout, 408, "BadRequestException"),
+    (errors.NotReady, 503, "ServiceUnavailableException"),
+    (errors.EngineDead, 500, "EngineException"),
 )
 
 
@@ -68,7 +55,7 @@ def named_adapter(call: Call) -> str | None:
     """The one adapter that a call names, as far as its body can be read."""
     try:
         return adapters_of(call, adapters_in(call.body), 1)[0]
-    except InvalidRequest:
+    except errors.InvalidRequest:
         return None
 
 
@@ -88,9 +75,9 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
         return (given or None,) * prompts
     if not isinstance(given, list) or not all(isinstance(name, str) or name is None for name in given):
         kind = json_kind(given) if not isinstance(given, list) else "an array of other things"
-        raise InvalidRequest(f"`adapters` must be a string or an array of strings, got {kind}")
+        raise errors.InvalidRequest(f"`adapters` must be a string or an array of strings, got {kind}")
     if len(given) != prompts:
-        raise InvalidRequest(f"`adapters` must name one adapter for each prompt: got {len(given)} for {prompts}")
+        raise errors.InvalidRequest(f"`adapters` must name one adapter for each prompt: got {len(given)} for {prompts}")
     return tuple(name or None for name in given)
 
 
@@ -165,7 +152,7 @@ def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
     return _document(document | {"adapters": [_entry(adapter) for adapter in adapters[start:end]]})
 
 
-def refuse(error: RequestError) -> Reply:
+def refuse(error: errors.RequestError) -> Reply:
     """The answer to an error."""
     status, kind = next(
         ((status, kind) for cause, status, kind in _REFUSALS if isinstance(error, cause)),
@@ -199,9 +186,9 @@ def _given(call: Call) -> dict[str, Any]:
     try:
         document = decode_json(call.body)
     except JsonError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        raise errors.InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise InvalidRequest(f"the body must be a JSON object with `name` and `src`, got {json_kind(document)}")
+        raise errors.InvalidRequest(f"the body must be a JSON object with `name` and `src`, got {json_kind(document)}")
     return {name: value for name, value in document.items() if value is not None}
 
 
@@ -222,9 +209,9 @@ def _order(given: Mapping[str, Any], name: str, call: Call) -> AdapterOrder:
 def _text(given: Mapping[str, Any], name: str, *, required: bool = False) -> str:
     value = given.get(name, "")
     if not isinstance(value, str):
-        raise InvalidRequest(f"`{name}` must be a string, got {json_kind(value)}")
+        raise errors.InvalidRequest(f"`{name}` must be a string, got {json_kind(value)}")
     if required and not value:
-        raise InvalidRequest(f"`{name}` is required")
+        raise errors.InvalidRequest(f"`{name}` is required")
     return value
 
 
@@ -235,7 +222,7 @@ def _boolean(given: Mapping[str, Any], name: str) -> bool | None:
     meant = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
     if meant is None:
         shown = repr(value[:50]) if isinstance(value, str) else json_kind(value)
-        raise InvalidRequest(f"`{name}` must be true or false, got {shown}")
+        raise errors.InvalidRequest(f"`{name}` must be true or false, got {shown}")
     return meant
 
 
@@ -244,5 +231,5 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise InvalidRequest(f"`{name}` must be a number, got {text[:50]!r}")
+        raise errors.InvalidRequest(f"`{name}` must be a number, got {text[:50]!r}")
     return int(text)

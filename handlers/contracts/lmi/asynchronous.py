@@ -12,8 +12,7 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
-from msgspec.json import encode
-from msgspec.structs import asdict
+import msgspec
 
 from handlers.contracts.constraints import FORMS, refuse_unread
 from handlers.contracts.family import error_body
@@ -71,9 +70,10 @@ class LmiAsyncContract:
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         want_tokens = stream or parameters.details
-        request = parameters.vllm.request(
-            call.request_id,
-            prompt,
+        request = msgspec.structs.replace(
+            parameters.vllm.request,
+            request_id=call.request_id,
+            prompt=prompt,
             stream=stream,
             want_tokens=want_tokens,
             want_logprobs=want_tokens and self._settings.token_logprobs,
@@ -94,8 +94,10 @@ class LmiAsyncContract:
             document, prompt, stream, parameters = self._read(call)
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
-        vllm = parameters.vllm
-        sampling = {name: value for name, value in asdict(vllm.sampling).items() if value not in (None, ())}
+        vllm = parameters.vllm.request
+        sampling = {
+            name: value for name, value in msgspec.structs.asdict(vllm.sampling).items() if value not in (None, ())
+        }
         del sampling["typical_p"]  # which vLLM's API does not have
         if (constraint := sampling.pop("constraint", None)) is not None:
             sampling["structured_outputs"] = _structured_outputs(constraint)
@@ -112,7 +114,7 @@ class LmiAsyncContract:
             completion["prompt_logprobs"] = 1
         completion |= {name: document[name] for name in ("model", "adapters") if name in document}
         notes = notes_of(document, self._fields, parameters.ignored)
-        return replace(call, body=encode(completion), content_type=JSON), notes
+        return replace(call, body=msgspec.json.encode(completion), content_type=JSON), notes
 
     def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
         """Document, prompt, whether it is streamed, and parameters. Raises InvalidRequest."""
@@ -216,7 +218,7 @@ class _Answer:
     def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
         self._parameters, self._overload_status = parameters, overload_status
         self._text = [prompt] if parameters.full_text else []
-        seed = parameters.vllm.sampling.seed
+        seed = parameters.vllm.request.sampling.seed
         self._seed = "null" if seed is None else str(seed)
 
     def fail(self, error: RequestError) -> Reply:

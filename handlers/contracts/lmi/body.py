@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
 from handlers.contracts.constraints import CONSTRAINING, refuse_unread
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
@@ -274,56 +274,26 @@ def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary:
         raise FormError("the multipart form's Content-Type has no boundary")
-    parts = _Parts()
+    fields: list[tuple[str, bytes]] = []
+    ended: list[bool] = []
+
+    def add(part: Field | File) -> None:
+        if len(fields) >= _MAX_FIELDS:
+            raise FormError(f"the form has more than {_MAX_FIELDS} fields")
+        if isinstance(part, File):
+            part.file_object.seek(0)
+        data = part.value if isinstance(part, Field) else part.file_object.read()
+        fields.append(((part.field_name or b"").decode("utf-8", "replace"), data or b""))
+
+    in_memory = {"MAX_MEMORY_FILE_SIZE": float("inf")}
     try:
-        parser = MultipartParser(boundary, callbacks=parts.callbacks())  # type: ignore[arg-type]
+        parser = FormParser(_MULTIPART, add, add, lambda: ended.append(True), boundary, config=in_memory)
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
+        if str(error).startswith("Field name not found"):
+            raise FormError("a part of the multipart form has no name") from None
         raise FormError(f"the multipart form is broken: {error}") from error
-    if not parts.complete:
+    if not ended:
         raise FormError("the multipart form ends before its last boundary")
-    return parts.fields
-
-
-class _Parts:
-    """The parts of a multipart form, collected from the parser's callbacks."""
-
-    def __init__(self) -> None:
-        self.fields: list[tuple[str, bytes]] = []
-        self.complete = False
-        self._header_name = bytearray()
-        self._header_value = bytearray()
-        self._name: str | None = None
-        self._data = bytearray()
-
-    def callbacks(self) -> dict[str, object]:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
-            "on_header_end": self._end_header,
-            "on_part_data": lambda data, start, end: self._data.extend(memoryview(data)[start:end]),
-            "on_part_end": self._end,
-            "on_end": self._finish,
-        }
-
-    def _begin(self) -> None:
-        self._name, self._data = None, bytearray()
-
-    def _end_header(self) -> None:
-        if self._header_name.lower() == b"content-disposition":
-            name = parse_options_header(bytes(self._header_value))[1].get(b"name")
-            self._name = None if name is None else name.decode("utf-8", "replace")
-        self._header_name.clear()
-        self._header_value.clear()
-
-    def _end(self) -> None:
-        if self._name is None:
-            raise FormError("a part of the multipart form has no name")
-        if len(self.fields) >= _MAX_FIELDS:
-            raise FormError(f"the form has more than {_MAX_FIELDS} fields")
-        self.fields.append((self._name, bytes(self._data)))
-
-    def _finish(self) -> None:
-        self.complete = True
+    return fields

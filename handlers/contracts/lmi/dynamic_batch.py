@@ -142,17 +142,16 @@ class ListAnswer:
         if delta.sequence == 0:  # further ones are less probable
             self._texts[prompt].append(delta.text)
         self._open -= delta.last
-        return b"" if self._open else self._body().encode()
+        if self._open:
+            return b""
+        objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
+        return ("[\n" + ",\n".join(objects) + "\n]").encode()
 
     def fail(self, error: RequestError) -> Reply:
         return _failure(error, self._overload_status)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return b""  # the body is sent whole
-
-    def _body(self) -> str:
-        objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
-        return "[\n" + ",\n".join(objects) + "\n]"
 
 
 class RecordListAnswer:

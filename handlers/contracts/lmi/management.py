@@ -124,7 +124,9 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
         ContractError: 400; none is given, or one is wrong.
     """
     given = dict(call.query)
-    least, most = (_workers(given, name) for name in ("min_worker", "max_worker"))
+    least, most = (
+        _integer(name, given[name], 0, MAX_WORKERS) if name in given else None for name in ("min_worker", "max_worker")
+    )
     if least is None and most is None:
         raise bad_request("Parameter min_worker or max_worker is required.")
     if least is None:
@@ -177,10 +179,6 @@ def _boolean(parameter: str, text: str) -> bool:
     if text.strip().lower() not in ("true", "false"):
         raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: true, false')
     return text.strip().lower() == "true"
-
-
-def _workers(given: Mapping[str, str], parameter: str) -> int | None:
-    return _integer(parameter, given[parameter], 0, MAX_WORKERS) if parameter in given else None
 
 
 def _integer(parameter: str, text: str, least: int, most: int | None = None) -> int:

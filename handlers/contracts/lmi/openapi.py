@@ -37,19 +37,15 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
     if model.async_mode:
         name, request = "asynchronous handler", _asynchronous_request(model)
     else:
-        name, request = "rolling batch", _rolling_batch_request(model)
+        rules = rolling_batch.parameter_rules(model)
+        parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+        name, request = "rolling batch", _request("LmiRequest", parameters, stream=_FALSE, **_adapters(model))
     names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
         summary=f"Generate text ({', '.join(names)})",
         request=either([request, *for_vllm.values()]),
         answers=_answers("One document, or a record for each token", JSON, JSON_LINES, EVENTS),
     )
-
-
-def _rolling_batch_request(model: ModelSettings) -> Schema:
-    rules = rolling_batch.parameter_rules(model)
-    parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
-    return _request("LmiRequest", parameters, stream=_FALSE, **_adapters(model))
 
 
 def _asynchronous_request(model: ModelSettings) -> Schema:

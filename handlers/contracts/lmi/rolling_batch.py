@@ -107,7 +107,9 @@ class LmiContract:
             return self._exchange(call, body, plan, adapters)
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
-            raise ContractError(self._refused_parameter(error, formatter, stream), error.message) from None
+            write = request_error if formatter == "json" and not stream else stream_error
+            refusal = _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
+            raise ContractError(refusal, error.message) from None
 
     def _exchange(self, call: Call, body: Body, plan: _Plan, adapters: tuple[str | None, ...]) -> Exchange:
         prompts, options, records = body.prompts, plan.options, plan.request.stream
@@ -163,10 +165,6 @@ class LmiContract:
             return "json"
         return "sse" if self._settings.tgi_compat else "jsonlines"
 
-    def _refused_parameter(self, error: InvalidParameter, formatter: str, stream: bool) -> Reply:
-        write = stream_error if stream or formatter != "json" else request_error
-        return _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
-
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
     if inputs is None:
@@ -217,17 +215,16 @@ class JsonAnswer:
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         self._sequences[prompt].setdefault(delta.sequence, GeneratedSequence()).add(delta)
         self._open -= delta.last
-        return b"" if self._open else self._body().encode()
+        if self._open:
+            return b""
+        documents = [self._document(*pair) for pair in zip(self._prompts, self._sequences, strict=True)]
+        return (f"[{', '.join(documents)}]" if self._in_array else documents[0]).encode()
 
     def fail(self, error: RequestError) -> Reply:
         return _failure(error, self._options, request_error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return b""  # the body is sent whole
-
-    def _body(self) -> str:
-        documents = [self._document(*pair) for pair in zip(self._prompts, self._sequences, strict=True)]
-        return f"[{', '.join(documents)}]" if self._in_array else documents[0]
 
     def _document(self, prompt: str, sequences: dict[int, GeneratedSequence]) -> str:
         options, (best, *others) = self._options, [sequences[rank] for rank in sorted(sequences)]

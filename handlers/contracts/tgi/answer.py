@@ -111,23 +111,28 @@ class GenerationAnswer(_WholeAnswer):
 
     def _body(self) -> str:
         places = range(len(self._sequences))
-        self._best = max(places, key=lambda place: _mean_logprob(self._sequences[place]))
+        mean_logprobs = [sequence.logprob / max(sequence.count, 1) for sequence in self._sequences]
+        self._best = mean_logprobs.index(max(mean_logprobs))
         text = f'{{"generated_text":{self._text(self._best)}'
         if self._options.details:
-            others = [self._other(place) for place in places if place != self._best]
+            others = [
+                f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
+                for place in places
+                if place != self._best
+            ]
             best_of = f',"best_of_sequences":[{",".join(others)}]' if others else ""
             text += f',"details":{{{self._outcome(self._best)}{best_of}{self._top_tokens(self._best)}}}'
         return f"[{text}}}]" if self._options.in_array else text + "}"
-
-    def _other(self, place: int) -> str:
-        return f'{{"generated_text":{self._text(place)},{self._outcome(place)}{self._top_tokens(place)}}}'
 
     def _text(self, place: int) -> str:
         return quote(self._options.prompt + "".join(self._sequences[place].text))
 
     def _outcome(self, place: int) -> str:
         sequence, texts = self._sequences[place], self._options.special_texts
-        prefill = ",".join(_prompt_token(token) for token in sequence.prompt_tokens)
+        prefill = ",".join(
+            f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{float32(token.logprob)}}}'
+            for token in sequence.prompt_tokens
+        )
         tokens = ",".join(_token(token, texts) for token in sequence.tokens)
         return f'{_counts(sequence, self._options.seeds[place])},"prefill":[{prefill}],"tokens":[{tokens}]'
 
@@ -189,19 +194,11 @@ class StreamAnswer:
         return f'"generated_text":{text},"details":{{{details}}}'
 
 
-def _mean_logprob(sequence: GeneratedSequence) -> float:
-    return sequence.logprob / sequence.count if sequence.count else 0.0
-
-
 def _counts(ended: GeneratedSequence | TokenDelta, seed: int | None) -> str:
     assert ended.finish_reason is not None
     reason = FINISH_REASONS[ended.finish_reason]
     count = ended.count if isinstance(ended, GeneratedSequence) else ended.token_count
     return f'"finish_reason":"{reason}","generated_tokens":{count},"seed":{"null" if seed is None else seed}'
-
-
-def _prompt_token(token: Token) -> str:
-    return f'{{"id":{token.id},"text":{quote(token.text)},"logprob":{float32(token.logprob)}}}'
 
 
 def _token(token: Token, special_texts: Mapping[int, str]) -> str:

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
+from handlers import errors
 from handlers.contracts.protocol import ContractError, Reply
-from handlers.errors import (
-    BodyTimeout,
-    BodyTooLarge,
-    ContextExceeded,
-    GenerationFailed,
-    InvalidRequest,
-    NotReady,
-    NotServed,
-    Overloaded,
-    PromptTooLong,
-    RequestError,
-    UnknownModel,
-)
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -34,22 +22,22 @@ def does_not_fit(reason: str) -> ContractError:
     return unreadable(422, f"Failed to deserialize the JSON body into the target type: {reason}")
 
 
-def refuse(error: RequestError) -> Reply:
+def refuse(error: errors.RequestError) -> Reply:
     """The reply to an error before the first byte of an answer that is not streamed."""
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, errors.BodyTooLarge):
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
-    if isinstance(error, BodyTimeout):
+    if isinstance(error, errors.BodyTimeout):
         return Reply(408, _TEXT, f"Failed to buffer the request body: {error.message}".encode())
     status, kind, text = _meaning(error)
     return Reply(status, JSON, error_document(text, kind).encode("utf-8", "replace"))
 
 
-def refuse_stream(error: RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
+def refuse_stream(error: errors.RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
     """The same where a stream was asked for: the status is 200, and the error an event."""
     return Reply(200, EVENTS, event(error), headers)
 
 
-def event(error: RequestError) -> bytes:
+def event(error: errors.RequestError) -> bytes:
     """The event that ends a stream."""
     _, kind, text = _meaning(error)
     return f"data:{error_document(text, kind)}\n\n".encode("utf-8", "replace")
@@ -60,7 +48,7 @@ def error_document(text: str, kind: str) -> str:
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
 
 
-class Incomplete(GenerationFailed):
+class Incomplete(errors.GenerationFailed):
     """An answer that is not streamed was ended from outside."""
 
     def __init__(self) -> None:
@@ -70,25 +58,25 @@ class Incomplete(GenerationFailed):
 INCOMPLETE_STREAM = b'data:{"error":"Incomplete generation stream","error_type":"incomplete_generation_stream"}\n\n'
 
 
-def _meaning(error: RequestError) -> tuple[int, str, str]:
+def _meaning(error: errors.RequestError) -> tuple[int, str, str]:
     """Status, `error_type` and text."""
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, errors.InvalidRequest):
         return 422, "validation", f"Input validation error: {_what_is_wrong(error)}"
-    if isinstance(error, Overloaded):
+    if isinstance(error, errors.Overloaded):
         return 429, "overloaded", "Model is overloaded"
-    if isinstance(error, NotReady):
+    if isinstance(error, errors.NotReady):
         return 503, "healthcheck", f"unhealthy: {error.message}"
-    if isinstance(error, UnknownModel | NotServed):
+    if isinstance(error, errors.UnknownModel | errors.NotServed):
         return 404, "not_found", error.message
     if isinstance(error, Incomplete):
         return 500, "incomplete_generation", error.message
     return 424, "generation", f"Request failed during generation: {error.message}"
 
 
-def _what_is_wrong(error: InvalidRequest) -> str:
-    if isinstance(error, PromptTooLong):
+def _what_is_wrong(error: errors.InvalidRequest) -> str:
+    if isinstance(error, errors.PromptTooLong):
         return f"`inputs` must have less than {error.most + 1} tokens. Given: {error.prompt_tokens}"
-    if not isinstance(error, ContextExceeded):
+    if not isinstance(error, errors.ContextExceeded):
         return error.message
     if error.new_tokens == 1:
         return f"`inputs` must have less than {error.context} tokens. Given: {error.prompt_tokens}"

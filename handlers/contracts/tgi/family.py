@@ -71,9 +71,10 @@ class TgiContract:
             candidates = [parameters.seeded() for _ in candidates]
         want_tokens = streams or parameters.details or parameters.best_of > 1
         requests = tuple(
-            candidate.request(
-                call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
-                body.inputs,
+            msgspec.structs.replace(
+                candidate.request,
+                request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
+                prompt=body.inputs,
                 stream=streams,
                 want_tokens=want_tokens,
                 want_logprobs=want_tokens,
@@ -164,7 +165,10 @@ class VertexContract:
         if parameters.best_of > 1:
             raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
         # A template has written the special tokens that the model wants.
-        return parameters.request(request_id, prompt, add_special_tokens=isinstance(instance, _TextInstance))
+        special = isinstance(instance, _TextInstance)
+        return msgspec.structs.replace(
+            parameters.request, request_id=request_id, prompt=prompt, add_special_tokens=special
+        )
 
 
 def _of_chat(chat: _ChatInstance) -> Parameters:

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.family import ModelView, Texts
+from handlers.contracts.family import PLACED_BYTES, ModelView, check_body, check_text
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.contracts.texts import PLACED_BYTES, check_body, check_text
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest
+from handlers.loaded_model import ModelTexts
 
 TGI_VERSION = "3.3.6"
 """The release whose contract this is; clients derive from it what they may ask for."""
@@ -77,7 +77,7 @@ def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
     return Reply(200, JSON, b'{"tokenize_response":[%b],"templated_text":%b}' % (tokens, quote(text).encode()))
 
 
-def _tokens(text: str, texts: Texts, *, special: bool, truncate: int | None = None) -> bytes:
+def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None = None) -> bytes:
     """The last `truncate` tokens as JSON objects. `special`: with those that the model wants around a text."""
     try:
         ids, places = texts.places(text, special=special)
@@ -120,7 +120,7 @@ class Chat(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
 
-def templated(chat: Chat, texts: Texts) -> str:
+def templated(chat: Chat, texts: ModelTexts) -> str:
     """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn.
 
     Raises:

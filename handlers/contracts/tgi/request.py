@@ -14,11 +14,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from handlers.contracts.constraints import constraint_of, refuse_unread
-from handlers.contracts.family import ContractSetting, LoadedModel
+from handlers.contracts.family import ContractSetting
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import does_not_fit, unreadable
 from handlers.errors import InvalidParameter, InvalidRequest
+from handlers.loaded_model import LoadedModel
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
@@ -109,37 +110,26 @@ def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
 class TgiParameters:
     """One request's `parameters`, validated and translated."""
 
-    sampling: SamplingParameters
+    request: GenerationRequest
+    """Without its id and its prompt."""
     best_of: int
     details: bool
     prefill: bool
     top_tokens: int
-    truncate: int | None
-    room: int
-    adapter: str | None
 
     @property
     def shown_seed(self) -> int | None:
         """The seed as details show it; None for greedy decoding."""
-        return None if self.sampling.greedy or self.sampling.seed is None else self.sampling.seed % _UINT64
+        sampling = self.request.sampling
+        return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
 
     def seeded(self) -> TgiParameters:
         """The same with a random seed, if the request samples and has none."""
-        if self.sampling.greedy or self.sampling.seed is not None:
+        sampling = self.request.sampling
+        if sampling.greedy or sampling.seed is not None:
             return self
-        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=getrandbits(_SEED_BITS)))
-
-    def request(self, request_id: str, prompt: str, **fields: Any) -> GenerationRequest:
-        """The request to the engine. `fields`: further ones, such as `want_tokens`."""
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=prompt,
-            sampling=self.sampling,
-            truncate_prompt_tokens=self.truncate,
-            room=self.room,
-            adapter=self.adapter,
-            **fields,
-        )
+        seeded = msgspec.structs.replace(sampling, seed=getrandbits(_SEED_BITS))
+        return replace(self, request=msgspec.structs.replace(self.request, sampling=seeded))
 
 
 def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
@@ -161,16 +151,16 @@ def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *,
     if truncate is not None and not 0 < truncate <= most:
         raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
-    return TgiParameters(
+    request = GenerationRequest(
+        request_id="",
+        prompt="",
         sampling=sampling,
-        best_of=best_of,
-        details=bool(parameters.details) or prefill,
-        prefill=prefill,
-        top_tokens=top_tokens,
-        truncate=truncate,
+        truncate_prompt_tokens=truncate,
         room=min(sampling.max_tokens or 1, MOST_RESERVED),
         adapter=parameters.adapter_id or None,
     )
+    details = bool(parameters.details) or prefill
+    return TgiParameters(request=request, best_of=best_of, details=details, prefill=prefill, top_tokens=top_tokens)
 
 
 def _best_of(parameters: Parameters, most: int, streams: bool) -> int:

@@ -65,7 +65,7 @@ class _Answer:
 
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
-        self._pieces = [_Piece() for _ in range(request.vllm.sequences)]
+        self._pieces = [_Piece() for _ in range(request.vllm.request.sequences)]
         self._lead = request.prompt if request.repeat_prompt else ""
         self._members = {"id": quote(request.id)} if request.id else {}
         self._members |= {"model_name": quote(model), "model_version": f'"{VERSION}"'}
@@ -145,7 +145,7 @@ class EventAnswer(_Answer):
     def __init__(self, model: str, request: TritonRequest) -> None:
         super().__init__(model, request)
         head = "".join(f'"{name}":{value},' for name, value in self._members.items())
-        shows_text_alone = not request.outputs and request.vllm.sequences == 1 and request.vllm.detokenize
+        shows_text_alone = not request.outputs and request.vllm.request.sequences == 1 and request.vllm.detokenize
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
         """What comes before the text, if only a brace comes after it; None if there is more."""
 

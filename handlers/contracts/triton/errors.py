@@ -10,36 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json.encoder import encode_basestring as quote
 
+from handlers import errors
 from handlers.contracts.protocol import Reply
-from handlers.errors import (
-    BodyTimeout,
-    BodyTooLarge,
-    GenerationFailed,
-    InvalidRequest,
-    NotReady,
-    NotServed,
-    Overloaded,
-    RequestError,
-    UnknownModel,
-)
 from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
 VERSION = "1"
 """The only version of a model."""
-_STATUS: dict[int, tuple[type[RequestError], ...]] = {
-    400: (InvalidRequest, BodyTooLarge),
-    404: (UnknownModel,),
-    408: (BodyTimeout,),
-    501: (NotServed,),
-    503: (Overloaded, NotReady),
+_STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
+    400: (errors.InvalidRequest, errors.BodyTooLarge),
+    404: (errors.UnknownModel,),
+    408: (errors.BodyTimeout,),
+    501: (errors.NotServed,),
+    503: (errors.Overloaded, errors.NotReady),
 }
 """Any other error is a 500."""
 _LARGEST_VERSION = 2**63 - 1
 _LONGEST_NAME = 200
 
 
-class TritonRefusal(InvalidRequest):
+class TritonRefusal(errors.InvalidRequest):
     """A call that Triton itself refuses, before its backend sees it; the message is Triton's."""
 
 
@@ -63,16 +53,16 @@ def error_object(message: str) -> str:
     return f'{{"error":{quote(message)}}}'
 
 
-def message_of(error: RequestError) -> str:
+def message_of(error: errors.RequestError) -> str:
     """The message for the client; an error of the model begins as Triton's vLLM backend begins it."""
-    if isinstance(error, UnknownModel):
+    if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
-    if isinstance(error, InvalidRequest | GenerationFailed) and not isinstance(error, TritonRefusal):
+    if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
         return f"Error generating stream: {error.message}"
     return error.message
 
 
-def refusal(error: RequestError) -> Reply:
+def refusal(error: errors.RequestError) -> Reply:
     """The reply to a call that ends with an error before anything was sent."""
     status = next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
     return error_reply(status, message_of(error))

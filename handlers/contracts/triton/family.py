@@ -32,7 +32,7 @@ class TritonContract:
                 f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"
             )
         request = read_request(call.body, self._setting)
-        if request.stream and request.vllm.sequences > 1 and not self._events:
+        if request.stream and request.vllm.request.sequences > 1 and not self._events:
             raise SeveralResponses
         most = self._setting.model.max_top_tokens
         if request.shows_logprobs and (request.vllm.logprobs or 0) > most:

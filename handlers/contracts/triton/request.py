@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from handlers.contracts.constraints import decoded
 from handlers.contracts.family import ContractSetting
 from handlers.contracts.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.contracts.triton.errors import TritonRefusal
-from handlers.contracts.triton.tensorrt_llm import SAMPLING_PREFIX, plain_names, to_vllm
 from handlers.contracts.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint, GenerationRequest
@@ -57,6 +57,8 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
 }
 """Further inputs of a TensorRT-LLM ensemble; only it has inputs of these names."""
 
+SAMPLING_PREFIX = "sampling_param_"
+"""Prefix of sampling fields in the LLM-API model."""
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
 """All of them, and the sampling fields of the LLM-API model that may be arrays; what is not here is a parameter."""
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
@@ -79,6 +81,22 @@ _FOR_THE_SERVER = frozenset(
 _WITHIN = "Converting keyword: 'parameters': "
 """How Triton's messages about what is within `parameters` begin."""
 _LONGEST_NAME = 80
+_RENAMED = {
+    "stop_words": "stop",
+    "bad": "bad_words",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+    "len_penalty": "length_penalty",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "exclude_input_from_output": "exclude_input_in_output",
+}
+"""Older names of TensorRT-LLM's ensemble, and those of the LLM-API model, by vLLM's."""
+_WITHOUT_EFFECT = ("pad_id", "return_perf_metrics", "add_special_tokens")
+_REFUSED_IF_TRUE = ("return_context_logits", "return_generation_logits")
+_GUIDES = ("json", "json_schema", "regex", "ebnf_grammar")
+_NO_END = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +126,10 @@ class TritonRequest:
     def for_engine(self, request_id: str) -> GenerationRequest:
         """The request to the engine."""
         want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
-        return self.vllm.request(
-            request_id,
-            self.prompt,
+        return msgspec.structs.replace(
+            self.vllm.request,
+            request_id=request_id,
+            prompt=self.prompt,
             stream=self.stream,
             want_tokens=want_logprobs,
             want_logprobs=want_logprobs,
@@ -303,10 +322,115 @@ def _adapter(name: Any, setting: ContractSetting) -> str | None:
 
 def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool) -> VllmParameters:
     parameters = read_vllm_parameters(values, TextReader)
-    if stream and parameters.beam_search is not None:
+    if stream and parameters.request.beam_search is not None:
         raise InvalidParameter("stream", "cannot be true with beam search: no token is final before the last")
     if constraint is None:
         return parameters
-    if parameters.sampling.constraint is not None:
+    if parameters.request.sampling.constraint is not None:
         raise InvalidParameter(constraint.parameter, "cannot be combined with `structured_outputs`")
     return parameters.constrained(constraint)
+
+
+def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under today's names, without the prefix.
+
+    Raises:
+        InvalidParameter: two of them have one name.
+    """
+    plain: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for given, value in values.items():
+        bare = given.removeprefix(SAMPLING_PREFIX)
+        name = _RENAMED.get(bare, bare)
+        if name in plain:
+            raise InvalidParameter(name[:80], f"is given twice: as `{origin[name][:120]}` and as `{given[:120]}`")
+        plain[name], origin[name] = value, given
+    return plain
+
+
+def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
+    """vLLM's names and values, and the constraint.
+
+    Raises:
+        InvalidParameter: naming the one that is wrong, and what is allowed.
+    """
+    values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
+    for name in _REFUSED_IF_TRUE:
+        if values.pop(name, False):
+            raise InvalidParameter(name, "cannot be true: this server has no logits to give")
+    if "lora_task_id" in values:
+        raise InvalidParameter("lora_task_id", "cannot be used: this server has no adapters")
+    constraint = _constraint(values.pop("guided_decoding_guide_type", None), values.pop("guided_decoding_guide", None))
+    for name in ("stop", "bad_words"):
+        if name in values:
+            values[name] = _words(values[name])
+    _translate_sampling(values)
+    _translate_beams(values)
+    _translate_end(values, eos_token_ids)
+    return values, constraint
+
+
+def _words(value: Any) -> Any:
+    """The words of a list; an empty string stands for none."""
+    words = [value] if isinstance(value, str) else value
+    return [word for word in words if word] if isinstance(words, list) else value
+
+
+def _translate_sampling(values: dict[str, Any]) -> None:
+    """`top_k` and `top_p` of 0 are off; both together, and none of the three, are greedy decoding."""
+    off = [name for name in ("top_k", "top_p") if name in values and _is_zero(values[name])]
+    for name in off:
+        del values[name]
+    if len(off) == 2 or not values.keys() & {"temperature", "top_k", "top_p"}:
+        values["temperature"] = 0.0
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip() in ("0", "0.0")
+    return not isinstance(value, bool) and value == 0
+
+
+def _translate_beams(values: dict[str, Any]) -> None:
+    """All beams are returned, or the best `num_return_sequences` of them."""
+    width = values.pop("beam_width", 1)
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise InvalidParameter("beam_width", "must be a whole number, at least 1")
+    if width > 1:
+        values.setdefault("n", width)
+        values |= {"use_beam_search": True, "best_of": width}
+    else:
+        values.pop("length_penalty", None)
+        values.pop("early_stopping", None)
+
+
+def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int]) -> None:
+    """`end_id` takes the place of the model's own end tokens; -1 is none."""
+    end_id = values.pop("end_id", None)
+    if end_id is None:
+        return
+    if not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < _NO_END:
+        raise InvalidParameter("end_id", "must be a token id, or -1 for none")
+    if end_id not in eos_token_ids:
+        values |= {"ignore_eos": True, "stop_token_ids": [] if end_id == _NO_END else [end_id]}
+
+
+def _constraint(kind: Any, guide: Any) -> Constraint | None:
+    name = "guided_decoding_guide"
+    if kind is None:
+        if guide is not None:
+            raise InvalidParameter(name, "needs `guided_decoding_guide_type`")
+        return None
+    if kind not in _GUIDES:
+        raise InvalidParameter(f"{name}_type", f"must be one of {', '.join(_GUIDES)}, got {str(kind)[:80]!r}")
+    if kind == "json":
+        return Constraint(parameter=name, json_object=True)
+    if not isinstance(guide, str) or not guide.strip():
+        raise InvalidParameter(name, f"must be a text, and not empty, where `guided_decoding_guide_type` is {kind}")
+    if kind == "json_schema":
+        if not isinstance(decoded(guide), dict):
+            raise InvalidParameter(name, "must be a JSON schema: the text of an object")
+        return Constraint(parameter=name, json_schema=guide)
+    if kind == "regex":
+        return Constraint(parameter=name, regex=guide)
+    return Constraint(parameter=name, grammar=guide)

@@ -24,7 +24,6 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import (
     EngineHealth,
     EngineStartError,
-    EngineStatus,
     Generation,
     Progress,
     SequenceGroup,
@@ -32,12 +31,12 @@ from handlers.engines.protocol import (
     Watchdog,
 )
 from handlers.engines.start_failure import failure_of
-from handlers.engines.texts import ModelTexts, PromptTokenizer, copied, split_text
-from handlers.engines.transformers.generate import Batch, BatchRunner, Job, Row, Step, beam_deltas
+from handlers.engines.texts import PromptTokenizer, split_text
+from handlers.engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, Step, beam_deltas
 from handlers.engines.transformers.model import load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
-from handlers.engines.transformers.sequence import GeneratedSequence
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from handlers.loaded_model import EngineStatus, ModelTexts, copied
 from handlers.memory_release import release_memory
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -64,8 +63,8 @@ class _Waiting(NamedTuple):
 class BatchQueue(Generic[T]):
     """Items that wait to be run in batches, each with items of its own key; for one event loop.
 
-    A batch is due when it is full, or when its first item has waited for `delay` seconds; then that goes first. `size`:
-    the weight of a full batch; a heavier item is a batch of its own.
+    The item that came first is in the next batch, which is due when it is full, or when that item has waited for
+    `delay` seconds. `size`: the weight of a full batch; a heavier item is a batch of its own.
     """
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,15 +101,20 @@ class BatchQueue(Generic[T]):
 
     def take_due(self) -> list[T]:
         """Return the batch that is due now; [] if none is."""
+        if not self._waiting:
+            return []
         batch: list[T] = []
-        due, room = self._due_key(), self._size
-        for item, waiting in self._waiting.items() if due is not None else ():
-            if waiting.key != due:
+        first, room = next(iter(self._waiting.values())), self._size
+        for item, waiting in self._waiting.items():
+            if waiting.key != first.key:
                 continue
             if batch and waiting.weight > room:
+                room = 0
                 break
             batch.append(item)
             room -= waiting.weight
+        if room > 0 and first.deadline > self._clock():
+            return []
         for item in batch:
             del self._waiting[item]
         return batch
@@ -120,17 +124,6 @@ class BatchQueue(Generic[T]):
         if not self._waiting:
             return None
         return max(0.0, next(iter(self._waiting.values())).deadline - self._clock())
-
-    def _due_key(self) -> Hashable | None:
-        if not self._waiting:
-            return None
-        first = next(iter(self._waiting.values()))
-        if first.deadline <= self._clock():
-            return first.key
-        weights: dict[Hashable, int] = {}  # in the order in which the keys arrived
-        for waiting in self._waiting.values():
-            weights[waiting.key] = weights.get(waiting.key, 0) + waiting.weight
-        return next((key for key, weight in weights.items() if weight >= self._size), None)
 
 
 class BatchEngine:

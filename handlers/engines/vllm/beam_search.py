@@ -11,17 +11,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from handlers.engines.protocol import Engine, Generation, Sink
+from handlers.engines.protocol import Engine, Sink, Submit, first_delta
 from handlers.errors import GenerationFailed, RequestError
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
 
 logger = logging.getLogger(__name__)
-
-Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
-"""A function with the signature of `Engine.submit`."""
 
 
 @dataclass(slots=True)
@@ -143,12 +140,7 @@ class BeamSearchTask:
             adapter=self._request.adapter,
             priority=self._request.priority,
         )
-        answer = _Answer()
-        generation = await self._submit(request, answer)
-        try:
-            delta = await answer.delta
-        finally:
-            generation.cancel()
+        delta = await first_delta(self._submit, request)
         if first:
             self._prompt_tokens = delta.prompt_tokens
         if not delta.tokens:
@@ -206,21 +198,6 @@ class BeamSearchTask:
                     last=rank == len(beams) - 1,
                 )
             )
-
-
-class _Answer:
-    """The sink of a step, which has one delta."""
-
-    def __init__(self) -> None:
-        self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        if not self.delta.done():
-            self.delta.set_result(delta)
-
-    def on_error(self, error: RequestError) -> None:
-        if not self.delta.done():
-            self.delta.set_exception(error)
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:

@@ -26,9 +26,9 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from handlers.engines.texts import fast_tokenizer
 from handlers.engines.vllm import grammar_trial
 from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
+from handlers.loaded_model import fast_tokenizer
 from handlers.request import Constraint, SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,10 @@ class ConstraintTranslator:
             if outputs.structural_tag is not None:
                 raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
             outputs = _with_options(parameter, outputs)
-        for kind, text in _parts(outputs):
+        for kind in ("json", "choice", "regex", "grammar"):  # it has one of them at most
+            if (value := getattr(outputs, kind)) is None:
+                continue
+            text = value if isinstance(value, str) else json.dumps(value)
             _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
             await self._try(parameter, kind, text)
         return outputs
@@ -240,14 +243,6 @@ def _tighten(schema: dict[str, Any], closed: bool) -> None:
     schema.setdefault("type", "object")
     if closed and not any(keyword in schema for keyword in _COMBINED):
         schema["additionalProperties"] = False
-
-
-def _parts(outputs: StructuredOutputsParams) -> list[tuple[str, str]]:
-    """Return what of them is compiled, with its kind."""
-    for kind in ("json", "choice", "regex", "grammar"):
-        if (value := getattr(outputs, kind)) is not None:
-            return [(kind, value if isinstance(value, str) else json.dumps(value))]
-    return []
 
 
 def _shortened(error: str) -> str:

@@ -22,8 +22,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Progress, SequenceGroup, Sink, Watchdog
-from handlers.engines.texts import ModelTexts, PromptTokenizer, split_text
+from handlers.engines.protocol import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
+from handlers.engines.texts import PromptTokenizer, split_text
 from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from handlers.engines.vllm.beam_search import BeamSearchTask
@@ -34,6 +34,7 @@ from handlers.engines.vllm.output import PushedState, TokensApart, use_lean_deco
 from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
 from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
+from handlers.loaded_model import EngineStatus, ModelTexts
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
 from handlers.request import GenerationRequest, Token

@@ -24,7 +24,6 @@ from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits, sm
 from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
-from handlers.engines.texts import copied
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
@@ -32,6 +31,7 @@ from handlers.engines.vllm.processes import end_processes, first_failure, tied_t
 from handlers.engines.vllm.sampling import load_typical
 from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
+from handlers.loaded_model import copied
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)

@@ -178,28 +178,25 @@ class VllmAdapters:
         """
         if (public := self.public.get(name)) is None:
             raise UnknownAdapter(name)
+        held = self._held[public.lora_int_id]
+        held.used = time.monotonic()
+        claim = Claim(held)
         try:
-            return await self._claimed(self._held[public.lora_int_id])
-        except NoRoomForAdapter as error:
-            raise Overloaded(error.message) from None
-        except AdapterFailed as error:
-            raise AdapterUnusable(name, error.message) from None
+            await self._loaded(held)
+        except BaseException as error:
+            claim.release()
+            if isinstance(error, NoRoomForAdapter):
+                raise Overloaded(error.message) from None
+            if isinstance(error, AdapterFailed):
+                raise AdapterUnusable(name, error.message) from None
+            raise
+        return claim
 
     async def stop(self) -> None:
         """End all tasks that wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _claimed(self, held: _Held) -> Claim:
-        claim = Claim(held)
-        held.used = time.monotonic()
-        try:
-            await self._loaded(held)
-        except BaseException:
-            claim.release()
-            raise
-        return claim
 
     async def _loaded(self, held: _Held) -> None:
         """Wait until the adapter is in memory. One who waits may leave; loading goes on for others."""

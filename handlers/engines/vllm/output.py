@@ -35,9 +35,10 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from handlers.engines.protocol import Sink
-from handlers.engines.texts import HeldTokens, ModelTexts, prompt_tokens
+from handlers.engines.texts import HeldTokens, prompt_tokens
 from handlers.engines.vllm.constraints import no_token_left
 from handlers.errors import EngineDead, EngineFault, GenerationFailed, RequestError
+from handlers.loaded_model import ModelTexts
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 

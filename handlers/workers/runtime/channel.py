@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
-
-from .guardian import end_process_group
+from typing import NoReturn, TypeVar
 
 WINDOW = 256 * 1024
 """Bytes of one call's answer that may be on their way before the client takes them."""
@@ -174,3 +175,48 @@ def decode_message(kind: type[M], body: bytes) -> M:
         contents.append((key, body[at : at + length]))
         at += length
     return kind(**{**fields, "contents": tuple(contents)})
+
+
+_MOST_DESCRIPTORS = 1 << 16
+
+
+def end_process_group() -> NoReturn:
+    """End this process and all that it started: the server has gone."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def guard_group(server: int) -> None:
+    """Start a process that ends this process's group when this process or the server ends.
+
+    To be called before there are threads. It ends them even while a call holds the interpreter's lock. It belongs to
+    the group itself, so that it ends with it. Before Linux 5.3, which has no file descriptors for processes, there is
+    none; a worker then ends once it sees that the connection to the server is closed.
+    """
+    if os.getpgrp() != os.getpid():
+        return
+    try:
+        watched = [os.pidfd_open(os.getpid()), os.pidfd_open(server)]
+    except OSError:
+        return
+    if os.fork():
+        for descriptor in watched:
+            os.close(descriptor)
+        return
+    try:
+        _wait_for_an_end(watched)
+        os.killpg(0, signal.SIGKILL)
+    finally:
+        os._exit(1)
+
+
+def _wait_for_an_end(processes: list[int]) -> None:
+    # The worker's socket and pipe must be closed here: their other ends wait for the end of all copies.
+    for place, descriptor in enumerate(processes):
+        os.dup2(descriptor, place)
+    os.closerange(len(processes), _MOST_DESCRIPTORS)
+    end = select.poll()
+    for place in range(len(processes)):
+        end.register(place, select.POLLIN)
+    end.poll()

@@ -20,10 +20,18 @@ from types import ModuleType
 from djl_python.lmi_vllm import vllm_async_service
 from djl_python.outputs import Output
 
-from .calls import AsyncMode, Caller, SyncMode, end_at_once, first_of, is_out_of_memory, output_of, settled
-from .channel import Channel, Frame, Kind, LoadOrder
-from .engine import ServerEngine
-from .guardian import end_process_group, guard_group
+from .calls import (
+    AsyncMode,
+    Caller,
+    ServerEngine,
+    SyncMode,
+    end_at_once,
+    first_of,
+    is_out_of_memory,
+    output_of,
+    settled,
+)
+from .channel import Channel, Frame, Kind, LoadOrder, end_process_group, guard_group
 from .script import LOADS, Script
 
 _FAILED = 300
@@ -50,7 +58,11 @@ def serve(descriptor: int, parent: int) -> None:
         if order.async_mode:
             _run(_serve_async(channel, frames, caller, order))
         else:
-            _serve_sync(channel, frames, caller, order)
+            with _initializing(order):
+                output = output_of(caller.initialize())
+            _check(output)
+            channel.send(Frame(Kind.LOADED))
+            SyncMode(channel, caller).serve(frames)
     except LoadError as error:
         channel.send(Frame(Kind.LOAD_FAILED, body=str(error).encode(errors="replace")))
     finally:
@@ -63,14 +75,6 @@ def _run(serving: Coroutine[None, None, None]) -> None:
             runner.run(serving)
         except (SystemExit, KeyboardInterrupt) as error:
             end_at_once(error)  # before the runner cancels the other calls, whose clients would be told that they ended
-
-
-def _serve_sync(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
-    with _initializing(order):
-        output = output_of(caller.initialize())
-    _check(output)
-    channel.send(Frame(Kind.LOADED))
-    SyncMode(channel, caller).serve(frames)
 
 
 async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:

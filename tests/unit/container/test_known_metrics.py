@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from container.metrics import known_metrics, labelled
-from handlers.engines.protocol import EngineStatus
+from handlers.loaded_model import EngineStatus
 from handlers.meter import Meter
 
 

@@ -21,9 +21,10 @@ from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TritonContract
 from handlers.engine_handler import EngineHandler, EngineQueue
-from handlers.engines.protocol import EngineHealth, EngineStatus, Generation, Sink
+from handlers.engines.protocol import EngineHealth, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from handlers.formatters import FormatterThread
+from handlers.loaded_model import EngineStatus
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, call

@@ -11,8 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from handlers.engines.texts import LONG_TEXT, ModelTexts, PromptTokenizer, copied, fast_tokenizer
+from handlers.engines.texts import PromptTokenizer
 from handlers.errors import ContextExceeded
+from handlers.loaded_model import LONG_TEXT, ModelTexts, copied, fast_tokenizer
 from handlers.request import GenerationRequest
 
 LONG = "one two three " * 60_000

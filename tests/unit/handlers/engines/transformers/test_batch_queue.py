@@ -69,10 +69,11 @@ def test_without_a_delay_whatever_waits_is_due() -> None:
     assert queue.due_in() is None
 
 
-def test_a_full_batch_of_another_key_need_not_wait_for_an_older_item() -> None:
-    queue, _ = queue_of((1, "a"), *[(1, "b")] * 4)
-    assert numbers(queue.take_due()) == [1, 2, 3, 4]
+def test_items_of_another_key_wait_for_the_oldest_item() -> None:
+    queue, clock = queue_of((1, "a"), *[(1, "b")] * 4)
     assert queue.take_due() == []
+    clock.now = DELAY
+    assert [numbers(queue.take_due()) for _ in range(3)] == [[0], [1, 2, 3, 4], []]
 
 
 def test_the_oldest_item_comes_before_full_batches_when_its_time_is_over() -> None:

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from handlers.engines.protocol import EngineStartError, Generation, Progress, generate
+from handlers.engines.protocol import EngineStartError, Generation, Progress
 from handlers.engines.transformers import engine as transformers_batch
 from handlers.engines.transformers import generate as transformers_generate
 from handlers.engines.transformers.engine import BatchEngine
@@ -42,6 +42,7 @@ from handlers.model_settings import ModelSettings
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests import waiting
 from tests.freed import when_freed
+from tests.generation import generate
 from tests.recorder import Recorder
 
 until = partial(waiting.until, seconds=10.0)

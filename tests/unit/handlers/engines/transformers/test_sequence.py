@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from handlers.engines.texts import TokenTexts
+from handlers.engines.transformers.generate import GeneratedSequence, StopStrings
 from handlers.engines.transformers.model import TransformersModel
 from handlers.engines.transformers.sampling import Choice
-from handlers.engines.transformers.sequence import GeneratedSequence, StopStrings
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 
 

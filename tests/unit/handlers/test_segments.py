@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from handlers.engines import segments
-from handlers.engines.segments import SegmentTokenizer, by_segments
+from handlers import segments
+from handlers.segments import SegmentTokenizer, by_segments
 
 WORDS = ["a", "b", "é", "\u4f60", " ", "\n", "▁", "Ġ", "▁a", "▁b", "a▁", "Ġa", "Ġb", "ab", "1"]
 CUTS = ["<s>", "<|end|>", "<|end|>x", "<"]

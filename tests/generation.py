@@ -1,0 +1,34 @@
+"""An engine's answer as an iterator of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from handlers.engines.protocol import Engine
+from handlers.errors import RequestError
+from handlers.request import GenerationRequest, TokenDelta
+
+
+class _Deltas(asyncio.Queue[TokenDelta | RequestError]):
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.put_nowait(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        self.put_nowait(error)
+
+
+async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    """The deltas; closing the iterator cancels the request. Raises RequestError."""
+    deltas = _Deltas()
+    generation = await engine.submit(request, deltas)
+    last = False
+    try:
+        while not last:
+            delta = await deltas.get()
+            if isinstance(delta, RequestError):
+                raise delta
+            last = delta.last
+            yield delta
+    finally:
+        generation.cancel()
