@@ -108,10 +108,8 @@ def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
     arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
     script = Path(__file__).with_name("bare_vllm.py").read_text()
-    vllm = running_engine(
-        ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
-    )
-    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, vllm, version("torch")]
+    model = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
+    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, running_engine(model), version("torch")]
     digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
 
     def write(directory: Path) -> None:
