@@ -173,7 +173,7 @@ class Endpoint:
             await watch.closed(running)
 
     def _log_refusal(self, reason: str, reply: Reply, identity: str) -> None:
-        # Where the server is full or not ready, the access log's line is enough: another is a sixth of a refusal's cost.
+        # Where the server is full or not ready, the access log's line is enough; another would cost a sixth more.
         level = logging.DEBUG if reply.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra={"request_id": identity})
 
