@@ -8,6 +8,7 @@ import logging.config
 import os
 import re
 import time
+from functools import lru_cache
 from typing import Any
 
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
@@ -21,7 +22,12 @@ def _escaped(character: re.Match[str]) -> str:
 
 
 def _timestamp(record: logging.LogRecord) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
+
+
+@lru_cache(maxsize=1)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 class PlainFormatter(logging.Formatter):

@@ -36,6 +36,7 @@ _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 _LOWER = ("x-request-id", "x-synchronous", "x-starting-token", "x-next-token", "x-max-items", "x-priority")
 """Headers that LMI's own documentation writes in lower case."""
 
+_OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 Scope = dict[str, Any]
@@ -155,12 +156,13 @@ class Endpoint:
         except _Gone:
             return
         except ContractError as error:
-            logger.info("refused: %s", error.reason, extra={"request_id": identity})
+            self._log_refusal(error.reason, error.reply, identity)
             reply.reply(error.reply)
         except RequestError as error:
-            logger.info("refused: %s", error.message, extra={"request_id": identity})
+            refusal = endpoint._refuse(error)
+            self._log_refusal(error.message, refusal, identity)
             reply.headers.extend(_for_the_connection(error))
-            reply.reply(endpoint._refuse(error))
+            reply.reply(refusal)
         except Exception:
             logger.exception("internal error", extra={"request_id": identity})
             if not reply.status:
@@ -169,6 +171,11 @@ class Endpoint:
             await reply.drain()  # the client may not have taken the reply before this one
         else:
             await watch.closed(running)
+
+    def _log_refusal(self, reason: str, reply: Reply, identity: str) -> None:
+        # Where the server is full or not ready, the access log's line is enough; another would cost a sixth more.
+        level = logging.DEBUG if reply.status in _OVERLOADED else logging.INFO
+        logger.log(level, "refused: %s", reason, extra={"request_id": identity})
 
     def _too_slow(self, seconds: float) -> RequestError:
         if self._state.models.draining:

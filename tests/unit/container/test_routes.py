@@ -355,6 +355,26 @@ async def test_the_api_description_shows_every_family(starting: httpx.AsyncClien
     assert "/v2/models/{model}/generate" in plain.text
 
 
+async def test_a_full_queues_refusal_is_one_line_of_the_log_and_a_wrong_bodys_is_two(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lifecycle, client = make()
+    with_engine(lifecycle)
+    assert lifecycle.service is not None
+    assert lifecycle.service.queue is not None
+    with caplog.at_level("INFO", "slipway.access"):
+        async with client:
+            assert (await client.post("/invocations", json=[])).status_code == 424
+            wrong, _ = [record.getMessage() for record in caplog.records]
+            assert wrong.startswith("refused: ")
+            caplog.clear()
+            lifecycle.service.queue.open_sequences = lifecycle.service.queue.limit
+            full = await client.post("/invocations", json={"inputs": "a"})
+            assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("POST /invocations 503 ")
+
+
 async def test_others_are_answered_while_the_api_description_is_made() -> None:
     lifecycle, client = make()
     with_engine(lifecycle)
