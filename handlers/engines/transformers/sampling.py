@@ -13,15 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import (
-    LogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+import transformers
 
 from handlers.engines.texts import check_beams, check_token_ids
 from handlers.engines.transformers.model import TransformersModel
@@ -105,7 +97,7 @@ class Sampler:
         self._generated, self._generators = generated, generators
         self._bias = _bias(s, model)
         words = _bad_word_ids(s.bad_words, model)
-        self._bad_words = NoBadWordsLogitsProcessor(words) if words else None
+        self._bad_words = transformers.NoBadWordsLogitsProcessor(words) if words else None
         self._ending = sorted({*s.stop_token_ids, *(i for i in model.eos_token_ids if i < model.vocabulary_size)})
         """No such token before `min_tokens`."""
         self._in_prompt = self._counts(prompts) > 0 if s.repetition_penalty != 1.0 else None
@@ -203,14 +195,14 @@ def _bad_word_ids(bad_words: Sequence[str], model: TransformersModel) -> list[li
     return [word for word in words if word and max(word) < model.vocabulary_size]
 
 
-def _warpers(s: SamplingParameters) -> list[LogitsProcessor]:
-    warpers = [TemperatureLogitsWarper(float(max(s.temperature, _LOWEST_TEMPERATURE)))]
+def _warpers(s: SamplingParameters) -> list[transformers.LogitsProcessor]:
+    warpers = [transformers.TemperatureLogitsWarper(float(max(s.temperature, _LOWEST_TEMPERATURE)))]
     if s.min_p > 0.0:
-        warpers.append(MinPLogitsWarper(s.min_p))
+        warpers.append(transformers.MinPLogitsWarper(s.min_p))
     if s.typical_p < 1.0:
-        warpers.append(TypicalLogitsWarper(s.typical_p))
+        warpers.append(transformers.TypicalLogitsWarper(s.typical_p))
     if s.top_k > 0:
-        warpers.append(TopKLogitsWarper(s.top_k))
+        warpers.append(transformers.TopKLogitsWarper(s.top_k))
     if s.top_p < 1.0:
         warpers.append(_TopP(s.top_p))
     return warpers
@@ -220,7 +212,7 @@ class _TopP:
     """transformers' top-p, which sorts the vocabulary, the slowest part of a choice, only where it has to."""
 
     def __init__(self, top_p: float) -> None:
-        self._top_p, self._sorting = top_p, TopPLogitsWarper(top_p)
+        self._top_p, self._sorting = top_p, transformers.TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         values, ids = scores.topk(min(_FEW, scores.shape[-1]), dim=-1)

@@ -20,17 +20,7 @@ from types import ModuleType
 from djl_python.lmi_vllm import vllm_async_service
 from djl_python.outputs import Output
 
-from .calls import (
-    AsyncMode,
-    Caller,
-    ServerEngine,
-    SyncMode,
-    end_at_once,
-    first_of,
-    is_out_of_memory,
-    output_of,
-    settled,
-)
+from . import calls
 from .channel import Channel, Frame, Kind, LoadOrder, end_process_group, guard_group
 from .script import LOADS, Script
 
@@ -54,15 +44,15 @@ def serve(descriptor: int, parent: int) -> None:
     frames = channel.read()
     order = LoadOrder(**json.loads(next(frames).body))
     try:
-        caller = Caller(load_module(order), order)
+        caller = calls.Caller(load_module(order), order)
         if order.async_mode:
             _run(_serve_async(channel, frames, caller, order))
         else:
             with _initializing(order):
-                output = output_of(caller.initialize())
+                output = calls.output_of(caller.initialize())
             _check(output)
             channel.send(Frame(Kind.LOADED))
-            SyncMode(channel, caller).serve(frames)
+            calls.SyncMode(channel, caller).serve(frames)
     except LoadError as error:
         channel.send(Frame(Kind.LOAD_FAILED, body=str(error).encode(errors="replace")))
     finally:
@@ -74,16 +64,17 @@ def _run(serving: Coroutine[None, None, None]) -> None:
         try:
             runner.run(serving)
         except (SystemExit, KeyboardInterrupt) as error:
-            end_at_once(error)  # before the runner cancels the other calls, whose clients would be told that they ended
+            # Before the runner cancels the other calls, whose clients would be told that they ended.
+            calls.end_at_once(error)
 
 
-async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: Caller, order: LoadOrder) -> None:
-    engine = ServerEngine(channel)
+async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: calls.Caller, order: LoadOrder) -> None:
+    engine = calls.ServerEngine(channel)
     vllm_async_service.connect(engine)
-    mode = AsyncMode(channel, caller, engine)
+    mode = calls.AsyncMode(channel, caller, engine)
     mode.begin(frames)
     with _initializing(order):
-        output = output_of(await first_of(await settled(caller.initialize())))
+        output = calls.output_of(await calls.first_of(await calls.settled(caller.initialize())))
     _check(output)
     channel.send(Frame(Kind.LOADED))
     await mode.serve()
@@ -96,7 +87,7 @@ def _initializing(order: LoadOrder) -> Iterator[None]:
         yield
     except Exception as error:
         traceback.print_exc()
-        kind = "ran out of memory" if is_out_of_memory(error) else "failed"
+        kind = "ran out of memory" if calls.is_out_of_memory(error) else "failed"
         raise LoadError(f"the handler's initialization {kind}: {described(error, order.model_dir)}") from error
 
 

@@ -200,11 +200,17 @@ def test_no_item_is_passed_over_once_it_is_the_oldest_and_its_time_is_over(steps
             del left[item.number]
 
 
+async def turns_of_the_loop() -> None:
+    """Let every task run until it waits for something."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.asyncio
 async def test_taking_waits_for_the_first_item_and_then_for_the_delay() -> None:
     queue = BatchQueue[int](3, 0.05)
     taking = asyncio.create_task(queue.take())
-    await asyncio.sleep(0.02)
+    await turns_of_the_loop()
     assert not taking.done()
     put_at = time.monotonic()
     queue.put(1, "a")
@@ -219,7 +225,7 @@ async def test_taking_ends_its_wait_when_the_batch_is_full() -> None:
     queue = BatchQueue[int](2, 60.0)
     taking = asyncio.create_task(queue.take())
     queue.put(1, "a")
-    await asyncio.sleep(0.01)
+    await turns_of_the_loop()
     assert not taking.done()
     queue.put(2, "a")
     assert await asyncio.wait_for(taking, 5.0) == [1, 2]
