@@ -116,3 +116,7 @@ def read_startup(model_dir: str | None, port: int | None, host: str | None, mode
 def serve_command() -> None:
     """The console script `serve`, as SageMaker starts the container: `docker run <image> serve`."""
     app(["serve", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    app()

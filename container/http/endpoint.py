@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 
 from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.protocol import BREAK_OFF
-from container.http.reply import Headers, HttpReply, OpenStreams, Send, cors_headers
+from container.http.reply import Headers, HttpReply, OpenStreams, Send
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
@@ -77,7 +77,12 @@ class AppState:
         )
         self.id_header = settings.request_id_header.lower().encode()
         self.streams = OpenStreams(settings.coalesce_above)
-        self.cors_headers = cors_headers(settings)
+        cors = {
+            b"access-control-allow-origin": settings.cors_allowed_origin,
+            b"access-control-allow-methods": settings.cors_allowed_methods,
+            b"access-control-allow-headers": settings.cors_allowed_headers,
+        }
+        self.cors_headers: Headers = [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
 class Endpoint:
@@ -196,8 +201,8 @@ def handed_to(handler_of: Callable[[Service], Handler]) -> Answer:
     async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
         assert model is not None, "the endpoint's `find` has found it"
         handler = handler_of(model.service())
-        reply.model = model
         model.lifecycle.open_calls += 1
+        reply.on_close = model.lifecycle.end_call
         return await handler.handle(call, reply)
 
     return answer

@@ -11,13 +11,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from container.devices import SliceNotChosen
-from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
-from container.models.registry import AlreadyRegistered, Model, Models
+from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
-from container.sources.download import SETTINGS_SECONDS
-from container.sources.location import name_of_url
+from container.sources.location import SETTINGS_SECONDS, name_of_url
 from handlers.contracts.lmi.management import Registration
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import is_vllm

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from container.settings.settings import Alias
 from container.settings.values import NOT_TEXT, TRUE, Value
 
 SAGEMAKER_MODEL_KEYS = (
@@ -52,35 +52,6 @@ _VARIABLES = frozenset(
 )
 """LMI's variables without a prefix."""
 _LMI, _TGI, _AWS, _HUB = "LMI", "TGI", "AWS's vLLM image", "Hugging Face"
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A variable, and the one that it stands for."""
-
-    variable: str
-    target: str
-    of: str
-    """The container whose variable it is."""
-    convert: Callable[[str], str] = str
-
-    @property
-    def source(self) -> str:
-        """The source of the values that it sets."""
-        return f"environment: {self.variable}"
-
-    @property
-    def key(self) -> str:
-        """The setting that it sets, as reports name it."""
-        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
-
-
-_KEYS = {
-    "HF_MODEL_ID": "option.model_id",
-    "HF_REVISION": "option.revision",
-    "HF_TOKEN": "HF_TOKEN",
-    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
-}
 
 
 def _inverted(text: str) -> str:

@@ -263,10 +263,7 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
         if key in options.IGNORED and not (rolling_batch == "disable" and key in options.DYNAMIC_BATCH_ARGUMENTS):
-            if value.word == options.IGNORED_SILENTLY.get(key):
-                lookup.entries.append(SettingEntry(key, value.text, value.source))
-            else:
-                lookup.ignore(key, value, options.IGNORED[key])
+            lookup.ignore(key, value, options.IGNORED[key])
         elif key in BY_KEY:
             option = BY_KEY[key]
             for_handler = option in HANDLER_OPTIONS and option is not ASYNC_MODE
@@ -295,7 +292,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     if not isinstance(url, str) or not is_s3(url):
         return
     try:
-        directory = str(sources.remote_models.open(url))
+        directory = str(sources.open_remote(url))
     except SourceError as error:
         sources.lookup.problems.append(f"{given.describe('option.speculative_config')}: {error}")
         return
@@ -351,7 +348,7 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
         variable = None  # the same model, by the directory around it
     if given is not None and variable is not None:
         # The same model, or the one in S3 whose serving.properties names the other.
-        is_same = given.text.strip() == variable.text.strip() or sources.remote_models.has(variable.text)
+        is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
     by_variable = given is None and variable is not None
@@ -360,7 +357,7 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
     if value is not None and fields["model_id"] is not None:
         try:
             if is_s3(fields["model_id"]):
-                fields["model_id"] = str(sources.remote_models.open(fields["model_id"]))
+                fields["model_id"] = str(sources.open_remote(fields["model_id"]))
             else:
                 fields["model_id"] = location.resolve_model_id(fields["model_id"], sources.model_dir)
         except (ModelNotFound, SourceError) as error:

@@ -14,9 +14,8 @@ import pytest
 import pytest_asyncio
 
 from container.app import create_app
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Models
+from container.models.registry import Lifecycle, Models, State
 from container.settings.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES

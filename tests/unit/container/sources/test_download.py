@@ -75,9 +75,9 @@ def test_settings_are_there_before_the_weights(model: Gate, url: str, downloads:
     assert contents(opened.directory) == {
         name: body for name, body in WANTED.items() if not name.endswith(".safetensors")
     }
-    assert (opened.progress.bytes, opened.progress.total_bytes) == (0, 2 * len(WEIGHTS))
+    assert (opened.bytes_here, opened.total_bytes) == (0, 2 * len(WEIGHTS))
     opened.fetch_weights(60)
-    assert opened.progress.bytes == 2 * len(WEIGHTS)
+    assert opened.bytes_here == 2 * len(WEIGHTS)
 
 
 def test_what_is_there_unchanged_is_not_fetched_again(model: Gate, url: str, downloads: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_body_that_ends_too_early_is_read_again(model: Gate, url: str, downloa
     model.fault = cut_short(times=3)
     opened.fetch_weights(60)
     assert contents(opened.directory) == WANTED
-    assert opened.progress.bytes == opened.progress.total_bytes
+    assert opened.bytes_here == opened.total_bytes
 
 
 def test_a_file_that_was_altered_on_its_way_is_never_kept(model: Gate, url: str, downloads: Path) -> None:
@@ -392,7 +392,7 @@ def test_offline_a_whole_copy_is_enough(model: Gate, url: str, downloads: Path) 
     opened.fetch_weights(1)
     assert contents(opened.directory) == WANTED
     assert model.gets == []
-    assert opened.progress.bytes == opened.progress.total_bytes > 0
+    assert opened.bytes_here == opened.total_bytes > 0
 
 
 @pytest.mark.parametrize("listing", [b"", b'[{"path": "model-1.safetens'])
