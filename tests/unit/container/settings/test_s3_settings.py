@@ -85,7 +85,7 @@ def test_what_cannot_be_had_is_named_with_its_source(gate: Gate, environ: dict[s
         load_settings(None, environ | {name: "s3://no-such-bucket-here/x"})
     problem = caught.value.problems[0]
     assert f"(environment: {name})" in problem
-    assert "there is no such bucket" in problem
+    assert "The specified bucket does not exist" in problem
 
 
 def test_a_download_that_fails_is_a_load_that_fails(model: Gate, url: str, environ: dict[str, str]) -> None:
