@@ -351,7 +351,7 @@ class _Watch:
         return running
 
     def _listen(self) -> None:
-        self._listener = asyncio.create_task(_disconnected(self._receive))
+        self._listener = asyncio.create_task(disconnected(self._receive))
         self._listener.add_done_callback(self._gone)
 
     def _gone(self, _: object) -> None:
@@ -361,12 +361,12 @@ class _Watch:
     async def closed(self, running: Running) -> None:
         """Wait until the reply is complete or the client has gone, and then cancel what runs for it."""
         try:
-            await (self._listener or _disconnected(self._receive))
+            await (self._listener or disconnected(self._receive))
         finally:
             running.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the reply is complete or the client has gone; ASGI reports both as a disconnect."""
     while (await receive())["type"] != "http.disconnect":
         pass

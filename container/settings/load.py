@@ -46,7 +46,7 @@ from container.settings.settings import (
 )
 from container.settings.values import Value, is_true, quoted
 from container.sources import location
-from container.sources.download import RemoteModels, download_dir
+from container.sources.download import RemoteAdapters, RemoteModels, download_dir
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from handlers.model_settings import ModelSettings
 
@@ -72,7 +72,8 @@ def load_settings(
     lookup = Lookup()
     variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
     layer = server_layer(variables, command_line or {}, lookup)
-    remote = RemoteModels(download_dir(environ), offline=is_true(variables.get("DJL_OFFLINE")))
+    downloads, offline = download_dir(environ), is_true(variables.get("DJL_OFFLINE"))
+    remote = RemoteModels(downloads, offline=offline)
     directory = _model_dir(_place(model_dir, layer), variables, remote, lookup)
     sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
@@ -102,7 +103,7 @@ def load_settings(
         None if secure_mode is None else secure_mode.model_faults,
         None if secure_mode is None else secure_mode.adapter_faults,
         remote.opened,
-        remote.adapters(model["model_loading_timeout"]),
+        RemoteAdapters(model["model_loading_timeout"], offline=offline, downloads=downloads),
     )
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import symtable
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ _SHARED_OPTIONS = frozenset(
 """The options of an engine's model that a handler's model has, too."""
 _HANDLERS_ROLLING_BATCH = 32
 """LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
-_STAR_IMPORT = re.compile(r"^\s*from\s+\S+\s+import\s+\*", re.MULTILINE)
+_CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
+"""Code that may define any name."""
 
 
 def model_fields(sources: Sources) -> dict[str, Any]:
@@ -131,24 +132,20 @@ def _defines(path: Path, function: str) -> bool:
     """Whether a file may define the function; true of a broken file, so that running it says what is wrong."""
     try:
         source = importlib.util.decode_source(path.read_bytes())
-        module = symtable.symtable(source, str(path), "exec")
+        scopes = [symtable.symtable(source, str(path), "exec")]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return True
-    names_used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
-    if _STAR_IMPORT.search(source) or names_used & {"exec", "globals"}:
-        return True  # nobody can tell
-    return any(
-        (symbol.is_assigned() or symbol.is_imported()) and (scope is module or symbol.is_declared_global())
-        for scope in _scopes(module)
-        for symbol in scope.get_symbols()
-        if symbol.get_name() == function
-    )
-
-
-def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for inner in table.get_children():
-        yield from _scopes(inner)
+    if _CANNOT_BE_TOLD.search(source):
+        return True
+    for scope in scopes:  # which grow by those within
+        scopes += scope.get_children()
+        if function not in scope.get_identifiers():
+            continue
+        symbol = scope.lookup(function)
+        is_of_module = scope is scopes[0] or symbol.is_declared_global()
+        if is_of_module and (symbol.is_assigned() or symbol.is_imported()):
+            return True
+    return False
 
 
 def _use_engine(name: str, given: Value, sources: Sources) -> None:

@@ -111,10 +111,6 @@ class RemoteModels:
         except SourceError:
             return False
 
-    def adapters(self, seconds: float) -> RemoteAdapters:
-        """Return what fetches the model's adapters, each within `seconds`."""
-        return RemoteAdapters(seconds, offline=self._offline, downloads=self._downloads)
-
     @property
     def opened(self) -> tuple[RemoteModel, ...]:
         """All models that have been opened."""
