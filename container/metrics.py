@@ -188,7 +188,7 @@ def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
 
 
 def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
-    """The series of several models together: each with the label `model`, but where one names its model already."""
+    """The series of several models together; each gets the label `model`, unless it names its model already."""
     merged: dict[str, Metric] = {}
     for model, metrics in families.items():
         for metric in metrics:

@@ -265,7 +265,7 @@ async def bounded_body(
 ) -> bytes | None:
     """The whole body, or None if the client went away while sending it.
 
-    `reading`: holds what ends the wait, as long as there is one.
+    `reading`: has the time limit of the wait while it lasts, so that others can end it.
 
     Raises:
         Exception: what `too_large` makes of `limit`, in bytes, where there is more of it; or what `too_slow` makes of
@@ -311,7 +311,7 @@ def _for_the_connection(error: RequestError) -> Headers:
 
 
 class _Gone(Exception):
-    """The client has gone before there was anything to cancel but the call itself."""
+    """The client has gone before its call reached the engine; the call was cancelled."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class Lifecycle:
         self._fetched = False
         self.startup_times = StartupTimes()
         self.stage, self._failure = State.STARTING, ""
-        """What it has come to; `state` asks the engine as well."""
+        """The last step that was reached; `state` also asks the engine."""
         self._started_at = time.time()
         self.open_calls = 0
         """Calls of the model that are not answered yet."""

@@ -31,9 +31,9 @@ THREADS = 8
 RANGE = 16 << 20
 """Bytes of a range."""
 _READ_ATTEMPTS = 6
-"""How often a range is read whose connection breaks."""
+"""Attempts to read a range whose connection breaks."""
 _REQUEST_ATTEMPTS = 5
-"""How often botocore sends a request that S3 answers with an error of its own."""
+"""Attempts of botocore at a request that S3 answers with an error of its own."""
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _BLOCK = 1 << 20
 _MAX_FILES = 100_000
