@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with what it lacks: limits, joined writes, HTTP/1.0, protocol offers.
+"""uvicorn's HTTP protocol with what it lacks: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
 
 The one module that touches uvicorn's internals. It was run with uvicorn 0.54.0; `check_uvicorn` refuses other releases
 when the server starts, and tests/live/test_uvicorn_seam.py fails where one of these has moved:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,17 @@ UVICORN = "0.54."
 BREAK_OFF = "slipway.break_off"
 """In `scope["extensions"]`: a function that drops the connection at once, with all that waits in it."""
 
+_TCP_CLOSE = 7
+"""The state of a TCP connection that is reset, as the first byte of TCP_INFO has it."""
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LEADING_ZERO = b"0"
+"""Of the size of the chunk that comes next."""
+_LOOKS_WITH_PROBE = (0, 3)
+"""The second is for a proxy that has taken the first, and only then finds that its client has left."""
+
 _OVERRIDDEN = (
     *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *("connection_made", "connection_lost", "data_received", "eof_received", "pause_writing", "resume_writing"),
     *("send_400_response", "shutdown", "_unset_keepalive_if_required", "timeout_keep_alive_handler"),
 )
 
@@ -170,7 +179,10 @@ class HttpProtocol(HttpToolsProtocol):
     `proxy_pass` is one by default); it serves requests that offer another protocol as plain HTTP; it refuses what it
     cannot read only after it has answered what came before; and every request hears that its client has left.
 
-    As in uvicorn, Netty and hyper, a client that ends its own side of the connection counts as one that has left.
+    A client that ends its own side (RFC 9112, section 9.6) and one that leaves look the same until they are sent
+    something: the system of the one that has left answers with a reset. Where the reply is not complete within
+    `LOOK_SECONDS`, both are therefore sent what any client of HTTP/1.1 has to understand and ignore: an interim reply
+    or, in the middle of a stream, a leading zero of a chunk's size. HTTP/1.0 has neither, so its clients count as gone.
     """
 
     MAX_HEAD = 256 * 1024
@@ -181,6 +193,9 @@ class HttpProtocol(HttpToolsProtocol):
     """Time in which a client has to take something of what waits for it."""
     LINGER_SECONDS = 10.0
     """Time in which a refused client may go on sending its body and read its reply."""
+    LOOK_SECONDS = 0.02
+    """After which it is looked whether a client that has ended its own side has left; each further look, in twice the
+    time of the one before, in a second at most."""
     MAX_PIPELINED = 100
     """Requests of a connection that may wait for the one before them; uvicorn has no limit."""
 
@@ -196,6 +211,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._unreadable = ""
         """What is wrong with what came after all requests so far; nothing more is read then."""
+        self._look: asyncio.TimerHandle | None = None
+        """Set once the client has ended its own side."""
 
     # The transport's callbacks.
 
@@ -214,6 +231,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._unset_head_limit()
         self._unset_send_limit()
+        if self._look is not None:
+            self._look.cancel()
         # uvicorn tells the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering
@@ -246,6 +265,17 @@ class HttpProtocol(HttpToolsProtocol):
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
             self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has ended its side. Keep the connection where a whole request is still to be answered."""
+        self._connection.flush()  # a reply may have been written in this turn
+        unfinished = self._unfinished()
+        if self.pipeline and self.pipeline[0][0] is unfinished:
+            self.pipeline.popleft()
+        if not self._answers() or self._answering is unfinished:
+            return False
+        self._look = self.loop.call_later(self.LOOK_SECONDS, self._look_for_client, 0)
+        return True
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -333,6 +363,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._unreadable:
             super().send_400_response(self._unreadable)
+        elif self._look is not None:
+            self._connection.close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what cannot be read, after all that came before it; its own reply may have begun: then close."""
@@ -340,12 +372,38 @@ class HttpProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0] is unfinished:
             self.pipeline.popleft()
         self._unreadable = msg
-        if self._answers() and self._answering is not unfinished:
+        answering = self._answering
+        if answering is None or answering.response_complete:
+            super().send_400_response(msg)
+        elif answering is not unfinished:
             return
-        if unfinished is not None and unfinished.response_started and not unfinished.response_complete:
+        elif answering.response_started:
             self._connection.close()
         else:
             super().send_400_response(msg)
+
+    def _look_for_client(self, looks: int) -> None:
+        """Break the connection off if the client has left, and not just ended its own side."""
+        answering = self._answering
+        if answering is None or answering.response_complete or self._connection.is_closing():
+            return
+        if answering.scope["http_version"] < "1.1" or self._is_reset():
+            self._connection.abort()
+            return
+        if looks in _LOOKS_WITH_PROBE:
+            if not answering.response_started:
+                self._connection.write(_INTERIM)
+            elif answering.chunked_encoding:
+                self._connection.write(_LEADING_ZERO)
+        seconds = min(self.LOOK_SECONDS * 2 ** min(looks + 1, 10), 1.0)
+        self._look = self.loop.call_later(seconds, self._look_for_client, looks + 1)
+
+    def _is_reset(self) -> bool:
+        """Whether the client's system has answered with a reset; only Linux tells before the next write."""
+        if not hasattr(socket, "TCP_INFO"):
+            return False
+        connection = self._connection.get_extra_info("socket")
+        return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def shutdown(self) -> None:
         """End with the server. A request that is not all here yet is not waited for."""

@@ -608,9 +608,37 @@ async def test_a_head_that_cannot_be_served_is_refused_with_its_reason(head: byt
     assert answer.endswith(b"\r\n\r\n" + reason)
 
 
-# Clients that leave.
+# Clients that end their own side, and those that leave.
 
-WHOLE = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
+HALF_CLOSED = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
+
+
+async def test_a_client_that_ends_its_own_side_gets_all_its_replies_and_then_the_end() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(3 * HALF_CLOSED)
+        writer.write_eof()
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"</a|host content-length|hi>") == 3
+    assert b"100 Continue" not in received
+
+
+async def test_a_client_that_ends_its_own_side_gets_replies_that_take_long() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.5)
+        await _send_first(receive, send)
+        await asyncio.sleep(0.5)
+        await send({"type": "http.response.body", "body": b"last"})
+
+    async def read() -> tuple[int, bytes]:
+        response = await asyncio.to_thread(http.client.HTTPResponse, client)
+        await asyncio.to_thread(response.begin)
+        return response.status, await asyncio.to_thread(response.read)
+
+    async with served(slow) as (_, address):
+        with socket.create_connection(address, timeout=10) as client:
+            client.sendall(HALF_CLOSED)
+            client.shutdown(socket.SHUT_WR)
+            assert await read() == (200, b"firstlast")
 
 
 async def _slow_start(receive: Any, send: Any) -> None:
@@ -630,10 +658,19 @@ async def test_a_client_that_closes_its_connection_ends_its_call_at_once(version
 
     async with served(endless) as (_, address):
         client = socket.create_connection(address)
-        client.sendall(WHOLE.replace(b"1.1", version))
+        client.sendall(HALF_CLOSED.replace(b"1.1", version))
         await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.sleep(0.05)
         client.close()
         await asyncio.wait_for(left.wait(), 1.5)
+
+
+async def test_half_a_request_is_not_waited_for_once_its_client_has_ended_its_side() -> None:
+    async with connected(_echo) as (reader, writer):
+        writer.write(HALF_CLOSED + HALF_CLOSED[:-1])
+        writer.write_eof()
+        received = await asyncio.wait_for(reader.read(), 5)
+    assert received.count(b"HTTP/1.1 ") == 1
 
 
 # Clients that are refused while they still send.
