@@ -14,8 +14,6 @@ from urllib.parse import unquote
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
-from container.apidocs.openapi import Document, openapi_document
-from container.apidocs.page import plain_page, swagger_assets, swagger_page
 from container.console import page as console
 from container.console.state import console_state
 from container.families import family_endpoints
@@ -26,6 +24,7 @@ from container.management import adapter_routes, management_endpoints, wrong_met
 from container.metrics import CONTENT_TYPE, Metrics
 from container.models.registration import Registrar
 from container.models.registry import Models
+from container.openapi import Document, openapi_document, swagger_assets, swagger_page
 from container.settings.settings import ServerReport, ServerSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.lmi.errors import JSON, front_end_reply
@@ -235,11 +234,10 @@ class _Description:
 
 
 def _add_pages(routes: Routes, description: _Description) -> None:
-    title = str(description.document().content["info"]["title"])
-    plain = _Page(lambda: HTMLResponse(plain_page(description.document())), in_thread=True)
     assets = swagger_assets()
-    routes.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(title))) if assets else plain)
-    routes.add("/docs/plain", "GET", plain)
+    if assets:
+        title = str(description.document().content["info"]["title"])
+        routes.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(title))))
     for name, (path, kind) in assets.items():
         routes.add(f"/docs/{name}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
 

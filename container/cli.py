@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class ProcessEnd:
-    """Ends the process with `code`, once that is known, after all that others have registered to be done at its end.
+    """Ends the process with `code`, once that is known, after all other exit functions.
 
-    To be made first: functions that are registered later run earlier.
+    Make it first: exit functions run in the reverse order of their registration.
     """
 
     def __init__(self) -> None:
@@ -116,3 +116,7 @@ def read_startup(model_dir: str | None, port: int | None, host: str | None, mode
 def serve_command() -> None:
     """The console script `serve`, as SageMaker starts the container: `docker run <image> serve`."""
     app(["serve", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    app()

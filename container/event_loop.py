@@ -1,4 +1,4 @@
-"""Whether the event loop keeps up: how late it is, and what it was at when it stood still."""
+"""Whether the event loop keeps up: how late it is, and what it was doing when it stood still."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class EventLoopWatch:
-    """Measures ten times a second how late the event loop is; a thread of its own looks what holds it up."""
+    """Measures ten times a second how late the event loop is; a thread of its own finds out what holds it up."""
 
     def __init__(self) -> None:
         self.lag = Distribution(_BUCKETS)

@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from container.http.endpoint import HttpCounts
-from container.models.lifecycle import State
-from container.models.registry import Model, Models
+from container.models.registry import Model, Models, State
 from handlers.loaded_model import EngineStatus
 from handlers.meter import Distribution, Meter
 from handlers.workers.pool import PoolStatus
@@ -90,8 +89,8 @@ class Metrics(Collector):
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
         ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
-        if remote := [weights for model in self._models for weights in model.lifecycle.settings.remote_models]:
-            there, total = sum(m.progress.bytes for m in remote), sum(m.progress.total_bytes for m in remote)
+        if remote := [found for model in self._models for found in model.lifecycle.settings.remote_models]:
+            there, total = sum(model.bytes_here for model in remote), sum(model.total_bytes for model in remote)
             yield _gauge("slipway_download_bytes", "Bytes of remote weights that are on this machine.", there)
             yield _gauge("slipway_download_total_bytes", "Bytes of remote weights in all.", total)
         if self._lag is not None:
@@ -189,7 +188,7 @@ def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
 
 
 def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
-    """The series of several models together: each with the label `model`, but where one names its model already."""
+    """The series of several models together; each gets the label `model`, unless it names its model already."""
     merged: dict[str, Metric] = {}
     for model, metrics in families.items():
         for metric in metrics:

@@ -30,9 +30,8 @@ import uvicorn
 from container.app import Application, Mount, create_app
 from container.event_loop import EventLoopWatch
 from container.http.protocol import Cork, HttpProtocol, check_uvicorn
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models, State
 from container.settings.load import further_settings
 from container.settings.server import address
 from container.settings.settings import Settings, Startup
@@ -197,7 +196,7 @@ class Process:
         self._mounts, self._clean_up = mounts, clean_up
         self._loop_watch = EventLoopWatch()
         self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
-        self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
+        self._registrar = Registrar(self._models, startup.server, self._read_settings)
         applications = create_app(
             self._models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
         )

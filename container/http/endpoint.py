@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 
 from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.protocol import BREAK_OFF
-from container.http.reply import Headers, HttpReply, OpenStreams, Send, cors_headers
+from container.http.reply import Headers, HttpReply, OpenStreams, Send
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
@@ -78,7 +78,12 @@ class AppState:
         )
         self.id_header = settings.request_id_header.lower().encode()
         self.streams = OpenStreams(settings.coalesce_above)
-        self.cors_headers = cors_headers(settings)
+        cors = {
+            b"access-control-allow-origin": settings.cors_allowed_origin,
+            b"access-control-allow-methods": settings.cors_allowed_methods,
+            b"access-control-allow-headers": settings.cors_allowed_headers,
+        }
+        self.cors_headers: Headers = [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
 class Endpoint:
@@ -203,8 +208,8 @@ def handed_to(handler_of: Callable[[Service], Handler]) -> Answer:
     async def answer(call: Call, reply: HttpReply, model: Model | None) -> Running | None:
         assert model is not None, "the endpoint's `find` has found it"
         handler = handler_of(model.service())
-        reply.model = model
         model.lifecycle.open_calls += 1
+        reply.on_close = model.lifecycle.end_call
         return await handler.handle(call, reply)
 
     return answer
@@ -267,7 +272,7 @@ async def bounded_body(
 ) -> bytes | None:
     """The whole body, or None if the client went away while sending it.
 
-    `reading`: holds what ends the wait, as long as there is one.
+    `reading`: has the time limit of the wait while it lasts, so that others can end it.
 
     Raises:
         Exception: what `too_large` makes of `limit`, in bytes, where there is more of it; or what `too_slow` makes of
@@ -313,7 +318,7 @@ def _for_the_connection(error: RequestError) -> Headers:
 
 
 class _Gone(Exception):
-    """The client has gone before there was anything to cancel but the call itself."""
+    """The client has gone before its call reached the engine; the call was cancelled."""
 
 
 @dataclass(slots=True)
@@ -353,7 +358,7 @@ class _Watch:
         return running
 
     def _listen(self) -> None:
-        self._listener = asyncio.create_task(_disconnected(self._receive))
+        self._listener = asyncio.create_task(disconnected(self._receive))
         self._listener.add_done_callback(self._gone)
 
     def _gone(self, _: object) -> None:
@@ -363,12 +368,12 @@ class _Watch:
     async def closed(self, running: Running) -> None:
         """Wait until the reply is complete or the client has gone, and then cancel what runs for it."""
         try:
-            await (self._listener or _disconnected(self._receive))
+            await (self._listener or disconnected(self._receive))
         finally:
             running.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the reply is complete or the client has gone; ASGI reports both as a disconnect."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -186,18 +186,18 @@ class HttpProtocol(HttpToolsProtocol):
     """
 
     MAX_HEAD = 256 * 1024
-    """Bytes of request line and headers; also of what comes without any of a body, as trailers do."""
+    """Bytes of request line and headers, or of trailers."""
     HEAD_SECONDS = 60.0
     """From a head's first bytes to its last."""
     SEND_SECONDS = 120.0
-    """For which a client may take nothing of what waits for it."""
+    """Time in which a client has to take something of what waits for it."""
     LINGER_SECONDS = 10.0
-    """For which a client may go on to send a body that nobody reads, and take its reply."""
+    """Time in which a refused client may go on sending its body and read its reply."""
     LOOK_SECONDS = 0.02
     """After which it is looked whether a client that has ended its own side has left; each further look, in twice the
     time of the one before, in a second at most."""
     MAX_PIPELINED = 100
-    """Requests that wait for the one before them; uvicorn reads on after each answer, however many there are."""
+    """Requests of a connection that may wait for the one before them; uvicorn has no limit."""
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
         """`cork`: of all connections of a server; each has its own otherwise."""

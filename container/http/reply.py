@@ -6,14 +6,10 @@ import asyncio
 import logging
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from container.http.protocol import Cork
-from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import WITHOUT_BODY, Reply
-
-if TYPE_CHECKING:
-    from container.models.registry import Model
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +29,6 @@ NO_CACHE: Headers = [
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
-
-
-def cors_headers(settings: ServerSettings) -> Headers:
-    """The CORS headers that the settings ask for."""
-    cors = {
-        b"access-control-allow-origin": settings.cors_allowed_origin,
-        b"access-control-allow-methods": settings.cors_allowed_methods,
-        b"access-control-allow-headers": settings.cors_allowed_headers,
-    }
-    return [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
 class OpenStreams(Cork):
@@ -76,8 +62,8 @@ class HttpReply:
         self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
         self._held: list[bytes] = []
         self._streaming = self._broken = False
-        self.model: Model | None = None
-        """The model that answers; its open calls are one less when the reply is closed."""
+        self.on_close: Callable[[], None] | None = None
+        """Called once, when the reply is closed."""
         self._resuming: asyncio.Task[None] | None = None
         """Sends the backlog; None while the client keeps up."""
         self._backlog = bytearray()
@@ -153,9 +139,9 @@ class HttpReply:
         """Send what is held; nothing more comes. Called once the request is over, however it ended."""
         self.flush()
         self._close_stream()
-        if self.model is not None:
-            self.model.lifecycle.open_calls -= 1
-            self.model = None
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
 
     def _close_stream(self) -> None:
         self._latest = None

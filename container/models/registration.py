@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from container.devices import SliceNotChosen
-from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
-from container.models.registry import AlreadyRegistered, Model, Models
+from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
-from container.sources.download import SETTINGS_SECONDS
-from container.sources.location import name_of_url
+from container.sources.location import SETTINGS_SECONDS, name_of_url
 from handlers.contracts.lmi.management import Registration
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.choice import is_vllm
@@ -66,12 +64,10 @@ class Registrar:
         server: ServerSettings,
         read_settings: ReadSettings,
         free: Callable[[], Sequence[Free]] = free_memory,
-        said: Iterable[str] = (),
     ) -> None:
-        """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
+        """`free` returns the free memory of each device."""
         self._models, self._server = models, server
         self._read_settings, self._free = read_settings, free
-        self._said = set(said)
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[Model, asyncio.Task[None]] = {}
         self._reads: set[asyncio.Future[Settings]] = set()
@@ -122,10 +118,8 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        for warning in settings.warnings:  # those about the environment are the same for every model
-            if warning not in self._said:
-                self._said.add(warning)
-                logger.warning("model %s: %s", name, warning)
+        for warning in settings.warnings:
+            logger.warning("model %s: %s", name, warning)
         model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)
         self._models.add(model)
         task = asyncio.create_task(self._load(model))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from container.settings.settings import Alias
 from container.settings.values import NOT_TEXT, TRUE, Value
 
 SAGEMAKER_MODEL_KEYS = (
@@ -52,35 +52,6 @@ _VARIABLES = frozenset(
 )
 """LMI's variables without a prefix."""
 _LMI, _TGI, _AWS, _HUB = "LMI", "TGI", "AWS's vLLM image", "Hugging Face"
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A variable, and the one that it stands for."""
-
-    variable: str
-    target: str
-    of: str
-    """The container whose variable it is."""
-    convert: Callable[[str], str] = str
-
-    @property
-    def source(self) -> str:
-        """The source of the values that it sets."""
-        return f"environment: {self.variable}"
-
-    @property
-    def key(self) -> str:
-        """The setting that it sets, as reports name it."""
-        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
-
-
-_KEYS = {
-    "HF_MODEL_ID": "option.model_id",
-    "HF_REVISION": "option.revision",
-    "HF_TOKEN": "HF_TOKEN",
-    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
-}
 
 
 def _inverted(text: str) -> str:
@@ -128,31 +99,23 @@ ALIASES = (
 # AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
 
-_SCHEDULED = "the engine schedules and places by itself; OPTION_<NAME> sets any argument of vLLM"
-_WITHOUT_EFFECT: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("WAITING_SERVED_RATIO", "MAX_WAITING_TOKENS", "MAX_BATCH_TOTAL_TOKENS", "MAX_CLIENT_BATCH_SIZE"),
-            *("ROPE_SCALING", "ROPE_FACTOR", "SHARDED", "SPECULATE", "VALIDATION_WORKERS", "CUDA_GRAPHS"),
-            *("WATERMARK_GAMMA", "WATERMARK_DELTA", "DISABLE_CUSTOM_KERNELS", "WEIGHTS_CACHE_OVERRIDE"),
-            *("MAX_TOP_N_TOKENS", "ENABLE_PREFILL_LOGPROBS", "DISABLE_GRAMMAR_SUPPORT", "PREFILL_CHUNKING"),
-        ),
-        _SCHEDULED,
+_REASONS = {
+    "the engine schedules and places by itself; OPTION_<NAME> sets any argument of vLLM": (
+        "WAITING_SERVED_RATIO MAX_WAITING_TOKENS MAX_BATCH_TOTAL_TOKENS MAX_CLIENT_BATCH_SIZE ROPE_SCALING ROPE_FACTOR "
+        "SHARDED SPECULATE VALIDATION_WORKERS CUDA_GRAPHS WATERMARK_GAMMA WATERMARK_DELTA DISABLE_CUSTOM_KERNELS "
+        "WEIGHTS_CACHE_OVERRIDE MAX_TOP_N_TOKENS ENABLE_PREFILL_LOGPROBS DISABLE_GRAMMAR_SUPPORT PREFILL_CHUNKING"
     ),
-    **dict.fromkeys(("API_KEY", "VLLM_API_KEY"), "requests are served without a key; let a proxy ask for it"),
-    **dict.fromkeys(
-        (
-            *("CUSTOM_FASTAPI_PING_HANDLER", "CUSTOM_FASTAPI_INVOCATION_HANDLER", "CUSTOM_SCRIPT_FILENAME"),
-            *("CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE", "CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS"),
-            *("CUSTOM_PRE_PROCESS", "CUSTOM_POST_PROCESS"),
-        ),
-        "there is no FastAPI application; a model.py may have formatters, or a handler of its own",
+    "requests are served without a key; let a proxy ask for it": "API_KEY VLLM_API_KEY",
+    "there is no FastAPI application; a model.py may have formatters, or a handler of its own": (
+        "CUSTOM_FASTAPI_PING_HANDLER CUSTOM_FASTAPI_INVOCATION_HANDLER CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE "
+        "CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS CUSTOM_SCRIPT_FILENAME CUSTOM_PRE_PROCESS CUSTOM_POST_PROCESS"
     ),
-    "JSON_OUTPUT": "SERVING_LOG_FORMAT=json sets the form of logs",
-    "LORA_ADAPTERS": "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them",
-    "OTLP_ENDPOINT": "no traces are sent; metrics are at /metrics",
-    "TOKENIZER_CONFIG_PATH": "OPTION_CHAT_TEMPLATE sets the chat template",
+    "SERVING_LOG_FORMAT=json sets the form of logs": "JSON_OUTPUT",
+    "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them": "LORA_ADAPTERS",
+    "no traces are sent; metrics are at /metrics": "OTLP_ENDPOINT",
+    "OPTION_CHAT_TEMPLATE sets the chat template": "TOKENIZER_CONFIG_PATH",
 }
+_WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Variables of TGI and of AWS's vLLM image that have nothing to set here, and what there is instead."""
 
 _KNOWN = _VARIABLES | _WITHOUT_EFFECT.keys() | {alias.variable for alias in ALIASES}

@@ -46,7 +46,7 @@ from container.settings.settings import (
 )
 from container.settings.values import Value, is_true, quoted
 from container.sources import location
-from container.sources.download import RemoteModels, download_dir
+from container.sources.download import RemoteAdapters, RemoteModels, download_dir
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from handlers.model_settings import ModelSettings
 
@@ -72,7 +72,8 @@ def load_settings(
     lookup = Lookup()
     variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
     layer = server_layer(variables, command_line or {}, lookup)
-    remote = RemoteModels(download_dir(environ), offline=is_true(variables.get("DJL_OFFLINE")))
+    downloads, offline = download_dir(environ), is_true(variables.get("DJL_OFFLINE"))
+    remote = RemoteModels(downloads, offline=offline)
     directory = _model_dir(_place(model_dir, layer), variables, remote, lookup)
     sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
@@ -85,7 +86,7 @@ def load_settings(
     memory = _declared_memory(sources)
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
-        secure_mode = _for_model(secure_mode, sources, model)
+        secure_mode = _for_model(secure_mode, sources, model, remote)
         lookup.problems += secure_mode.model_faults()
     if fields["health_check_override"] and model.get("handler") is not None:
         model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
@@ -99,9 +100,10 @@ def load_settings(
         aliases,
         _exports(variables),
         memory,
-        secure_mode,
+        None if secure_mode is None else secure_mode.model_faults,
+        None if secure_mode is None else secure_mode.adapter_faults,
         remote.opened,
-        remote.adapters(model["model_loading_timeout"]),
+        RemoteAdapters(model["model_loading_timeout"], offline=offline, downloads=downloads),
     )
 
 
@@ -203,7 +205,7 @@ def _sources(
             model.pop(alias, None)  # another source's, for the same
     if (queue := model.pop("job_queue_size", None)) is not None:
         layer["job_queue_size"] = queue
-    return Sources(directory, variables, layer, model, {**given, **arguments}, remote, lookup)
+    return Sources(directory, variables, layer, model, {**given, **arguments}, remote.open, remote.has, lookup)
 
 
 # What is made of the settings
@@ -229,7 +231,7 @@ def _declared_memory(sources: Sources) -> DeclaredMemory:
     return DeclaredMemory(None if required is None else int(required), int(reserved or 0))
 
 
-def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any]) -> SecureMode:
+def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any], remote: RemoteModels) -> SecureMode:
     directories, model_id, handler = [sources.model_dir], model.get("model_id"), model.get("handler")
     if model_id is not None and os.path.isdir(model_id):
         directories.append(Path(model_id))
@@ -238,7 +240,7 @@ def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any]) -> 
         keys=sources.given,
         variables=sources.variables,
         directories=tuple(dict.fromkeys(directories)),
-        fetched=tuple(remote.directory for remote in sources.remote_models.opened),
+        fetched=tuple(fetched.directory for fetched in remote.opened),
         handler=Path(handler.entry_point) if handler is not None and os.path.isabs(handler.entry_point) else None,
     )
 

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import symtable
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ _SHARED_OPTIONS = frozenset(
 """The options of an engine's model that a handler's model has, too."""
 _HANDLERS_ROLLING_BATCH = 32
 """LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
-_STAR_IMPORT = re.compile(r"^\s*from\s+\S+\s+import\s+\*", re.MULTILINE)
+_CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
+"""Code that may define any name."""
 
 
 def model_fields(sources: Sources) -> dict[str, Any]:
@@ -131,24 +132,20 @@ def _defines(path: Path, function: str) -> bool:
     """Whether a file may define the function; true of a broken file, so that running it says what is wrong."""
     try:
         source = importlib.util.decode_source(path.read_bytes())
-        module = symtable.symtable(source, str(path), "exec")
+        scopes = [symtable.symtable(source, str(path), "exec")]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return True
-    names_used = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
-    if _STAR_IMPORT.search(source) or names_used & {"exec", "globals"}:
-        return True  # nobody can tell
-    return any(
-        (symbol.is_assigned() or symbol.is_imported()) and (scope is module or symbol.is_declared_global())
-        for scope in _scopes(module)
-        for symbol in scope.get_symbols()
-        if symbol.get_name() == function
-    )
-
-
-def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for inner in table.get_children():
-        yield from _scopes(inner)
+    if _CANNOT_BE_TOLD.search(source):
+        return True
+    for scope in scopes:  # which grow by those within
+        scopes += scope.get_children()
+        if function not in scope.get_identifiers():
+            continue
+        symbol = scope.lookup(function)
+        is_of_module = scope is scopes[0] or symbol.is_declared_global()
+        if is_of_module and (symbol.is_assigned() or symbol.is_imported()):
+            return True
+    return False
 
 
 def _use_engine(name: str, given: Value, sources: Sources) -> None:
@@ -263,10 +260,7 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
         if key in options.IGNORED and not (rolling_batch == "disable" and key in options.DYNAMIC_BATCH_ARGUMENTS):
-            if value.word == options.IGNORED_SILENTLY.get(key):
-                lookup.entries.append(SettingEntry(key, value.text, value.source))
-            else:
-                lookup.ignore(key, value, options.IGNORED[key])
+            lookup.ignore(key, value, options.IGNORED[key])
         elif key in BY_KEY:
             option = BY_KEY[key]
             for_handler = option in HANDLER_OPTIONS and option is not ASYNC_MODE
@@ -295,7 +289,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     if not isinstance(url, str) or not is_s3(url):
         return
     try:
-        directory = str(sources.remote_models.open(url))
+        directory = str(sources.open_remote(url))
     except SourceError as error:
         sources.lookup.problems.append(f"{given.describe('option.speculative_config')}: {error}")
         return
@@ -351,7 +345,7 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
         variable = None  # the same model, by the directory around it
     if given is not None and variable is not None:
         # The same model, or the one in S3 whose serving.properties names the other.
-        is_same = given.text.strip() == variable.text.strip() or sources.remote_models.has(variable.text)
+        is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
     by_variable = given is None and variable is not None
@@ -360,7 +354,7 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
     if value is not None and fields["model_id"] is not None:
         try:
             if is_s3(fields["model_id"]):
-                fields["model_id"] = str(sources.remote_models.open(fields["model_id"]))
+                fields["model_id"] = str(sources.open_remote(fields["model_id"]))
             else:
                 fields["model_id"] = location.resolve_model_id(fields["model_id"], sources.model_dir)
         except (ModelNotFound, SourceError) as error:

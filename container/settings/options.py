@@ -6,11 +6,10 @@ The tables of docs/configuration.md are made of the ones here and in `server`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from container.settings.settings import SettingEntry
 from container.settings.values import (
@@ -31,9 +30,6 @@ from container.settings.values import (
     integer,
     integer_or,
 )
-
-if TYPE_CHECKING:
-    from container.sources.download import RemoteModels
 
 PREFIX = "option."
 DEFAULT = "default"
@@ -168,7 +164,10 @@ class Sources:
     model: dict[str, Value]
     given: Mapping[str, Value]
     """Keys of the model from its file, the environment and the management API, for the secure mode."""
-    remote_models: RemoteModels
+    open_remote: Callable[[str], Path]
+    """Fetches the small files of a model on S3 and returns its local directory. Raises SourceError."""
+    is_open: Callable[[str], bool]
+    """Whether a URL names a model that was opened."""
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
@@ -447,39 +446,33 @@ _TRANSFORMERS = (
 )
 DYNAMIC_BATCH_ARGUMENTS = tuple(f"option.{name}" for name in _TRANSFORMERS.split())
 """Arguments of the engine of `option.rolling_batch=disable`; vLLM ignores them."""
-_TENSORRT_LLM = (
-    "tokens_per_block batch_scheduler_policy enable_kv_cache_reuse backend enable_trt_overlap use_custom_all_reduce "
+TENSORRT_LLM = (
+    "tokens_per_block batch_scheduler_policy enable_kv_cache_reuse enable_trt_overlap use_custom_all_reduce "
     "max_num_sequences multi_block_mode use_fused_mlp logits_dtype use_fp8_context_fmha trtllm_checkpoint_path "
     "load_by_shard baichuan_model_version chatglm_model_version gpt_model_version rotary_base rotary_dim "
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
-_LMI_DIST = (
-    "speculative_draft_model speculative_length draft_model_tp_size draft_model_compiled_path record_acceptance_rate "
-    "use_passive_workers"
+LMI_DIST = (
+    "speculative_draft_model speculative_length draft_model_tp_size draft_model_compiled_path record_acceptance_rate"
 )
-_ONE_ENGINE = "one engine serves all requests of the model"
+_IGNORED_OPTIONS = {
+    "it belongs to `option.rolling_batch=disable`": _TRANSFORMERS,
+    "it belongs to TensorRT-LLM; see `option.gpu_memory_utilization`": "kv_cache_free_gpu_mem_fraction",
+    "it belongs to TensorRT-LLM; see `option.max_model_len`": "max_output_len max_input_len",
+    "it belongs to TensorRT-LLM; see `option.max_rolling_batch_prefill_tokens`": "max_num_tokens",
+    "it belongs to TensorRT-LLM": f"{TENSORRT_LLM} backend",
+    "it belongs to lmi-dist; see `option.speculative_config`": f"{LMI_DIST} use_passive_workers",
+    "it belongs to scikit-learn and XGBoost models": "default_accept",
+    "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
+    "`option.reasoning_parser` alone switches it on": "enable_reasoning",
+}
 IGNORED: Mapping[str, str] = {
-    **dict.fromkeys(DYNAMIC_BATCH_ARGUMENTS, "it belongs to `option.rolling_batch=disable`"),
-    "option.kv_cache_free_gpu_mem_fraction": "it belongs to TensorRT-LLM; see `option.gpu_memory_utilization`",
-    "option.max_output_len": "it belongs to TensorRT-LLM; see `option.max_model_len`",
-    "option.max_input_len": "it belongs to TensorRT-LLM; see `option.max_model_len`",
-    "option.max_num_tokens": "it belongs to TensorRT-LLM; see `option.max_rolling_batch_prefill_tokens`",
-    **{f"option.{name}": "it belongs to TensorRT-LLM" for name in _TENSORRT_LLM.split()},
-    "option.mpi_mode": _ONE_ENGINE,
-    "option.parallel_loading": _ONE_ENGINE,
-    "option.default_accept": "it belongs to scikit-learn and XGBoost models",
-    **{f"{device}.{key}": _ONE_ENGINE for device in ("gpu", "cpu") for key in ("minWorkers", "maxWorkers")},
-    **{f"option.{name}": "it belongs to lmi-dist; see `option.speculative_config`" for name in _LMI_DIST.split()},
-    **{f"option.{name}": _ONE_ENGINE for name in ("waiting_steps", "cluster_size", "device_id")},
-    "option.enable_reasoning": "`option.reasoning_parser` alone switches it on",
-    "log_request_metric": "metrics are at /metrics",
-    "metrics_aggregation": "metrics are at /metrics",
+    **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
+    **dict.fromkeys(
+        ("gpu.minWorkers", "gpu.maxWorkers", "cpu.minWorkers", "cpu.maxWorkers"),
+        "one engine serves all requests of the model",
+    ),
+    **dict.fromkeys(("log_request_metric", "metrics_aggregation"), "metrics are at /metrics"),
 }
 """LMI's settings that have nothing to set where an engine serves the model, and why."""
-IGNORED_SILENTLY = {
-    "option.mpi_mode": "false",
-    "option.parallel_loading": "false",
-    **{f"{device}.{key}": "1" for device in ("gpu", "cpu") for key in ("minWorkers", "maxWorkers")},
-}
-"""Values of them that ask for what happens anyway."""

@@ -201,11 +201,10 @@ NOT_SERVED = (
     ),
 )
 IGNORED: Mapping[str, str] = {
-    "plugin_folder": "it has no counterpart here",
-    "number_of_netty_threads": "it has no counterpart here",
-    "netty_client_threads": "it has no counterpart here",
-    "use_native_io": "it has no counterpart here",
-    "features": "it has no counterpart here",
+    **dict.fromkeys(
+        ("plugin_folder", "number_of_netty_threads", "netty_client_threads", "use_native_io", "features"),
+        "it has no counterpart here",
+    ),
     "wait_model_loading": "the port opens at once, and /ping says when the model is ready",
     "chunked_read_timeout": "`option.predict_timeout` limits the wait for a token",
     "bad_request_http_code": "bad requests have the status that their contract says",

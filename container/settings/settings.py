@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
+from handlers.adapters import AdapterDownloads
 from handlers.model_settings import ModelSettings
-
-if TYPE_CHECKING:
-    from container.settings.environment import Alias
-    from container.settings.secure_mode import SecureMode
-    from container.settings.values import Scalar
-    from container.sources.download import RemoteAdapters, RemoteModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +63,58 @@ class SettingEntry:
     """One line of the report on settings."""
 
     name: str
-    value: Scalar | None
+    value: str | int | float | bool | None
     source: str
     """"default", or what was written and where, such as "environment: OPTION_DTYPE"."""
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A variable, and the one that it stands for."""
+
+    variable: str
+    target: str
+    of: str
+    """The container whose variable it is."""
+    convert: Callable[[str], str] = str
+
+    @property
+    def source(self) -> str:
+        """The source of the values that it sets."""
+        return f"environment: {self.variable}"
+
+    @property
+    def key(self) -> str:
+        """The setting that it sets, as reports name it."""
+        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
+
+
+_KEYS = {
+    "HF_MODEL_ID": "option.model_id",
+    "HF_REVISION": "option.revision",
+    "HF_TOKEN": "HF_TOKEN",
+    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
+}
+
+
+class RemoteModel(Protocol):
+    """A model on S3 whose weights are fetched before it is loaded."""
+
+    @property
+    def bytes_here(self) -> int:
+        """Bytes of its weights that are on this machine."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its weights."""
+
+    def fetch_weights(self, seconds: float, stop: threading.Event) -> None:
+        """Download the weights that are not here, and block meanwhile; setting `stop` ends it.
+
+        Raises:
+            SourceError: the download fails, or takes longer than `seconds`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +140,13 @@ class Settings:
     exports: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the libraries that read them by themselves."""
     memory: DeclaredMemory = DeclaredMemory()
-    secure_mode: SecureMode | None = None
-    """Checks the model, again when weights have been fetched."""
+    model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
+    """What the secure mode refuses of the model, also once weights have been fetched; None: the mode is off."""
+    adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
+    """What it refuses of an adapter's directory."""
     remote_models: tuple[RemoteModel, ...] = ()
     """Models whose weights are to be fetched before the model is loaded."""
-    remote_adapters: RemoteAdapters | None = field(default=None, compare=False)
+    remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
     """Fetches adapters while the model serves; None: those on S3 are refused."""
 
 

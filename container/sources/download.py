@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from container.sources.location import FetchTimeout, S3Url, SourceError
+from container.sources.location import SETTINGS_SECONDS, FetchTimeout, S3Url, SourceError
 from container.sources.s3 import RemoteFile, S3Folder, selected
 from handlers.cache_dir import cache_dir, is_writable
 from handlers.daemon_thread import in_daemon_thread
@@ -38,8 +38,6 @@ from handlers.errors import AdapterFailed, InvalidParameter
 
 logger = logging.getLogger(__name__)
 
-SETTINGS_SECONDS = 300.0
-"""How long listing a model and fetching its small files may take."""
 _ON_SAGEMAKER = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 _GIB = 1 << 30
 _MARGIN = 64 << 20
@@ -53,7 +51,7 @@ class FetchStopped(SourceError):
 
 
 class RemoteModel:
-    """A model on S3 whose small files are here, and whose weights may be. Made by `open_model`."""
+    """A model on S3 whose small files are here. Made by `open_model`."""
 
     def __init__(self, copy: LocalCopy, folder: S3Folder | None, files: tuple[RemoteFile, ...]) -> None:
         """`folder`: None where S3 must not be asked."""
@@ -62,23 +60,26 @@ class RemoteModel:
         """The local model directory."""
         self._copy, self._folder, self._files = copy, folder, files
         self._weights = tuple(file for file in files if file.is_weights)
-        self.progress = Progress(self._weights)
+        self._progress = Progress(self._weights)
+
+    @property
+    def bytes_here(self) -> int:
+        return self._progress.bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self._progress.total_bytes
 
     def fetch_weights(self, seconds: float, stop: threading.Event | None = None) -> None:
-        """Download the weights that are not here, and block meanwhile; setting `stop` ends it.
-
-        Raises:
-            SourceError: the download fails, or takes longer than `seconds`.
-        """
         if self._folder is None or self._copy.is_complete(self._files):
-            self.progress.add(self.progress.total_bytes)
+            self._progress.add(self.total_bytes)
             logger.info("%s is in %s already", self.url, self.directory)
             return
-        started, size = time.monotonic(), self.progress.total_bytes / _GIB
+        started, size = time.monotonic(), self.total_bytes / _GIB
         logger.info(
             "downloading %s: %d files of weights, %.2f GiB, to %s", self.url, len(self._weights), size, self.directory
         )
-        download = _Download(self._copy, self._folder, self.progress, seconds, stop)
+        download = _Download(self._copy, self._folder, self._progress, seconds, stop)
         download.run(self._weights, self._files)
         if not self._copy.is_complete(self._files):
             raise SourceError(f"{self.url}: it was changed while it was downloaded; start again")
@@ -109,10 +110,6 @@ class RemoteModels:
             return S3Url.parse(url) in self._opened
         except SourceError:
             return False
-
-    def adapters(self, seconds: float) -> RemoteAdapters:
-        """Return what fetches the model's adapters, each within `seconds`."""
-        return RemoteAdapters(seconds, offline=self._offline, downloads=self._downloads)
 
     @property
     def opened(self) -> tuple[RemoteModel, ...]:

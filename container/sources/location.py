@@ -20,6 +20,8 @@ _NON_WORD = re.compile(r"\W", re.ASCII)
 _NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 
 _S3_URL = re.compile(r"s3://([^/]+)/*(.*)", re.IGNORECASE)
+SETTINGS_SECONDS = 300.0
+"""How long listing a model on S3 and fetching its small files may take."""
 
 
 class ModelNotFound(Exception):

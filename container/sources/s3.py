@@ -31,9 +31,9 @@ THREADS = 8
 RANGE = 16 << 20
 """Bytes of a range."""
 _READ_ATTEMPTS = 6
-"""How often a range is read whose connection breaks."""
+"""Attempts to read a range whose connection breaks."""
 _REQUEST_ATTEMPTS = 5
-"""How often botocore sends a request that S3 answers with an error of its own."""
+"""Attempts of botocore at a request that S3 answers with an error of its own."""
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _BLOCK = 1 << 20
 _MAX_FILES = 100_000
@@ -299,52 +299,23 @@ class _Replaced(Exception):
 
 
 _DENIED = frozenset({"AccessDenied", "403"})
-_OTHER_REGION = "the bucket is in another region; set AWS_REGION to it"
-_REFUSALS = {
-    "NoSuchBucket": "there is no such bucket",
-    "InvalidObjectState": "an object is archived; restore it first",
-    "PermanentRedirect": _OTHER_REGION,
-    "AuthorizationHeaderMalformed": _OTHER_REGION,
-    "IllegalLocationConstraintException": _OTHER_REGION,
-}
-"""What S3's codes mean, where S3 does not say it better."""
 
 
 def _reason(error: BaseException, url: S3Url, path: str) -> str:
-    from botocore.exceptions import (
-        BotoCoreError,
-        ClientError,
-        ConnectionError,
-        HTTPClientError,
-        NoCredentialsError,
-        PartialCredentialsError,
-    )
+    from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
     from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
 
-    replaced = f"an object was replaced while it was read: {path}"
     match error:
         case RetriesExceededError():
             return _reason(error.last_exception, url, path)
-        case _Replaced():
-            return replaced
-        case S3DownloadFailedError():
-            return f"{replaced} (PreconditionFailed)"
-        case ClientError():
-            code = str(error.response.get("Error", {}).get("Code", "unknown"))
-            message = str(error.response.get("Error", {}).get("Message", ""))
-            if code == "412":
-                return f"{replaced} ({code})"
-            if code in _DENIED:
-                return f"{_denied(error.operation_name, url, message)} ({code})"
-            return f"{_REFUSALS.get(code, message or 'S3 refuses')} ({code})"
+        case _Replaced() | S3DownloadFailedError() | ClientError(response={"Error": {"Code": "412"}}):
+            return f"an object was replaced while it was read: {path}"
+        case ClientError(response={"Error": {"Code": str(code), "Message": str(message)}}) if code in _DENIED:
+            return f"{_denied(error.operation_name, url, message)} ({code})"
         case NoCredentialsError() | PartialCredentialsError():
             return "no AWS credentials were found: give the container a role, or set AWS_ACCESS_KEY_ID and its secret"
-        case ConnectionError() | HTTPClientError():
-            return f"S3 cannot be reached: {error}"
-        case BotoCoreError():
-            return str(error)
         case _:
-            return f"{type(error).__name__}: {error}"
+            return str(error) or type(error).__name__
 
 
 def _denied(operation: str, url: S3Url, message: str) -> str:

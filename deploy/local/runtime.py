@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from container.http.endpoint import bounded_body
+from container.http.endpoint import bounded_body, disconnected
 from container.http.protocol import BREAK_OFF
 from container.settings.settings import ServerSettings
 from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations
@@ -183,7 +183,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 async def _unless_gone(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:
     """Run `answering` to its end, or cancel it as soon as the client has left."""
     answer = asyncio.create_task(answering)
-    gone = asyncio.create_task(_disconnected(receive))
+    gone = asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -193,11 +193,6 @@ async def _unless_gone(receive: Receive, answering: Coroutine[Any, Any, None]) -
         await asyncio.gather(answer, gone, return_exceptions=True)
     if finished:
         answer.result()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _without(names: frozenset[bytes], headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -21,7 +21,7 @@ _NOT_MADE = "REVIEW_IN_PROGRESS"
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
 """A stack that can only be deleted."""
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
-"""What has containers in it, which log."""
+"""Resources that run containers, whose log may say why they did not start."""
 
 
 class Conflict(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from container.apidocs.openapi import openapi_document
+from container.openapi import openapi_document
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
 from tests.contracts.exchange import MODEL
 

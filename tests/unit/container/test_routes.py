@@ -15,9 +15,8 @@ import pytest
 import pytest_asyncio
 
 from container.app import create_app
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Models
+from container.models.registry import Lifecycle, Models, State
 from container.settings.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES
@@ -168,7 +167,7 @@ async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_
     assert "Request for unknown model" in response.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/docs", "/docs/plain", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
 async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
     page, head = await starting.get(path), await starting.head(path)
     assert (page.status_code, head.status_code) == (200, 200)
@@ -351,8 +350,6 @@ async def test_the_api_description_shows_every_family(starting: httpx.AsyncClien
     assert "swagger-ui" in page.text
     for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
         assert (await starting.get(f"/docs/{asset}")).status_code == 200
-    plain = await starting.get("/docs/plain")
-    assert "/v2/models/{model}/generate" in plain.text
 
 
 async def test_a_full_queues_refusal_is_one_line_of_the_log_and_a_wrong_bodys_is_two(

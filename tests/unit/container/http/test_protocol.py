@@ -59,6 +59,8 @@ async def connected(
             yield reader, writer
         finally:
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 @contextlib.asynccontextmanager

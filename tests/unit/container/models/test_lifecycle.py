@@ -11,9 +11,8 @@ import pytest
 
 from container.error_rates import ErrorRates
 from container.health import ping
-from container.models import lifecycle
-from container.models.lifecycle import Lifecycle, StallWatch, State
-from container.models.registry import Model, Models
+from container.models import registry
+from container.models.registry import Lifecycle, Model, Models, StallWatch, State
 from container.settings.settings import ServerSettings, Settings
 from handlers.engines.protocol import EngineHealth, EngineStartError, Progress
 from handlers.entry_point import Service
@@ -46,8 +45,8 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
     async def nothing(_: object) -> None:
         raise EngineStartError("the engine started but generated nothing")
 
-    monkeypatch.setattr(lifecycle, "load_service", loaded)
-    monkeypatch.setattr(lifecycle, "_warm_up", nothing)
+    monkeypatch.setattr(registry, "load_service", loaded)
+    monkeypatch.setattr(registry, "_warm_up", nothing)
     settings = ServerSettings()
     life = Lifecycle(Settings(settings, ModelSettings(name="m", model_dir=Path(), model_id="m")))
     models = Models([Model(life, "m", at_startup=False)])
@@ -82,7 +81,7 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
         service: Any = Unknowable()
         return service
 
-    monkeypatch.setattr(lifecycle, "load_service", loaded)
+    monkeypatch.setattr(registry, "load_service", loaded)
     settings = ServerSettings()
     life = Lifecycle(Settings(settings, ModelSettings(name="m", model_dir=Path(), model_id="m")))
     await life.start()

@@ -253,7 +253,6 @@ def test_a_variable_for_a_feature_that_is_missing_stops_the_start(model_dir: Pat
         "option.entryPoint=djl_python.huggingface",
         "option.async_mode=false",
         "option.enable_lora=False",
-        "option.mpi_mode=false",
         "option.task=text-generation",
         "option.enable_streaming=false",
         "minWorkers=1\nmaxWorkers=1",

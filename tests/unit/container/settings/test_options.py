@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.settings import options, server
-from container.settings.environment import ALIASES, SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS, Alias
+from container.settings.environment import ALIASES, SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
 from container.settings.options import Option
-from container.settings.settings import ServerSettings
+from container.settings.settings import Alias, ServerSettings
 from container.settings.values import names
 from handlers.model_settings import ModelSettings
 
@@ -80,7 +80,6 @@ def test_every_refusal_says_what_to_do_instead() -> None:
 def test_what_is_ignored_is_no_option() -> None:
     assert not options.IGNORED.keys() & options.BY_KEY.keys()
     assert not server.IGNORED.keys() & {option.key for option in server.SERVER_OPTIONS}
-    assert options.IGNORED_SILENTLY.keys() <= options.IGNORED.keys()
 
 
 def code(words: tuple[str, ...] | list[str]) -> str:

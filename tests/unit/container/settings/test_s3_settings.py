@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from container.models.lifecycle import Lifecycle, fetch_weights
+from container.models.registry import Lifecycle, fetch_weights
 from container.settings.load import load_settings
 from container.settings.settings import Settings, SettingsError
+from container.sources.download import RemoteModel
 from handlers.engines.protocol import EngineStartError
 from tests.s3 import Gate, put, refuse
 
@@ -41,7 +42,7 @@ def check(settings: Settings) -> None:
     assert not (settings.model.model_dir / "model.safetensors").exists()
     asyncio.run(fetch_weights(settings.remote_models, 60))
     assert (settings.model.model_dir / "model.safetensors").read_bytes() == b"weights"
-    assert remote.progress.bytes == 7
+    assert remote.bytes_here == 7
 
 
 def test_hf_model_id_is_a_model_directory_of_its_own(model: Gate, url: str, environ: dict[str, str]) -> None:
@@ -65,6 +66,7 @@ def test_option_model_id_is_the_model_of_the_directory_that_is_here(
     settings = load_settings(here, environ)
     assert (settings.model.model_dir, settings.model.name, settings.model.max_prompt_tokens) == (here, "here", None)
     (remote,) = settings.remote_models
+    assert isinstance(remote, RemoteModel)
     assert settings.model.model_id == str(remote.directory)
 
 
@@ -72,7 +74,9 @@ def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, st
     environ = environ | {"OPTION_SPECULATIVE_CONFIG": json.dumps({"model": url, "num_speculative_tokens": 3})}
     settings = load_settings(url, environ)
     written = json.loads(settings.model.engine_arguments["speculative_config"])
-    assert written == {"model": str(settings.remote_models[0].directory), "num_speculative_tokens": 3}
+    (remote,) = settings.remote_models
+    assert isinstance(remote, RemoteModel)
+    assert written == {"model": str(remote.directory), "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize("name", ["HF_MODEL_ID", "SERVING_MODEL_STORE", "OPTION_MODEL_ID"])
@@ -81,7 +85,7 @@ def test_what_cannot_be_had_is_named_with_its_source(gate: Gate, environ: dict[s
         load_settings(None, environ | {name: "s3://no-such-bucket-here/x"})
     problem = caught.value.problems[0]
     assert f"(environment: {name})" in problem
-    assert "there is no such bucket" in problem
+    assert "The specified bucket does not exist" in problem
 
 
 def test_a_download_that_fails_is_a_load_that_fails(model: Gate, url: str, environ: dict[str, str]) -> None:

@@ -33,7 +33,7 @@ def test_the_mode_is_off_unless_it_is_asked_for(model_dir: Path) -> None:
     (model_dir / "model.py").write_text("def handle(inputs): ...")
     (model_dir / "weights.bin").touch()
     environ = {"SAGEMAKER_SECURE_MODE": "false", "SAGEMAKER_SECURITY_CONTROLS": ",".join(KNOWN_CONTROLS)}
-    assert load_settings(model_dir, environ).secure_mode is None
+    assert load_settings(model_dir, environ).model_faults is None
 
 
 def test_the_mode_needs_its_controls(model_dir: Path) -> None:
@@ -48,8 +48,8 @@ def test_a_control_that_is_not_known_is_not_pretended_to_be_kept(model_dir: Path
 def test_settings_of_the_list_are_allowed(model_dir: Path) -> None:
     properties = "engine=Python\noption.dtype=fp16\noption.max_model_len=64\nbatch_size=1"
     settings = load(model_dir, *KNOWN_CONTROLS, properties=properties, SERVING_RETRY_THRESHOLD="2")
-    assert settings.secure_mode is not None
-    assert settings.secure_mode.controls == KNOWN_CONTROLS
+    assert settings.model_faults is not None
+    assert settings.model_faults() == []
 
 
 @pytest.mark.parametrize("key", ["option.async_mode", "option.env", "option.predict_timeout", "option.Dtype", "x"])

@@ -51,7 +51,7 @@ async def test_each_has_a_copy_of_its_own_until_it_is_removed(url: str, tmp_path
     ("src", "reason"),
     [
         ("s3://models/nothing/here", "s3://models/nothing/here/: there are no objects below this prefix"),
-        ("s3://no-such-bucket/x", "there is no such bucket"),
+        ("s3://no-such-bucket/x", "The specified bucket does not exist"),
         ("s3:///x", "allowed: s3://bucket/prefix/"),
     ],
 )

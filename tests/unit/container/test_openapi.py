@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from container.apidocs.openapi import openapi_document
-from container.apidocs.page import plain_page
+from container.openapi import openapi_document
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Forwards
 from handlers.model_settings import HandlerSettings, ModelSettings
@@ -43,7 +42,6 @@ def test_every_schema_that_is_named_is_there_and_no_other(model: ModelSettings) 
 def test_the_document_shows_the_mode_that_is_served(mode: str, summary: str) -> None:
     document = openapi_document(MODES[mode])
     assert summary in document.content["paths"]["/invocations"]["post"]["summary"]
-    assert summary in plain_page(document)
 
 
 def vllms() -> dict[str, Any]:
@@ -204,10 +202,3 @@ def test_parameters_are_shown_as_they_are_read_under_these_settings(
 ) -> None:
     shown = complete(**settings)["components"]["schemas"]["LmiRequest"]["properties"]["parameters"]["properties"]
     assert expected.items() <= shown[name].items()
-
-
-def test_the_plain_page_shows_the_fields_of_every_request() -> None:
-    page = plain_page(openapi_document(MODEL, vllms()))
-    for field in ("max_new_tokens", "text_input", "structured_outputs", "response_pool", "decoder_input_details"):
-        assert f'"{field}"' in page, field
-    assert "/openai/v1/chat/completions" in page

@@ -1,4 +1,4 @@
-"""`/openapi.json`: the API description, as OpenAPI 3.1.
+"""`/openapi.json`: the API description, as OpenAPI 3.1, and `/docs`: vLLM's copy of Swagger UI, which shows it.
 
 Contracts describe their routes as `Operation`s; routes that are forwarded to vLLM's front end are in vLLM's document.
 The errors that every route of a kind may have come from what words them: its family's `refuse`.
@@ -6,10 +6,13 @@ The errors that every route of a kind may have come from what words them: its fa
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +46,8 @@ _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")
 """vLLM's routes for bodies that LMI's routes take as well."""
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS: Mapping[str, Schema] = {"int": {"type": "integer", "minimum": 0}}
+_SWAGGER = ("entrypoints", "serve", "instrumentator", "static")
+_ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 
@@ -81,7 +86,6 @@ _PAGES = {
         ("/metrics", "Prometheus metrics", "text/plain"),
         ("/openapi.json", "This document", JSON),
         ("/docs", "This document as a page to try things on", "text/html"),
-        ("/docs/plain", "The same as a page without scripts", "text/html"),
     )
 }
 _VLLM_ADAPTERS = {
@@ -293,3 +297,22 @@ def _referred_to(content: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = schemas[name]
             names += _REFERENCE.findall(msgspec.json.encode(schemas[name]).decode())
     return found
+
+
+def swagger_assets() -> dict[str, tuple[Path, str]]:
+    """Swagger UI's files and their content types by name; empty if vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    directory = Path(next(iter((found and found.submodule_search_locations) or ()), "/nowhere"), *_SWAGGER)
+    assets = {name: (directory / name, kind) for name, kind in _ASSETS.items()}
+    return assets if all(path.is_file() for path, _ in assets.values()) else {}
+
+
+def swagger_page(title: str) -> str:
+    """The HTML of Swagger UI for /openapi.json; it loads nothing from other servers."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+<link rel="stylesheet" href="docs/swagger-ui.css"></head><body>
+<noscript><p>This page needs scripts; <a href="openapi.json">openapi.json</a> does not.</p></noscript>
+<div id="swagger-ui"></div><script src="docs/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true}})</script>
+</body></html>"""

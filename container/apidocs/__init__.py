@@ -1,1 +1,0 @@
-"""The API description: `/openapi.json` and the pages at `/docs`."""
