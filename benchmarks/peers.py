@@ -440,7 +440,7 @@ class Slipway(HttpPeer):
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
-        return module(engine, work_dir, "container.cli", "serve", "--model-dir", str(model_dir), *address)
+        return module(engine, work_dir, "container", "serve", "--model-dir", str(model_dir), *address)
 
     def variants(self, stream: bool) -> list[str]:
         names: list[str] = []

@@ -196,7 +196,7 @@ class Process:
         self._mounts, self._clean_up = mounts, clean_up
         self._loop_watch = EventLoopWatch()
         self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
-        self._registrar = Registrar(self._models, startup.server, self._read_settings)
+        self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
         applications = create_app(
             self._models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
         )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,10 +64,12 @@ class Registrar:
         server: ServerSettings,
         read_settings: ReadSettings,
         free: Callable[[], Sequence[Free]] = free_memory,
+        said: Iterable[str] = (),
     ) -> None:
-        """`free` returns the free memory of each device."""
+        """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
         self._models, self._server = models, server
         self._read_settings, self._free = read_settings, free
+        self._said = set(said)
         self._one_at_a_time = asyncio.Lock()
         self._loads: dict[Model, asyncio.Task[None]] = {}
         self._reads: set[asyncio.Future[Settings]] = set()
@@ -118,8 +120,10 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        for warning in settings.warnings:
-            logger.warning("model %s: %s", name, warning)
+        for warning in settings.warnings:  # those about the environment are the same for every model
+            if warning not in self._said:
+                self._said.add(warning)
+                logger.warning("model %s: %s", name, warning)
         model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)
         self._models.add(model)
         task = asyncio.create_task(self._load(model))

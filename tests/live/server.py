@@ -63,7 +63,7 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    program: tuple[str, ...] = ("container.cli", "serve")
+    program: tuple[str, ...] = ("container", "serve")
     """A module of ours, and its command."""
     arguments: tuple[str, ...] = ()
     name: str | None = "model"
