@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[3]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "container").rglob("*.py")
+    if path.name != "__main__.py"  # the command line by another name
 }
 MOST_FLOORS = 7
 
