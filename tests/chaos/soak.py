@@ -32,7 +32,7 @@ from tests.chaos.watch import Subject, clock
 _LAG = "slipway_event_loop_lag_seconds"
 _GROWTH = 0.05
 """Share by which the median of a figure may grow from the second quarter of the time to the last."""
-_SLACK = {"rss_mb": 16.0, "private_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
+_SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
 """By which it may grow anyway."""
 _LEAVING = 20
 """Clients that leave, every so many seconds."""
@@ -44,7 +44,8 @@ class Process:
 
     rss_mb: float
     private_mb: float
-    """Of that, what no other process has as well: vLLM's processes are forked, and share what they have not changed."""
+    """Of that, what no other process has as well: vLLM's processes are forked, and share what they have not changed. It
+    grows where another process ends that had mapped the same files, so that nothing is concluded of it."""
     descriptors: int
     threads: int
 
