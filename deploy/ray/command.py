@@ -60,9 +60,17 @@ def ray(
 ) -> None:
     """Serve a model by replicas on Ray Serve."""
     given = {
-        "model_dir": model_dir, "model_name": model_name, "replicas": replicas, "min_replicas": min_replicas,
-        "max_replicas": max_replicas, "target": target, "upscale_delay": upscale_delay, "gpus": gpus,
-        "downscale_delay": downscale_delay, "cpus": cpus, "surge": surge,
+        "model_dir": model_dir,
+        "model_name": model_name,
+        "replicas": replicas,
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
+        "target": target,
+        "upscale_delay": upscale_delay,
+        "gpus": gpus,
+        "downscale_delay": downscale_delay,
+        "cpus": cpus,
+        "surge": surge,
     }
     options = {key: value for key, value in given.items() if value is not None}
     if (min_replicas is None) != (max_replicas is None):
