@@ -19,6 +19,8 @@ _LOCAL = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     # A busy machine takes longer than Serve's 5 s to start a process.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Lines that differ in a request's id are not the same.
+    "RAY_DEDUP_LOGS": "0",
 }
 
 

@@ -54,34 +54,34 @@ class Failure(NamedTuple):
 class Replica:
     """A model server: loaded before Serve gives it requests, healthy while its /ping is 200, stopped when drained."""
 
-    async def __init__(self, model_dir: str | None = None, model_name: str | None = None) -> None:
+    def __init__(self, model_dir: str | None = None, model_name: str | None = None) -> None:
         context = serve.get_replica_context()
-        self._name = context.replica_id.unique_id
+        self._name: str = context.replica_id.unique_id
         self._all = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._given = model_dir, model_name
+        self._changes, self._changing = Changes(), asyncio.Lock()
+        self._stop = contextlib.AsyncExitStack()
+
+    async def __serve_build_asgi_app__(self) -> Application:
+        """Load the models; return the application that serves them."""
+        model_dir, model_name = self._given
         startup = without_local_sessions(load_startup(model_dir, os.environ, command_line(model_name)))
         logging_as = startup.server.log_format, startup.server.log_level, self._name
         logs.configure(*logging_as)
         logs.configure_vllm(*logging_as)
-        self._changes, self._changing = Changes(), asyncio.Lock()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(prepared(startup))
-            server = ModelServer(startup)
-            stack.push_async_callback(server.stop)
-            await server.load()
-            watching = asyncio.create_task(server.watch())
-            stack.callback(watching.cancel)
-            self._application = server.applications.main
-            transport = httpx.ASGITransport(self._application)
-            self._own = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
-            await self.catch_up()
-            self._stop = stack.pop_all()
+        self._stop.enter_context(prepared(startup))
+        server = ModelServer(startup)
+        self._stop.push_async_callback(server.stop)
+        await server.load()
+        watching = asyncio.create_task(server.watch())
+        self._stop.callback(watching.cancel)
+        transport = httpx.ASGITransport(server.applications.main)
+        self._own = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
+        await self.catch_up()
+        return ReplicaApplication(self, server.applications.main)
 
     async def __del__(self) -> None:
-        if hasattr(self, "_stop"):
-            await self._stop.aclose()
-
-    def __serve_build_asgi_app__(self) -> Application:
-        return ReplicaApplication(self, self._application)
+        await self._stop.aclose()
 
     async def check_health(self) -> None:
         """Raise an error while /ping is not 200; and carry out changes that this replica has missed."""
@@ -145,7 +145,8 @@ class Replica:
 
     async def _run(self, method: str, target: bytes, headers: Any, body: Any) -> httpx.Response:
         url = self._own.base_url.copy_with(raw_path=target)
-        return await self._own.request(method, url, headers=list(headers), content=body)
+        reply: httpx.Response = await self._own.request(method, url, headers=list(headers), content=body)
+        return reply
 
     # Metrics.
 
