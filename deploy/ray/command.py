@@ -86,7 +86,7 @@ def ray(
             if image is None:
                 raise typer.BadParameter("is needed for --kuberay", param_hint="--image")
             machines = (min_replicas or 0, max_replicas) if max_replicas else (replicas or 1, replicas or 1)
-            configuration = manifest.ray_service(name, configuration, image, machines, gpus or 0)
+            configuration = manifest.ray_service(configuration, image, machines, gpus or 0)
         typer.echo(manifest.as_yaml(configuration), nl=False)
         return
     os.environ.update(environment)

@@ -12,8 +12,10 @@ RAY = "2.60.0"
 _IMPORT_PATH = "deploy.ray:application"
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 """Serve's variable for HAProxy as its proxy, of all processes of a cluster."""
-CLUSTER = {HAPROXY: "1", "RAY_USAGE_STATS_ENABLED": "0"}
-"""The environment of a cluster, where it says nothing else."""
+_HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+"""KubeRay has these only where no port is named."""
+CLUSTER = {HAPROXY: "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""The environment of a cluster, where it says nothing else. Ray's workers have a niceness of 15 otherwise."""
 
 
 def serve_configuration(
@@ -30,17 +32,16 @@ def serve_configuration(
     }
 
 
-def ray_service(
-    name: str, configuration: Mapping[str, Any], image: str, machines: tuple[int, int], gpus: int
-) -> dict[str, Any]:
-    """KubeRay's manifest. `machines`: how many at least and at most; `gpus`: of each."""
+def ray_service(configuration: Mapping[str, Any], image: str, machines: tuple[int, int], gpus: int) -> dict[str, Any]:
+    """KubeRay's manifest for a Serve configuration. `machines`: how many at least and at most; `gpus`: of each."""
     environment = [{"name": variable, "value": value} for variable, value in CLUSTER.items()]
     limits = {"nvidia.com/gpu": gpus} if gpus else {}
     least, most = machines
+    serving = {"serve": configuration["http_options"]["port"]}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": {"name": name},
+        "metadata": {"name": configuration["applications"][0]["name"]},
         "spec": {
             "serveConfigV2": yaml.safe_dump(dict(configuration), sort_keys=False),
             "rayClusterConfig": {
@@ -48,7 +49,7 @@ def ray_service(
                 "enableInTreeAutoscaling": least != most,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0"},
-                    "template": _pod(image, environment, {}),
+                    "template": _pod(image, environment, _HEAD_PORTS | serving, {}),
                 },
                 "workerGroupSpecs": [
                     {
@@ -57,7 +58,7 @@ def ray_service(
                         "minReplicas": least,
                         "maxReplicas": most,
                         "rayStartParams": {},
-                        "template": _pod(image, environment, limits),
+                        "template": _pod(image, environment, serving, limits),
                     }
                 ],
             },
@@ -65,8 +66,11 @@ def ray_service(
     }
 
 
-def _pod(image: str, environment: list[dict[str, str]], limits: Mapping[str, int]) -> dict[str, Any]:
-    container: dict[str, Any] = {"name": "ray", "image": image, "env": environment}
+def _pod(
+    image: str, environment: list[dict[str, str]], ports: Mapping[str, int], limits: Mapping[str, int]
+) -> dict[str, Any]:
+    named = [{"name": name, "containerPort": port} for name, port in ports.items()]
+    container: dict[str, Any] = {"name": "ray", "image": image, "env": environment, "ports": named}
     if limits:
         container["resources"] = {"limits": dict(limits)}
     return {"spec": {"containers": [container]}}

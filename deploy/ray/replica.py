@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -21,11 +20,11 @@ from ray.exceptions import RayError
 
 from container import logs
 from container.app import Application
-from container.metrics import CONTENT_TYPE
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup
-from deploy.ray.changes import Change, Changes, changes_adapters
+from deploy.ray.asgi import ReplicaApplication
+from deploy.ray.changes import Change, Changes
 from deploy.ray.metrics import merged
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,6 @@ _CHANGE_SECONDS = 600.0
 """How long the other replicas may take to load an adapter."""
 _METRICS_SECONDS = 5.0
 _OF_THE_CONNECTION = (b"connection", b"content-length", b"host", b"transfer-encoding")
-_MODELS_STAY = (
-    "on Ray Serve models are not registered, scaled or unregistered by a call, which one replica alone would get: "
-    "change the model directory, or deploy another one"
-)
 
 
 class Failure(NamedTuple):
@@ -158,86 +153,6 @@ class Replica:
         """The metrics of all replicas."""
         asked = self._all.broadcast("own_metrics").results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         return merged(dict(told for told in await asked if not isinstance(told, BaseException)))
-
-
-class ReplicaApplication:
-    """The ASGI application of a replica: the server's own, and what concerns all replicas."""
-
-    def __init__(self, replica: Replica, application: Application) -> None:
-        self._replica, self._application = replica, application
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one ASGI connection."""
-        if scope["type"] != "http":
-            return
-        method, path = scope["method"], scope["raw_path"]
-        if method == "GET" and path == b"/metrics":
-            await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._replica.metrics())
-        elif changes_adapters(method, path):
-            query = scope["query_string"]
-            target = path + b"?" + query if query else path
-            reply = await self._replica.change(method, target, scope["headers"], _body(receive))
-            await _reply(send, reply.status_code, _without_id(scope, reply.headers.raw), reply.content)
-        elif method in ("POST", "PUT", "DELETE") and _changes_models(method, path):
-            body = {"code": 501, "type": "NotImplementedException", "message": _MODELS_STAY}
-            await _reply(send, 501, [(b"content-type", b"application/json")], json.dumps(body).encode())
-        else:
-            await self._serve(scope, receive, send)
-
-    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        """Have the server answer. Serve does not report that a reply is complete, as ASGI has it: it is told here."""
-        complete = asyncio.Event()
-        whole = False
-
-        async def received() -> Any:
-            nonlocal whole
-            if not whole:
-                message = await receive()
-                whole = not message.get("more_body")
-                return message
-            tasks = [asyncio.ensure_future(receive()), asyncio.ensure_future(complete.wait())]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-            return {"type": "http.disconnect"}
-
-        async def sent(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = _without_id(scope, message["headers"])
-            await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                complete.set()
-
-        await self._application(scope, received, sent)
-
-
-def _changes_models(method: str, path: bytes) -> bool:
-    parts = path.split(b"/")[1:]
-    if parts[0] not in (b"models", b"workflows"):
-        return False
-    return len(parts) == 1 if method == "POST" else len(parts) in (2, 3)
-
-
-def _without_id(scope: Any, headers: Any) -> list[tuple[bytes, bytes]]:
-    """The headers without the request's id, where Serve is going to add the same."""
-    own = dict(scope["headers"]).get(b"x-request-id")
-    return [pair for pair in headers if pair[0] != b"x-request-id" or pair[1] != own]
-
-
-async def _body(receive: Any) -> AsyncIterator[bytes]:
-    while (message := await receive())["type"] == "http.request":
-        yield message.get("body", b"")
-        if not message.get("more_body"):
-            return
-
-
-async def _reply(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    rest = [pair for pair in headers if pair[0] != b"content-length"]
-    rest.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": rest})
-    await send({"type": "http.response.body", "body": body})
 
 
 def command_line(model_name: str | None) -> dict[str, str]:
