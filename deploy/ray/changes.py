@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote
 
 _PATH = re.compile(rb"(?:/models/(?P<model>[^/]+))?/adapters(?:/(?P<name>[^/]+)(?P<update>/update)?)?")
 _VLLM = {b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"}
@@ -23,12 +25,15 @@ class Change:
     @property
     def adapter(self) -> tuple[str, str]:
         """The names of its model, "" where the path has none, and of the adapter."""
-        path = _PATH.fullmatch(self.target.partition(b"?")[0])
-        model = (path and path["model"]) or b""
-        if path is not None and path["name"]:
-            return model.decode(), path["name"].decode()
-        fields = json.loads(self.body)
-        return model.decode(), str(fields.get("lora_name") or fields.get("name"))
+        path, _, query = self.target.partition(b"?")
+        found = _PATH.fullmatch(path)
+        model, name = found.group("model", "name") if found is not None else (None, None)
+        if name is None:
+            fields = dict(parse_qsl(query.decode("latin-1")))
+            with contextlib.suppress(ValueError):  # the query has it all
+                fields |= json.loads(self.body)
+            return (model or b"").decode(), str(fields.get("lora_name") or fields.get("name"))
+        return (model or b"").decode(), unquote(name.decode())
 
     @property
     def supersedes(self) -> bool:

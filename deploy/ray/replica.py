@@ -150,9 +150,14 @@ class Replica:
         return self._name, (await self._own.get("/metrics")).text
 
     async def metrics(self) -> bytes:
-        """The metrics of all replicas."""
-        asked = self._all.broadcast("own_metrics").results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
-        return merged(dict(told for told in await asked if not isinstance(told, BaseException)))
+        """The metrics of all replicas that tell them in time."""
+        told = [await self.own_metrics()]
+        try:
+            asked = self._all.broadcast("own_metrics")
+            told += await asked.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
+        except Exception as error:
+            logger.warning("the metrics of other replicas are not there: %r", error)
+        return merged(dict(one for one in told if not isinstance(one, BaseException)))
 
 
 def command_line(model_name: str | None) -> dict[str, str]:

@@ -30,10 +30,13 @@ class Replica:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    message = await receive()
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message.get("more_body", False)
     headers = [(b"x-request-id", b"r"), (b"a", b"b")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": message["body"]})
+    await send({"type": "http.response.body", "body": body})
     assert (await receive())["type"] == "http.disconnect"
 
 

@@ -44,7 +44,9 @@ def test_calls_that_change_adapters(method: str, path: str, expected: bool) -> N
         (load("a"), ("", "a")),
         (change("POST", "/adapters", name="a", src="/x"), ("", "a")),
         (change("POST", "/models/m/adapters?x=1", name="a"), ("m", "a")),
+        (Change("POST", b"/adapters?name=a&src=/x", (), b""), ("", "a")),
         (change("DELETE", "/models/m/adapters/a?y"), ("m", "a")),
+        (change("DELETE", "/adapters/a%2Fb"), ("", "a/b")),
         (change("POST", "/adapters/a/update", src="/y"), ("", "a")),
     ],
 )
