@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 
@@ -19,21 +19,20 @@ _MODELS_STAY = (
 )
 
 
-class AllReplicas(Protocol):
-    """What a replica does for all of them."""
-
-    async def metrics(self) -> bytes:
-        """The metrics of all replicas."""
-
-    async def change(self, method: str, target: bytes, headers: Any, body: AsyncIterator[bytes]) -> httpx.Response:
-        """Change an adapter on all replicas."""
-
-
 class ReplicaApplication:
-    """The ASGI application of a replica: the server's own, and what concerns all replicas."""
+    """The ASGI application of a replica."""
 
-    def __init__(self, replica: AllReplicas, application: Application) -> None:
-        self._replica, self._application = replica, application
+    def __init__(
+        self,
+        change: Callable[[str, bytes, Any, AsyncIterator[bytes]], Awaitable[httpx.Response]],
+        metrics: Callable[[], Awaitable[bytes]],
+        application: Application,
+    ) -> None:
+        """`change`: changes an adapter on all replicas, by method, path and query, headers, and body.
+
+        `metrics`: those of all replicas. `application`: the server's own.
+        """
+        self._change, self._metrics, self._application = change, metrics, application
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
@@ -41,11 +40,11 @@ class ReplicaApplication:
             return
         method, path = scope["method"], scope["raw_path"]
         if method == "GET" and path == b"/metrics":
-            await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._replica.metrics())
+            await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
         elif changes_adapters(method, path):
             query = scope["query_string"]
             target = path + b"?" + query if query else path
-            reply = await self._replica.change(method, target, scope["headers"], _body(receive))
+            reply = await self._change(method, target, scope["headers"], _body(receive))
             await _reply(send, reply.status_code, _without_id(scope, reply.headers.raw), reply.content)
         elif method in ("POST", "PUT", "DELETE") and _changes_models(method, path):
             body = {"code": 501, "type": "NotImplementedException", "message": _MODELS_STAY}

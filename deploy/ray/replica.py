@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import httpx
 from ray import serve
@@ -24,7 +22,7 @@ from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup
 from deploy.ray.asgi import ReplicaApplication
-from deploy.ray.changes import Change, Changes
+from deploy.ray.changes import Change, Failure, ReplicaChanges
 from deploy.ray.metrics import merged
 
 logger = logging.getLogger(__name__)
@@ -34,15 +32,21 @@ ADAPTERS = "adapters"
 _CHANGE_SECONDS = 600.0
 """How long the other replicas may take to load an adapter."""
 _METRICS_SECONDS = 5.0
-_OF_THE_CONNECTION = (b"connection", b"content-length", b"host", b"transfer-encoding")
 
 
-class Failure(NamedTuple):
-    """A change of an adapter that a replica could not carry out, and its reply."""
+class _Log:
+    """The changes in the actor that Serve keeps for the deployment; it is looked up anew in case it was replaced."""
 
-    number: int
-    replica: str
-    reply: httpx.Response
+    async def add(self, change: Change) -> int:
+        number: int = await serve.get_deployment_actor(ADAPTERS).add.remote(change)
+        return number
+
+    async def since(self, number: int) -> tuple[int, list[tuple[int, Change]]]:
+        changes: tuple[int, list[tuple[int, Change]]] = await serve.get_deployment_actor(ADAPTERS).since.remote(number)
+        return changes
+
+    async def restore(self, last: int, changes: list[tuple[int, Change]]) -> None:
+        await serve.get_deployment_actor(ADAPTERS).restore.remote(last, changes)
 
 
 @serve.ingress()
@@ -54,7 +58,6 @@ class Replica:
         self._name: str = context.replica_id.unique_id
         self._all = serve.get_deployment_handle(context.deployment, context.app_name)
         self._given = model_dir, model_name
-        self._changes, self._changing = Changes(), asyncio.Lock()
         self._stop = contextlib.AsyncExitStack()
 
     async def __serve_build_asgi_app__(self) -> Application:
@@ -72,8 +75,9 @@ class Replica:
         self._stop.callback(watching.cancel)
         transport = httpx.ASGITransport(server.applications.main)
         self._own = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
-        await self.catch_up()
-        return ReplicaApplication(self, server.applications.main)
+        self._changes = ReplicaChanges(self._own, _Log(), self._tell)
+        await self._changes.catch_up()
+        return ReplicaApplication(self._changes.change, self.metrics, server.applications.main)
 
     async def __del__(self) -> None:
         await self._stop.aclose()
@@ -84,66 +88,16 @@ class Replica:
         if answer.status_code != 200:
             raise RuntimeError(f"/ping is {answer.status_code}: {answer.text}")
         with contextlib.suppress(RayError, ValueError):  # the actor is being started again
-            await self.catch_up()
-
-    # Adapters.
-
-    async def change(self, method: str, target: bytes, headers: Any, body: AsyncIterator[bytes]) -> httpx.Response:
-        """Carry out a change of an adapter on all replicas; return the reply, of the first that cannot if any."""
-        sent = tuple((name, value) for name, value in headers if name not in _OF_THE_CONNECTION)
-        parts: list[bytes] = []
-
-        async def copied() -> AsyncIterator[bytes]:
-            async for part in body:
-                parts.append(part)
-                yield part
-
-        async with self._changing:
-            await self._catch_up()
-            reply = await self._run(method, target, sent, copied())
-            if not reply.is_success:
-                return reply
-            change = Change(method, target, sent, b"".join(parts))
-            number = await serve.get_deployment_actor(ADAPTERS).add.remote(change)
-            await self._catch_up(until=number)
-            self._changes.add(change, number)
-        told = await self._all.broadcast("catch_up").results_async(timeout_s=_CHANGE_SECONDS, return_exceptions=True)
-        for failures in told:
-            if isinstance(failures, BaseException):  # a replica that is gone; the next one carries out all changes
-                logger.warning("a replica cannot be told of an adapter: %s", failures)
-                continue
-            for failure in failures:
-                if failure.number == number:
-                    return failure.reply
-        return reply
+            await self._changes.catch_up()
 
     async def catch_up(self) -> list[Failure]:
-        """Carry out what others have changed; return what could not be done."""
-        async with self._changing:
-            return await self._catch_up()
+        """Carry out the changes of adapters that this replica has not yet; return what could not be done."""
+        return await self._changes.catch_up()
 
-    async def _catch_up(self, until: int | None = None) -> list[Failure]:
-        actor = serve.get_deployment_actor(ADAPTERS)
-        last, changes = await actor.since.remote(self._changes.last)
-        if last < self._changes.last:
-            await actor.restore.remote(*self._changes.since(0))
-        failures: list[Failure] = []
-        for number, change in changes:
-            if until is not None and number >= until:
-                break
-            reply = await self._run(change.method, change.target, change.headers, change.body)
-            self._changes.add(change, number)
-            if not reply.is_success:
-                logger.error("adapter %s: %d: %s", change.adapter[1], reply.status_code, reply.text)
-                failures.append(Failure(number, self._name, reply))
-        return failures
-
-    async def _run(self, method: str, target: bytes, headers: Any, body: Any) -> httpx.Response:
-        url = self._own.base_url.copy_with(raw_path=target)
-        reply: httpx.Response = await self._own.request(method, url, headers=list(headers), content=body)
-        return reply
-
-    # Metrics.
+    async def _tell(self) -> list[list[Failure] | BaseException]:
+        told = self._all.broadcast("catch_up").results_async(timeout_s=_CHANGE_SECONDS, return_exceptions=True)
+        answers: list[list[Failure] | BaseException] = await told
+        return answers
 
     async def own_metrics(self) -> tuple[str, str]:
         """The name of this replica, and its metrics."""

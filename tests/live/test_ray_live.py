@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -88,8 +90,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("ray")
+    own = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the paths of Ray's sockets have to be short
     environment = {
-        "RAY_TMPDIR": f"/tmp/slipway-ray-{os.getpid()}",  # the paths of its sockets have to be short
+        "RAY_TMPDIR": str(own),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -114,6 +117,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, A
         yield running
     finally:
         running.stop()
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it(cluster: Cluster) -> None:
@@ -169,6 +173,8 @@ def test_an_adapter_is_loaded_once_and_unloaded_once(cluster: Cluster, adapter: 
     for _ in range(2):
         loaded = cluster.client.post("/v1/load_lora_adapter", json=order)
         assert loaded.status_code == 200, loaded.text
+        again = cluster.client.post("/v1/load_lora_adapter", json=order)
+        assert "already" in again.text
         before = cluster.requests("/v1/completions")
         answers = {completion(cluster, "loud") for _ in range(6)}
         assert len(answers) == 1

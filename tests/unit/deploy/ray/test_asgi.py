@@ -41,7 +41,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def client(replica: Replica, application: Any = echo) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(ReplicaApplication(replica, application))
+    transport = httpx.ASGITransport(ReplicaApplication(replica.change, replica.metrics, application))
     return httpx.AsyncClient(transport=transport, base_url="http://replica")
 
 
@@ -65,8 +65,9 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
+    client_application = ReplicaApplication(Replica().change, Replica().metrics, echo)
     scope = {"type": "http", "method": "POST", "raw_path": b"/x", "headers": []}
-    await asyncio.wait_for(ReplicaApplication(Replica(), echo)(scope, receive, send), 5)
+    await asyncio.wait_for(client_application(scope, receive, send), 5)
     assert sent[-1] == {"type": "http.response.body", "body": b"a"}
 
 
