@@ -126,14 +126,18 @@ def _deploy(
 
     local: dict[str, Any] = {"include_dashboard": dashboard, "object_store_memory": _OBJECT_STORE}
     ray.init(address or "local", runtime_env={"env_vars": environment}, **({} if address else local))
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
-    serve.run(application(options), name=name, route_prefix="/")
+    try:
+        serve.run(application(options), name=name, route_prefix="/")
+    except RuntimeError as error:  # the replicas' log has the reason
+        typer.echo(f"slipway: {error}", err=True)
+        raise typer.Exit(1) from None
     if address:
         typer.echo(f"{name} is deployed; it goes on without this command")
         return
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     typer.echo(f"{name} is served on port {port}, until this command is told to stop")
     stop.wait()
     serve.shutdown()

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from container.settings.load import load_startup
 from container.settings.settings import SettingsError
 from tests.live.server import write_model
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'slipway[ray]'")
 
-from deploy.ray import application, deployment
+import ray
+
+from deploy.ray import application
 from deploy.ray.replica import without_local_sessions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,8 +67,8 @@ def test_gpus_are_those_of_the_parallel_degrees_where_the_cluster_has_any(
 ) -> None:
     degrees = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
     assert deployed(tmp_path, **degrees).ray_actor_options["num_gpus"] == 0
-    monkeypatch.setattr(deployment.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(deployment.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
     assert deployed(tmp_path, **degrees).ray_actor_options["num_gpus"] == 4
     assert deployed(tmp_path, {"gpus": 1}, **degrees).ray_actor_options["num_gpus"] == 1
     with pytest.raises(ValueError, match="option `gpus`"):
@@ -78,7 +81,7 @@ def test_gpus_are_those_of_the_parallel_degrees_where_the_cluster_has_any(
 def test_sessions_are_off_unless_they_are_kept_where_all_replicas_see_them(tmp_path: Path) -> None:
     def sessions(**properties: object) -> bool:
         model = write_model(tmp_path, model_id="some/model", **properties)
-        (one,) = without_local_sessions(deployment.load_startup(model, {}, {})).models
+        (one,) = without_local_sessions(load_startup(model, {}, {})).models
         return one.settings.model.enable_stateful_sessions
 
     assert not sessions()
