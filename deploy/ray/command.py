@@ -131,6 +131,8 @@ def _deploy(
         serve.run(application(options), name=name, route_prefix="/")
     except RuntimeError as error:  # the replicas' log has the reason
         typer.echo(f"slipway: {error}", err=True)
+        if not address:
+            serve.shutdown()  # HAProxy would stay otherwise
         raise typer.Exit(1) from None
     if address:
         typer.echo(f"{name} is deployed; it goes on without this command")
