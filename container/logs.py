@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
-_PLAIN = "%(asctime)s %(levelname)-7s %(name)s%(request)s: %(message)s"
+_PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What ends lines, or moves a terminal's cursor; and what no encoding has."""
 
@@ -33,8 +33,9 @@ def _second(seconds: int) -> str:
 class PlainFormatter(logging.Formatter):
     """One line of text for each record about a request, whatever its client has sent; others may have several."""
 
-    def __init__(self) -> None:
-        super().__init__(_PLAIN)
+    def __init__(self, replica: str = "") -> None:
+        """`replica`: the name of this process among others that serve the same."""
+        super().__init__(_PLAIN, defaults={"replica": f"{replica} " if replica else ""})
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         """UTC with milliseconds."""
@@ -56,11 +57,17 @@ class PlainFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object for each record, with a traceback in one string."""
 
+    def __init__(self, replica: str = "") -> None:
+        """`replica`: as for `PlainFormatter`."""
+        super().__init__()
+        self._replica = {"replica": replica} if replica else {}
+
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger, message and, where there is one, the request's id."""
+        """Time, level, logger, message and, where there are any, the replica and the request's id."""
         fields: dict[str, Any] = {
             "time": _timestamp(record),
             "level": record.levelname.lower(),
+            **self._replica,
             "logger": record.name,
             "message": record.getMessage(),
         }
@@ -71,13 +78,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
-def configuration(log_format: str, level: str) -> dict[str, Any]:
+def configuration(log_format: str, level: str, replica: str = "") -> dict[str, Any]:
     """For `logging.config.dictConfig`, in this process and in vLLM's."""
     formatter = "container.logs.JsonFormatter" if log_format == "json" else "container.logs.PlainFormatter"
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"slipway": {"()": formatter}},
+        "formatters": {"slipway": {"()": formatter, "replica": replica}},
         "handlers": {
             "stdout": {"class": "logging.StreamHandler", "formatter": "slipway", "stream": "ext://sys.stdout"}
         },
@@ -86,17 +93,17 @@ def configuration(log_format: str, level: str) -> dict[str, Any]:
     }
 
 
-def configure(log_format: str, level: str) -> None:
+def configure(log_format: str, level: str, replica: str = "") -> None:
     """Set up logging in this process."""
-    logging.config.dictConfig(configuration(log_format, level))
+    logging.config.dictConfig(configuration(log_format, level, replica))
     logging.captureWarnings(True)
 
 
-def configure_vllm(log_format: str, level: str) -> None:
+def configure_vllm(log_format: str, level: str, replica: str = "") -> None:
     """Have the processes that vLLM starts log alike, by vLLM's own variable, unless somebody else has set that."""
     if _OF_VLLM in os.environ:
         return
     # A file in memory: it goes with this process, however that ends, and stays until then for those that vLLM starts.
     file = os.memfd_create("slipway-logging")
-    os.write(file, json.dumps(configuration(log_format, level)).encode())
+    os.write(file, json.dumps(configuration(log_format, level, replica)).encode())
     os.environ[_OF_VLLM] = f"/proc/{os.getpid()}/fd/{file}"

@@ -185,98 +185,60 @@ def http_server(application: Application) -> uvicorn.Server:
     )
 
 
-class Process:
-    """One container process and its models."""
+class ModelServer:
+    """The models of a server and their applications: loaded, watched, drained and stopped. Whoever has it listens."""
 
-    def __init__(
-        self, startup: Startup, mounts: Sequence[Mount] = (), clean_up: Callable[[], None] = lambda: None
-    ) -> None:
-        """`clean_up`: called where the process ends at once."""
-        self._settings = startup.server
-        self._mounts, self._clean_up = mounts, clean_up
+    def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
+        self.settings = startup.server
         self._loop_watch = EventLoopWatch()
-        self._models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
-        self._registrar = Registrar(self._models, startup.server, self._read_settings, said=startup.warnings)
-        applications = create_app(
-            self._models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
+        self.models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
+        self._registrar = Registrar(self.models, startup.server, self._read_settings, said=startup.warnings)
+        self.applications = create_app(
+            self.models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
         )
-        self._servers = [(http_server(applications.main), startup.server.host, startup.server.port)]
-        if applications.management is not None and startup.server.management_address is not None:
-            host, port = address(startup.server.management_address)
-            self._servers.append((http_server(applications.management), host, int(port)))
-        self._exit_code = EXIT_OK
-        self._unfinished = False
-        """An engine was still being started when it was given up."""
-        self._stopping: asyncio.Task[None] | None = None
 
     def _read_settings(self, url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
-        line = {"host": self._settings.host, "port": str(self._settings.port)}
+        line = {"host": self.settings.host, "port": str(self.settings.port)}
         return further_settings(url, name, os.environ, line, arguments)
 
-    async def run(self) -> int:
-        """Serve until told to stop; returns the process's exit code."""
-        sockets = [listen(host, port) for _, host, port in self._servers]
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+    @property
+    def loading(self) -> bool:
+        """Whether an engine is being started."""
+        return self.models.starting or self._registrar.loading
+
+    async def load(self) -> None:
+        """Load the models that the server starts with.
+
+        Raises:
+            EngineStartError: one of them cannot be loaded.
+        """
         self._loop_watch.start()
-        loading = asyncio.create_task(self._load())
-        servers = zip(self._servers, sockets, strict=True)
-        await asyncio.gather(*(server.serve([listener]) for (server, _, _), listener in servers))
-        for mount in self._mounts:
-            await mount.close()
-        loading.cancel()
-        if self._stopping is not None:
-            await self._stopping
-        self._unfinished |= self._exit_code == EXIT_FAILED_TO_START or self._registrar.loading
-        await self._registrar.stop()
-        if self._exit_code != EXIT_FAILED_TO_START:
-            await self._models.stop()
-        if self._unfinished:
-            _kill_children()
-        self._loop_watch.stop()
-        return self._exit_code
+        await self._registrar.start()
 
-    async def _load(self) -> None:
-        try:
-            await self._registrar.start()
-        except EngineStartError as error:
-            logger.critical("the model cannot be served: %s", error)
-            await self._fail_to_start()
-            return
-        except Exception:
-            logger.critical("the model cannot be served: internal error", exc_info=True)
-            await self._fail_to_start()
-            return
-        await self._watch()
+    async def watch(self) -> None:
+        """Watch the engines; returns when the process should end, as `fail_fast` says.
 
-    async def _fail_to_start(self) -> None:
-        """Let /ping say why for a while, as LMI does, then exit."""
-        self._exit_code = EXIT_FAILED_TO_START
-        await asyncio.sleep(_FAILED_SECONDS)
-        self._end()
-
-    async def _watch(self) -> None:
-        """Watch the engines for as long as the process runs. Models that cannot be watched any more count as failed."""
+        Models that cannot be watched any more count as failed.
+        """
         try:
             await self._watch_engines()
         except Exception:
             logger.critical(
                 "the engines cannot be watched any more: internal error; /ping now answers 500", exc_info=True
             )
-            for model in self._models:
+            for model in self.models:
                 model.lifecycle.fail("the engine cannot be watched any more: internal error")
-            if self._settings.fail_fast:
-                await self._end_by_failure()
+            if not self.settings.fail_fast:
+                await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """Start each engine again that dies or stalls, or log it; under `fail_fast`, end the process then."""
-        server = self._settings
+        """Start each engine again that dies or stalls, or log it; under `fail_fast`, return then."""
+        server = self.settings
         ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
         restarts_when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
         reported: set[Model] = set()
         while True:
-            for model in self._models:
+            for model in self.models:
                 lifecycle = model.lifecycle
                 stalled = lifecycle.stalled  # looked at in any case, for the log
                 failed = lifecycle.state is State.FAILED
@@ -288,39 +250,112 @@ class Process:
                     reported.add(model)
                     logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
             if reported and server.fail_fast:
-                await self._end_by_failure()
                 return
-            reported.intersection_update(self._models)
+            reported.intersection_update(self.models)
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
-    async def _end_by_failure(self) -> None:
-        self._exit_code = EXIT_ENGINE_DIED
-        await self._models.drain(1.0)  # its clients get their errors first
+    async def drain(self) -> None:
+        """Refuse new calls, and wait for the running ones, at most `drain_timeout`."""
+        self.models.draining = True
+        # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for.
+        await asyncio.gather(self._registrar.stop(), self.models.drain(self.settings.drain_timeout))
+
+    async def stop(self) -> None:
+        """Free all engines and end all workers."""
+        await self._registrar.stop()
+        await self.models.stop()
+        self._loop_watch.stop()
+
+
+class Process:
+    """One container process: a model server, its listeners, and what signals do."""
+
+    def __init__(
+        self, startup: Startup, mounts: Sequence[Mount] = (), clean_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """`clean_up`: called where the process ends at once."""
+        self._settings = startup.server
+        self._mounts, self._clean_up = mounts, clean_up
+        self.server = ModelServer(startup, mounts)
+        applications = self.server.applications
+        self.listeners = [(http_server(applications.main), startup.server.host, startup.server.port)]
+        if applications.management is not None and startup.server.management_address is not None:
+            host, port = address(startup.server.management_address)
+            self.listeners.append((http_server(applications.management), host, int(port)))
+        self.exit_code = EXIT_OK
+        self._unfinished = False
+        """An engine was still being started when it was given up."""
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Serve until told to stop; returns the process's exit code."""
+        sockets = [listen(host, port) for _, host, port in self.listeners]
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loading = asyncio.create_task(self._load())
+        listeners = zip(self.listeners, sockets, strict=True)
+        await asyncio.gather(*(server.serve([listener]) for (server, _, _), listener in listeners))
+        for mount in self._mounts:
+            await mount.close()
+        loading.cancel()
+        if self._stopping is not None:
+            await self._stopping
+        self._unfinished |= self.exit_code == EXIT_FAILED_TO_START or self.server.loading
+        if self.exit_code != EXIT_FAILED_TO_START:
+            await self.server.stop()
+        if self._unfinished:
+            _kill_children()
+        return self.exit_code
+
+    async def _load(self) -> None:
+        try:
+            await self.server.load()
+        except EngineStartError as error:
+            logger.critical("the model cannot be served: %s", error)
+            await self._fail_to_start()
+            return
+        except Exception:
+            logger.critical("the model cannot be served: internal error", exc_info=True)
+            await self._fail_to_start()
+            return
+        await self.watch()
+
+    async def _fail_to_start(self) -> None:
+        """Let /ping say why for a while, as LMI does, then exit."""
+        self.exit_code = EXIT_FAILED_TO_START
+        await asyncio.sleep(_FAILED_SECONDS)
+        self._end()
+
+    async def watch(self) -> None:
+        """Watch the engines, and end the process where `fail_fast` says so."""
+        await self.server.watch()
+        self.exit_code = EXIT_ENGINE_DIED
+        await self.server.models.drain(1.0)  # its clients get their errors first
         self._end()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._stopping is not None or self._models.starting:
+        starting = self.server.models.starting
+        if self._stopping is not None or starting:
             logger.warning("%s: ending at once", name)
             _kill_children()
             self._clean_up()
-            os._exit(EXIT_OK if self._models.starting else 128 + number)
+            os._exit(EXIT_OK if starting else 128 + number)
         logger.info("%s: draining for at most %g s", name, self._settings.drain_timeout)
         self._stopping = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         try:
-            self._models.draining = True
-            self._unfinished = self._registrar.loading
-            # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for.
-            await asyncio.gather(self._registrar.stop(), self._models.drain(self._settings.drain_timeout))
-            await self._models.stop()
+            self._unfinished = self.server.loading
+            await self.server.drain()
+            await self.server.stop()
             logger.info("drained")
         finally:
             self._end()
 
     def _end(self) -> None:
-        for server, _, _ in self._servers:
+        for server, _, _ in self.listeners:
             server.should_exit = True
 
 
@@ -362,25 +397,31 @@ def _kill_children() -> None:
             child.kill()
 
 
+@contextlib.contextmanager
+def prepared(startup: Startup) -> Iterator[None]:
+    """Prepare this process for its models; to be called from a thread that lives as long as they do."""
+    ensure_home()
+    os.environ.update(startup.exports)
+    # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    allow_open_files()
+    with socket_directory():
+        for model in startup.models:
+            begin_import(model.settings.model)
+        if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
+            # LMI runs a model's code in its directory, and the code may read files from there.
+            os.chdir(only.model_dir)
+        yield
+
+
 def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """Run a server process with these models, and with further applications, until it is told to stop.
 
     Returns:
         The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
-    ensure_home()
-    os.environ.update(startup.exports)
-    # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    allow_open_files()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(socket_directory())
-        for model in startup.models:
-            begin_import(model.settings.model)
+        stack.enter_context(prepared(startup))
         with importing():  # what was imported before is exempt from collection as well
             import uvloop
-
-        if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
-            # LMI runs a model's code in its directory, and the code may read files from there.
-            os.chdir(only.model_dir)
         return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from container.cli import app
 from deploy.local import command as local
+from deploy.ray import command as ray
 from deploy.sagemaker import commands as sagemaker
 
 __all__ = ["app", "main"]
 
 local.register(app)
+ray.register(app)
 sagemaker.register(app)
 
 

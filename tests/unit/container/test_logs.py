@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from container.logs import PlainFormatter
+from container.logs import JsonFormatter, PlainFormatter
 
 
 def _line(message: str, **more: Any) -> str:
@@ -33,6 +34,13 @@ def test_other_letters_and_tabs_stay() -> None:
 
 def test_a_message_about_no_request_may_have_several_lines() -> None:
     assert _line("first\nsecond").endswith(": first\nsecond")
+
+
+def test_replicas_have_their_names_in_every_line() -> None:
+    record = logging.makeLogRecord({"name": "n", "levelname": "INFO", "msg": "said", "request_id": "id"})
+    assert PlainFormatter("r1").format(record).endswith(" INFO    r1 n [id]: said")
+    assert json.loads(JsonFormatter("r1").format(record))["replica"] == "r1"
+    assert "replica" not in json.loads(JsonFormatter().format(record))
 
 
 CONFIGURED = """

@@ -44,16 +44,16 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle = lifecycle or Stalled()
     process = server.Process(Startup(ServerSettings(**settings), ()))
-    process._models = Models.of(lifecycle)
+    process.server.models = Models.of(lifecycle)
     try:
-        await asyncio.wait_for(process._watch(), 0.2)
+        await asyncio.wait_for(process.watch(), 0.2)
     except TimeoutError:
         return None
     if not settings.get("fail_fast"):
         return None
     assert lifecycle.drained
-    assert all(server.should_exit for server, _, _ in process._servers)
-    return process._exit_code
+    assert all(server.should_exit for server, _, _ in process.listeners)
+    return process.exit_code
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,108 @@
+"""What Serve calls: the server's own ASGI application, and before it what concerns all replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+
+from container.app import Application
+from container.metrics import CONTENT_TYPE
+from deploy.ray.changes import changes_adapters
+
+_MODELS_STAY = (
+    "on Ray Serve models are not registered, scaled or unregistered by a call, which one replica alone would get: "
+    "change the model directory, or deploy another one"
+)
+
+
+class ReplicaApplication:
+    """The ASGI application of a replica."""
+
+    def __init__(
+        self,
+        change: Callable[[str, bytes, Any, AsyncIterator[bytes]], Awaitable[httpx.Response]],
+        metrics: Callable[[], Awaitable[bytes]],
+        application: Application,
+    ) -> None:
+        """`change`: changes an adapter on all replicas, by method, path and query, headers, and body.
+
+        `metrics`: those of all replicas. `application`: the server's own.
+        """
+        self._change, self._metrics, self._application = change, metrics, application
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["raw_path"]
+        if method == "GET" and path == b"/metrics":
+            await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
+        elif changes_adapters(method, path):
+            query = scope["query_string"]
+            target = path + b"?" + query if query else path
+            reply = await self._change(method, target, scope["headers"], _body(receive))
+            await _reply(send, reply.status_code, _without_id(scope, reply.headers.raw), reply.content)
+        elif method in ("POST", "PUT", "DELETE") and _changes_models(method, path):
+            body = {"code": 501, "type": "NotImplementedException", "message": _MODELS_STAY}
+            await _reply(send, 501, [(b"content-type", b"application/json")], json.dumps(body).encode())
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Have the server answer. Serve does not report that a reply is complete, as ASGI has it: it is told here."""
+        complete = asyncio.Event()
+        whole = False
+
+        async def received() -> Any:
+            nonlocal whole
+            if not whole:
+                message = await receive()
+                whole = not message.get("more_body")
+                return message
+            tasks = [asyncio.ensure_future(receive()), asyncio.ensure_future(complete.wait())]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            return {"type": "http.disconnect"}
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = _without_id(scope, message["headers"])
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                complete.set()
+
+        await self._application(scope, received, sent)
+
+
+def _changes_models(method: str, path: bytes) -> bool:
+    parts = path.split(b"/")[1:]
+    if parts[0] not in (b"models", b"workflows"):
+        return False
+    return len(parts) == 1 if method == "POST" else len(parts) in (2, 3)
+
+
+def _without_id(scope: Any, headers: Any) -> list[tuple[bytes, bytes]]:
+    """The headers without the request's id, where Serve is going to add the same."""
+    own = dict(scope["headers"]).get(b"x-request-id")
+    return [pair for pair in headers if pair[0] != b"x-request-id" or pair[1] != own]
+
+
+async def _body(receive: Any) -> AsyncIterator[bytes]:
+    while (message := await receive())["type"] == "http.request":
+        yield message.get("body", b"")
+        if not message.get("more_body"):
+            return
+
+
+async def _reply(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    rest = [pair for pair in headers if pair[0] != b"content-length"]
+    rest.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": rest})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,124 @@
+"""The Serve application: how many replicas, what each needs, and how they start and stop."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+import ray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from ray import serve
+from ray.serve.config import DeploymentActorConfig
+
+from container.settings.load import load_startup
+from container.settings.settings import Startup
+from deploy.ray.changes import Changes
+from deploy.ray.replica import ADAPTERS, Replica, command_line
+
+NAME = "slipway"
+"""Of the application and of its deployment."""
+_MOST_CALLS = 10_000
+"""More calls than a replica's queue admits, so that the queue refuses them, with the contract's own error."""
+_STOP_SECONDS = 15.0
+"""How long a replica may take to free its engine, once it is drained."""
+_DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
+
+
+class Options(BaseModel):
+    """What can be said of the replicas: options of `slipway ray`, and `args` in Serve's configuration file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_dir: str | None = None
+    model_name: str | None = None
+    replicas: int = Field(default=1, ge=1)
+    min_replicas: int | None = Field(default=None, ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
+    target: float = Field(default=16.0, gt=0)
+    """Requests that a replica is to have on average."""
+    upscale_delay: float = Field(default=10.0, ge=0)
+    downscale_delay: float = Field(default=300.0, ge=0)
+    """Seconds for which there have to be too many or too few requests before replicas are added or removed."""
+    gpus: int | None = Field(default=None, ge=0)
+    """Of each replica. None: as many as its parallel degrees say; none where the cluster has none."""
+    cpus: float = Field(default=1.0, ge=0)
+    """That Ray counts for each replica."""
+    surge: int = Field(default=0, ge=0, le=100)
+    """Further replicas during an update, in percent. 0: an old one is stopped before a new one starts."""
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if (self.min_replicas is None) != (self.max_replicas is None):
+            raise ValueError("min_replicas and max_replicas belong together")
+        if self.min_replicas is not None and self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas is {self.min_replicas}, more than max_replicas ({self.max_replicas})")
+        return self
+
+
+def application(args: dict[str, Any]) -> serve.Application:
+    """Build the application, as `serve run deploy.ray:application model_dir=...` asks for it.
+
+    Raises:
+        ValidationError: an option is unknown or wrong.
+        SettingsError: the model's or the server's settings are.
+    """
+    options = Options(**args)
+    startup = load_startup(options.model_dir, os.environ, command_line(options.model_name))
+    drain = max(model.settings.server.drain_timeout for model in startup.models) if startup.models else 0.0
+    deployment = serve.deployment(Replica, name=NAME).options(
+        **_replicas(options),
+        **_resources(options, startup),
+        max_ongoing_requests=_MOST_CALLS,
+        graceful_shutdown_timeout_s=float(os.environ.get(_DRAINING, "30")) + drain + _STOP_SECONDS,
+        max_surge_percent=options.surge,
+        deployment_actors=[
+            DeploymentActorConfig(name=ADAPTERS, actor_class=ray.remote(Changes), actor_options={"num_cpus": 0})
+        ],
+        logging_config={"enable_access_log": False},  # the server has its own
+    )
+    return deployment.bind(options.model_dir, options.model_name)
+
+
+def _replicas(options: Options) -> dict[str, Any]:
+    if options.min_replicas is None:
+        return {"num_replicas": options.replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": options.min_replicas,
+            "max_replicas": options.max_replicas,
+            "target_ongoing_requests": options.target,
+            "upscale_delay_s": options.upscale_delay,
+            "downscale_delay_s": options.downscale_delay,
+        }
+    }
+
+
+def _resources(options: Options, startup: Startup) -> dict[str, Any]:
+    """What Ray gives each replica: GPUs of one machine, or a placement group where vLLM's workers are Ray's."""
+    gpus = _gpus(startup) if options.gpus is None else options.gpus
+    arguments = [model.settings.model.engine_arguments for model in startup.models]
+    if not any(one.get("distributed_executor_backend") == "ray" for one in arguments):
+        return {"ray_actor_options": {"num_cpus": options.cpus, "num_gpus": gpus}}
+    # The replica takes the first bundle's processors; vLLM places its workers on the GPUs of all bundles.
+    bundles: list[dict[str, float]] = [{"CPU": options.cpus} | ({"GPU": 1} if gpus else {})]
+    bundles += [{"GPU": 1}] * (gpus - 1)
+    return {
+        "ray_actor_options": {"num_cpus": options.cpus},
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "PACK",
+    }
+
+
+def _gpus(startup: Startup) -> int:
+    """The GPUs that the models' settings ask for, where the cluster has any."""
+    if not ray.is_initialized() or not ray.cluster_resources().get("GPU"):
+        return 0
+    needed = 0
+    for model in (one.settings.model for one in startup.models):
+        if model.tensor_parallel_max:
+            raise ValueError(
+                "option.tensor_parallel_degree=max: the option `gpus` has to say how many each replica gets"
+            )
+        copies = int(model.engine_arguments.get("data_parallel_size") or 1)
+        needed += (model.tensor_parallel_degree or 1) * model.pipeline_parallel_degree * copies
+    return needed

@@ -1,0 +1,294 @@
+"""Replicas on Ray Serve: one cluster, started by one command, that is changed from test to test, in this order."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from huggingface_hub import InferenceClient
+
+from tests.live.lora import make_adapter
+from tests.live.server import Server, copy_model, free_port, records, write_model
+from tests.live.small_model import prepare_small_model
+from tests.waiting import wait_until
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'slipway[ray]'")
+
+ROOT = Path(__file__).parents[2]
+HANDLERS = ROOT / "tests" / "fixtures" / "handlers"
+START = 300.0
+"""Seconds for replicas to come and go, on a busy machine."""
+STREAMS = 32
+
+
+class Cluster(Server):
+    """A local cluster with its replicas; a second `slipway ray` changes what it serves."""
+
+    def deploy(self, model_dir: Path, *arguments: str) -> None:
+        """Deploy another model, and wait until it is served."""
+        command = [sys.executable, "-m", "deploy", "ray", "--address", "auto", "--cpus", "0.1", *arguments]
+        command += ["--model-dir", str(model_dir), "--model-name", "model"]
+        command += ["--port", str(self.port), "--host", "127.0.0.1"]
+        environment = os.environ | self.environment
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def requests(self, route: str = "/invocations") -> dict[str, float]:
+        """How many requests each replica has answered with 200."""
+        series = re.compile(rf'slipway_requests_total{{replica="(\w+)",route="{re.escape(route)}",status="200"}} (.+)')
+        return {replica: float(count) for replica, count in series.findall(self.client.get("/metrics").text)}
+
+    def replicas(self) -> set[str]:
+        """The names of those that serve."""
+        try:
+            text = self.client.get("/metrics").text
+        except httpx.TransportError:
+            return set()
+        return set(re.findall(r'slipway_ready{replica="(\w+)"} 1', text))
+
+    def wait_for_replicas(self, count: int) -> set[str]:
+        wait_until(
+            lambda: len(self.replicas()) == count, START, about=lambda: (self.replicas(), self.log_text()[-4000:])
+        )
+        return self.replicas()
+
+    def processes_of_replicas(self) -> set[int]:
+        """Those of this cluster."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = psutil.process_iter(["cmdline"])
+        return {p.pid for p in found if p in children and "ServeReplica" in " ".join(p.info["cmdline"] or [])}
+
+    def processes(self) -> dict[str, int]:
+        """The process of each replica that runs, by its name in the log."""
+        running = self.processes_of_replicas()
+        named = re.findall(
+            r"pid=(\d+)\).* INFO +(\w+) container\.models\.lifecycle: model model is ready", self.log_text()
+        )
+        return {name: int(pid) for pid, name in named if int(pid) in running}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "loud", prepare_small_model(), 1, scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("ray")
+    own = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the paths of Ray's sockets have to be short
+    environment = {
+        "RAY_TMPDIR": str(own),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+        "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        # Two engines on the same cores.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    model = write_model(directory / "model", enable_lora=True, max_loras=1, **small_options)
+    running = Cluster(
+        model, directory / "cluster.log", environment, program=("deploy", "ray"),
+        arguments=("--replicas", "2", "--cpus", "0.1"),
+    )  # fmt: skip
+    running.client.timeout = httpx.Timeout(START)  # Serve holds requests back until there is a replica
+    try:
+        wait_until(lambda: "is served on" in running.log_text() or running.process.poll() is not None, START)
+        assert running.process.poll() is None, running.log_text()[-4000:]
+        running.wait_for_replicas(2)
+        yield running
+    finally:
+        running.stop()
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it(cluster: Cluster) -> None:
+    chat: Any = [{"role": "user", "content": "Hi"}]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="-", max_retries=0) as client:
+        whole = client.chat.completions.create(model="model", messages=chat, max_tokens=8, temperature=0)
+        parts = client.chat.completions.create(model="model", messages=chat, max_tokens=8, temperature=0, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+    hub = InferenceClient(model=cluster.url, timeout=120)
+    text = cluster.invoke("Hello", max_new_tokens=8).json()["generated_text"]
+    assert "".join(hub.text_generation("Hello", max_new_tokens=8, stream=True)) == text
+    lmi = records(cluster.invoke("Hello", stream=True, max_new_tokens=8).text)
+    assert (lmi[-1]["generated_text"], len(lmi)) == (text, 8)
+    triton = cluster.client.post(
+        "/v2/models/model/generate_stream",
+        json={"text_input": "Hello", "parameters": {"max_tokens": 8, "stream": True, "temperature": 0}},
+    )
+    assert "".join(record["text_output"] for record in records(triton.text)) == text
+    happy = cluster.client.post("/v1/generate", json={"prompt": "Hello", "max_tokens": 8, "temperature": 0})
+    assert happy.json()["responses"] == [text]
+    for _ in range(6):
+        cluster.invoke("Hello", max_new_tokens=1)
+    assert len(cluster.requests()) == 2
+    assert cluster.client.get("/nothing").json()["type"] == "ResourceNotFoundException"
+    named = cluster.client.post("/invocations", json={"inputs": "x"}, headers={"x-request-id": "mine"})
+    assert named.headers.get_list("x-request-id") == ["mine"]
+    # Ray brings what replicas log to the command's own output.
+    wait_until(lambda: re.search(r" \w{8} slipway.access \[mine\]: POST /invocations 200 ", cluster.log_text()))
+
+
+def test_a_stream_comes_as_it_is_generated(cluster: Cluster) -> None:
+    began = time.monotonic()
+    document = {"inputs": "Once", "stream": True, "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+    with cluster.client.stream("POST", "/invocations", json=document) as response:
+        times = [time.monotonic() - began for _ in response.iter_raw()]
+    assert len(times) > 100
+    assert times[0] < times[-1] / 4
+
+
+def test_what_one_replica_alone_would_know_is_refused(cluster: Cluster) -> None:
+    session = cluster.client.post("/invocations", json={"requestType": "NEW_SESSION"})
+    assert session.status_code == 424
+    assert "option.enable_stateful_sessions" in session.json()["error"]
+    for method, path in (("POST", "/models?url=x"), ("PUT", "/models/model?max_worker=0"), ("DELETE", "/models/model")):
+        refused = cluster.client.request(method, path)
+        assert (refused.status_code, refused.json()["type"]) == (501, "NotImplementedException")
+
+
+def test_an_adapter_is_loaded_once_and_unloaded_once(cluster: Cluster, adapter: Path) -> None:
+    order = {"lora_name": "loud", "lora_path": str(adapter)}
+    unknown = cluster.client.post("/v1/load_lora_adapter", json=order | {"lora_path": "/nowhere"})
+    assert unknown.status_code == 404
+    for _ in range(2):
+        loaded = cluster.client.post("/v1/load_lora_adapter", json=order)
+        assert loaded.status_code == 200, loaded.text
+        again = cluster.client.post("/v1/load_lora_adapter", json=order)
+        assert "already" in again.text
+        before = cluster.requests("/v1/completions")
+        answers = {completion(cluster, "loud") for _ in range(6)}
+        assert len(answers) == 1
+        assert answers != {completion(cluster, "model")}
+        after = cluster.requests("/v1/completions")
+        assert all(after[replica] > before.get(replica, 0) for replica in cluster.replicas())
+        assert cluster.client.post("/v1/unload_lora_adapter", json={"lora_name": "loud"}).status_code == 200
+        assert completion(cluster, "loud").startswith("404")
+    assert cluster.client.post("/v1/load_lora_adapter", json=order).status_code == 200
+
+
+def completion(cluster: Cluster, model: str) -> str:
+    """What a model says, or the status and the text of its error."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+    answer = cluster.client.post("/v1/completions", json=body)
+    text: str = answer.json()["choices"][0]["text"] if answer.is_success else f"{answer.status_code}{answer.text}"
+    return text
+
+
+def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
+    cluster: Cluster,
+) -> None:
+    begun = threading.Semaphore(0)
+
+    def stream(_: int) -> str:
+        parameters = {"max_new_tokens": 600, "ignore_eos_token": True}
+        document = {"inputs": "Once", "stream": True, "parameters": parameters}
+        text = ""
+        try:
+            with httpx.stream("POST", f"{cluster.url}/invocations", json=document, timeout=START) as response:
+                assert response.status_code == 200
+                for part in response.iter_text():
+                    if not text:
+                        begun.release()
+                    text += part
+        except httpx.RemoteProtocolError:
+            return "broken off"
+        return "complete" if len(records(text)) == 600 else text[-200:]
+
+    name, process = next(iter(cluster.processes().items()))
+    wanted = completion(cluster, "loud")
+    with ThreadPoolExecutor(STREAMS) as threads:
+        streams = threads.map(stream, range(STREAMS))
+        for _ in range(STREAMS):
+            assert begun.acquire(timeout=START)
+        os.kill(process, 9)
+        killed = time.monotonic()
+        wait_until(lambda: len(cluster.replicas() - {name}) == 2, START, about=cluster.replicas)
+        seconds = time.monotonic() - killed
+        ended = collections.Counter(streams)
+    print(f"{dict(ended)}; two replicas after {seconds:.1f} s")
+    assert set(ended) == {"complete", "broken off"}
+    assert STREAMS / 4 <= ended["broken off"] <= STREAMS * 3 / 4
+    before = cluster.requests("/v1/completions")
+    assert {completion(cluster, "loud") for _ in range(6)} == {wanted}
+    assert len(cluster.requests("/v1/completions")) == 2 >= len(before)
+
+
+class Load:
+    """Clients that send one request after the other until they are stopped."""
+
+    def __init__(self, cluster: Cluster, body: bytes, clients: int = 6) -> None:
+        self.answers: collections.Counter[str] = collections.Counter()
+        self._url, self._body = f"{cluster.url}/invocations", body
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._send) for _ in range(clients)]
+
+    def _send(self) -> None:
+        with httpx.Client(timeout=START) as client:
+            while not self._stop.is_set():
+                try:
+                    answer = client.post(self._url, content=self._body)
+                    self.answers[str(answer.status_code)] += 1
+                except httpx.TransportError as error:
+                    self.answers[repr(error)] += 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_an_update_to_another_model_refuses_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "echo", tmp_path / "echo")
+    old = cluster.replicas()
+    with Load(cluster, b'{"inputs": "Hello", "parameters": {"max_new_tokens": 4}}', 2) as load:
+        cluster.deploy(model, "--replicas", "2")
+        wait_until(lambda: len(cluster.replicas() - old) == 2 and not cluster.replicas() & old, START)
+    assert set(load.answers) == {"200"}, load.answers
+    assert cluster.client.post("/invocations", content=b"echo").content == b"echo"
+
+
+def test_replicas_come_with_the_load_and_go_after_it_and_no_request_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "slow", tmp_path / "slow", "minWorkers=4\nmaxWorkers=4")
+    delays = ("--upscale-delay", "1", "--downscale-delay", "2")
+    cluster.deploy(model, "--min-replicas", "1", "--max-replicas", "3", "--target", "2", *delays)
+    cluster.wait_for_replicas(1)
+    with Load(cluster, b"0.5") as load:
+        cluster.wait_for_replicas(3)
+        most = load.answers.total()
+        wait_until(lambda: load.answers.total() > most + 12, START)
+    with Load(cluster, b"0.5", 1) as rest:
+        cluster.wait_for_replicas(1)
+    assert set(load.answers) == set(rest.answers) == {"200"}, (load.answers, rest.answers)
+
+
+def test_a_request_brings_back_a_deployment_that_was_scaled_to_zero(cluster: Cluster, tmp_path: Path) -> None:
+    model = copy_model(HANDLERS / "slow", tmp_path / "slow", "minWorkers=1\nmaxWorkers=1")
+    delays = ("--upscale-delay", "0", "--downscale-delay", "2")
+    cluster.deploy(model, "--min-replicas", "0", "--max-replicas", "1", *delays)
+    wait_until(lambda: not cluster.processes_of_replicas(), START)
+    assert cluster.client.post("/invocations", content=b"0.1").text == "done"

@@ -1,0 +1,93 @@
+"""What a replica's application does beside the server's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.ray.asgi import ReplicaApplication
+
+pytestmark = pytest.mark.asyncio
+
+
+class Replica:
+    """Keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.changed: list[tuple[str, bytes, bytes]] = []
+
+    async def metrics(self) -> bytes:
+        return b"all 1\n"
+
+    async def change(self, method: str, target: bytes, headers: Any, body: AsyncIterator[bytes]) -> httpx.Response:
+        self.changed.append((method, target, b"".join([part async for part in body])))
+        return httpx.Response(200, headers={"x-request-id": "r"}, content=b"done")
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message.get("more_body", False)
+    headers = [(b"x-request-id", b"r"), (b"a", b"b")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+    assert (await receive())["type"] == "http.disconnect"
+
+
+def client(replica: Replica, application: Any = echo) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(ReplicaApplication(replica.change, replica.metrics, application))
+    return httpx.AsyncClient(transport=transport, base_url="http://replica")
+
+
+async def test_other_calls_are_the_servers_own_and_the_requests_id_is_there_once() -> None:
+    answer = await client(Replica()).post("/invocations", content=b"x", headers={"x-request-id": "r"})
+    # Serve's own middleware adds the id.
+    assert (answer.content, answer.headers.get_list("x-request-id"), answer.headers["a"]) == (b"x", [], "b")
+    answer = await client(Replica()).post("/invocations", content=b"x")
+    assert answer.headers.get_list("x-request-id") == ["r"]
+
+
+async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
+    sent: list[Any] = []
+    bodies = [{"type": "http.request", "body": b"a"}]
+
+    async def receive() -> Any:
+        if not bodies:
+            await asyncio.Event().wait()
+        return bodies.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    client_application = ReplicaApplication(Replica().change, Replica().metrics, echo)
+    scope = {"type": "http", "method": "POST", "raw_path": b"/x", "headers": []}
+    await asyncio.wait_for(client_application(scope, receive, send), 5)
+    assert sent[-1] == {"type": "http.response.body", "body": b"a"}
+
+
+async def test_metrics_and_adapters_concern_all_replicas() -> None:
+    replica = Replica()
+    assert (await client(replica).get("/metrics")).text == "all 1\n"
+    answer = await client(replica).post("/adapters?a=1", content=b"{}", headers={"x-request-id": "r"})
+    assert (answer.status_code, answer.text, answer.headers.get_list("x-request-id")) == (200, "done", [])
+    assert replica.changed == [("POST", b"/adapters?a=1", b"{}")]
+    assert (await client(replica).request("GET", "/adapters", content=b"x")).text == "x"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/models"), ("PUT", "/models/m"), ("DELETE", "/models/m/1"), ("POST", "/workflows")],
+)
+async def test_models_stay_as_they_were_deployed(method: str, path: str) -> None:
+    answer = await client(Replica()).request(method, path)
+    assert answer.status_code == 501
+    assert "deploy another one" in json.loads(answer.content)["message"]
+    for own in ("/models/m/invoke", "/models/m/x/y"):
+        assert (await client(Replica()).post(own, content=b"x")).text == "x"
+    assert (await client(Replica()).request("GET", path, content=b"x")).text == "x"

@@ -1,0 +1,77 @@
+"""`slipway ray`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.ray import manifest
+
+ROOT = Path(__file__).parents[4]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["ray", *arguments])
+
+
+def test_the_configuration_is_serves_own_with_the_options_as_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTION_DTYPE", "bf16")
+    said = run(
+        "--model-dir", "/m", "--replicas", "2", "--port", "9000", "-e", "OPTION_DTYPE", "-e", "A=b=c", "--print-config"
+    )
+    assert yaml.safe_load(said.stdout) == {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 9000},
+        "applications": [
+            {
+                "name": "slipway",
+                "route_prefix": "/",
+                "import_path": "deploy.ray:application",
+                "runtime_env": {"env_vars": {"OPTION_DTYPE": "bf16", "A": "b=c"}},
+                "args": {"model_dir": "/m", "replicas": 2},
+            }
+        ],
+    }
+
+
+def test_kuberays_manifest_has_that_configuration_and_machines_to_scale() -> None:
+    options = ("--model-dir", "/m", "--min-replicas", "0", "--max-replicas", "3", "--gpus", "2", "--name", "mine")
+    said = yaml.safe_load(run(*options, "--kuberay", "--image", "i:1").stdout)
+    assert (said["kind"], said["metadata"]) == ("RayService", {"name": "mine"})
+    assert yaml.safe_load(said["spec"]["serveConfigV2"]) == yaml.safe_load(run(*options, "--print-config").stdout)
+    cluster = said["spec"]["rayClusterConfig"]
+    assert (cluster["rayVersion"], cluster["enableInTreeAutoscaling"]) == (manifest.RAY, True)
+    (workers,) = cluster["workerGroupSpecs"]
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (0, 0, 3)
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert {"name": manifest.HAPROXY, "value": "1"} in container["env"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {port["name"] for port in head["ports"]} == {"serve", "gcs-server", "dashboard", "client"}
+
+
+def test_the_release_is_the_one_that_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["ray"] == [f"ray[serve]=={manifest.RAY}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--min-replicas", "1"), "belong together"),
+        (("--replicas", "1", "--min-replicas", "1", "--max-replicas", "2"), "has no meaning with --min-replicas"),
+        (("-e", "SLIPWAY_IS_NOT_SET", "--print-config"), "SLIPWAY_IS_NOT_SET is not set here"),
+        (("--kuberay",), "--image"),
+        (("--model-dir", "/nowhere"), "slipway: "),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    said = run(*arguments)
+    assert said.exit_code == 2
+    assert message in " ".join(said.output.replace("│", " ").split())
