@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 PORT ?= 8080
-# Processes that run tests side by side, more than processors since tests wait for servers; 0: none but make's own.
-WORKERS ?= 3
+# Processes that run tests side by side; 0: none but make's own.
+WORKERS ?= 2
 # Of `chaos`, `fuzz`, `soak` and `overload`.
 MINUTES ?= 2
 SEED ?= 1
@@ -51,8 +51,9 @@ run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker e
 		--local-endpoint my-endpoint
 
 test: ## Everything that CI runs
-	@# Each fills the time in which others wait.
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=line lint unit live
+	@# The checks of lint fill the time in which unit tests wait.
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
+	$(MAKE) --no-print-directory live
 
 lint: install-dev ## Style, types, architecture
 	$(BIN)/ruff format --check .

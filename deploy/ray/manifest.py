@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 RAY = "2.60.0"
 """The release that this was run with; pyproject.toml has the same."""
 _IMPORT_PATH = "deploy.ray:application"
@@ -43,7 +41,7 @@ def ray_service(configuration: Mapping[str, Any], image: str, machines: tuple[in
         "kind": "RayService",
         "metadata": {"name": configuration["applications"][0]["name"]},
         "spec": {
-            "serveConfigV2": yaml.safe_dump(dict(configuration), sort_keys=False),
+            "serveConfigV2": as_yaml(configuration),
             "rayClusterConfig": {
                 "rayVersion": RAY,
                 "enableInTreeAutoscaling": least != most,
@@ -78,5 +76,7 @@ def _pod(
 
 def as_yaml(document: Mapping[str, Any]) -> str:
     """The document as YAML, in its own order."""
+    import yaml  # not needed by `slipway serve`, whose command line this is imported for as well
+
     text: str = yaml.safe_dump(dict(document), sort_keys=False)
     return text

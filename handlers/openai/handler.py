@@ -33,7 +33,6 @@ from handlers.contracts.openai.family import ALIASED, error_reply, refuse
 from handlers.contracts.protocol import (
     LONG_BODY,
     Call,
-    ContractError,
     Exchange,
     Reply,
     ReplyWriter,
@@ -185,13 +184,13 @@ class OpenAIHandler:
             running = RunningCall(self._queue, exchange, writer, call.request_id)
             try:
                 await running.submit()
+                return running
             except Overloaded as full:
                 self._queue.engine.meter.calls.count(0.0, failed=True)
-                raise ContractError(refuse(full), full.message) from None
+                writer.reply(refuse(full))  # not raised: `/invocations` has a writer that gives it LMI's form
+                return running
             except RequestError:
                 pass  # vLLM's front end says why
-            else:
-                return running
         if adapter is not None and call.body:
             call = with_model(call, adapter or self._model)
         held = OpenAICall(self._queue, any_model)

@@ -21,7 +21,7 @@ import psutil
 
 from tests.waiting import wait_until
 
-START_SECONDS = 400.0
+START_SECONDS = 550.0
 METRIC_SECONDS = 60.0
 
 
