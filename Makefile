@@ -17,7 +17,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live chaos fuzz soak overload bench bench-front-end gpu-proof image \
+.PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload bench bench-front-end gpu-proof image \
 	image-test lock clean
 
 help: ## Show this list
@@ -66,7 +66,10 @@ unit: install-dev ## Tests that start no engine
 	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
 
 live: install-dev ## Tests with the real engine and real clients
-	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m live
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not long"
+
+long: install-dev ## All tests of replicas on Ray Serve, also of those that end, come and change
+	$(BIN)/python -m pytest tests/live/test_ray_live.py
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 HANDLERS = ROOT / "tests" / "fixtures" / "handlers"
 START = 300.0
 """Seconds for replicas to come and go, on a busy machine."""
-STREAMS = 32
+STREAMS, TOKENS = 32, 2000
 
 
 class Cluster(Server):
@@ -53,9 +53,10 @@ class Cluster(Server):
         series = re.compile(rf'slipway_requests_total{{replica="(\w+)",route="{re.escape(route)}",status="200"}} (.+)')
         return {replica: float(count) for replica, count in series.findall(self.client.get("/metrics").text)}
 
-    def total(self, name: str) -> float:
-        """A metric, of all replicas."""
-        return sum(map(float, re.findall(rf"^{name}{{.*}} (.+)$", self.client.get("/metrics").text, re.MULTILINE)))
+    def each(self, name: str) -> dict[str, float]:
+        """A metric of each replica."""
+        found = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (.+)$', self.client.get("/metrics").text, re.MULTILINE)
+        return {replica: float(value) for replica, value in found}
 
     def replicas(self) -> set[str]:
         """The names of those that serve."""
@@ -154,12 +155,12 @@ def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it
 
 def test_a_stream_comes_as_it_is_generated_and_a_client_that_leaves_ends_it(cluster: Cluster) -> None:
     most = 12_000
-    before = cluster.total("slipway_generated_tokens_total")
+    before = sum(cluster.each("slipway_generated_tokens_total").values())
     document = {"inputs": "Once", "stream": True, "parameters": {"max_new_tokens": most, "ignore_eos_token": True}}
     with cluster.client.stream("POST", "/invocations", json=document) as response:
         assert next(response.iter_raw())
-    wait_until(lambda: cluster.total("slipway_engine_running") == 0, START)
-    assert cluster.total("slipway_generated_tokens_total") - before < most
+    wait_until(lambda: not any(cluster.each("slipway_engine_running").values()), START)
+    assert sum(cluster.each("slipway_generated_tokens_total").values()) - before < most
 
 
 def test_what_one_replica_alone_would_know_is_refused(cluster: Cluster) -> None:
@@ -199,13 +200,14 @@ def completion(cluster: Cluster, model: str) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
     cluster: Cluster,
 ) -> None:
     begun = threading.Semaphore(0)
 
     def stream(_: int) -> str:
-        parameters = {"max_new_tokens": 600, "ignore_eos_token": True}
+        parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True}
         document = {"inputs": "Once", "stream": True, "parameters": parameters}
         text = ""
         try:
@@ -217,22 +219,23 @@ def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_h
                     text += part
         except httpx.RemoteProtocolError:
             return "broken off"
-        return "complete" if len(records(text)) == 600 else text[-200:]
+        return "complete" if len(records(text)) == TOKENS else text[-200:]
 
-    name, process = next(iter(cluster.processes().items()))
     wanted = completion(cluster, "loud")
     with ThreadPoolExecutor(STREAMS) as threads:
         streams = threads.map(stream, range(STREAMS))
         for _ in range(STREAMS):
             assert begun.acquire(timeout=START)
-        os.kill(process, 9)
+        running = cluster.each("slipway_engine_running")
+        name = max(running, key=lambda replica: running[replica])
+        os.kill(cluster.processes()[name], 9)
         killed = time.monotonic()
         wait_until(lambda: len(cluster.replicas() - {name}) == 2, START, about=cluster.replicas)
         seconds = time.monotonic() - killed
         ended = collections.Counter(streams)
     print(f"{dict(ended)}; two replicas after {seconds:.1f} s")
-    assert set(ended) == {"complete", "broken off"}
-    assert STREAMS / 4 <= ended["broken off"] <= STREAMS * 3 / 4
+    assert set(ended) == {"complete", "broken off"}, running
+    assert ended["broken off"] <= running[name]
     before = cluster.requests("/v1/completions")
     assert {completion(cluster, "loud") for _ in range(6)} == {wanted}
     assert len(cluster.requests("/v1/completions")) == 2 >= len(before)
@@ -267,6 +270,7 @@ class Load:
             thread.join()
 
 
+@pytest.mark.long
 def test_an_update_to_another_model_refuses_nothing(cluster: Cluster, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "echo", tmp_path / "echo")
     old = cluster.replicas()
@@ -277,6 +281,7 @@ def test_an_update_to_another_model_refuses_nothing(cluster: Cluster, tmp_path: 
     assert cluster.client.post("/invocations", content=b"echo").content == b"echo"
 
 
+@pytest.mark.long
 def test_replicas_come_with_the_load_and_go_after_it_and_no_request_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "slow", tmp_path / "slow", "minWorkers=4\nmaxWorkers=4")
     delays = ("--upscale-delay", "1", "--downscale-delay", "2")
