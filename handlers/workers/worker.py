@@ -397,26 +397,28 @@ class _Process:
             OSError: the interpreter cannot be run.
         """
         ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=WINDOW)
-        output = _OutputLog(name)
-        pipe = await output.open()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(theirs.fileno()), str(os.getpid()), _SDK),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                cwd=plan.order.model_dir,
-                env=dict(plan.environment),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        except BaseException:
-            writer.transport.abort()
-            raise
-        finally:
-            theirs.close()
-            os.close(pipe)
+        command = (plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(theirs.fileno()), str(os.getpid()), _SDK)
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=WINDOW)
+            try:
+                output = _OutputLog(name)
+                pipe = await output.open()
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *command,
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=pipe,
+                        stderr=pipe,
+                        cwd=plan.order.model_dir,
+                        env=dict(plan.environment),
+                        pass_fds=(theirs.fileno(),),
+                        start_new_session=True,
+                    )
+                finally:
+                    os.close(pipe)
+            except BaseException:
+                writer.transport.abort()
+                raise
         return cls(process, (reader, writer), output)
 
     def send(self, frame: Frame) -> None:
@@ -467,7 +469,11 @@ class _OutputLog:
         reader, writer = os.pipe()
         protocol = asyncio.StreamReaderProtocol(self._stream)
         loop = asyncio.get_running_loop()
-        self._pipe, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(reader, "rb", 0))
+        try:
+            self._pipe, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(reader, "rb", 0))
+        except BaseException:  # such as the end of a load that is given up
+            os.close(writer)
+            raise
         self._reading = asyncio.create_task(self._read())
         return writer
 
