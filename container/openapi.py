@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from handlers import errors
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family, Forwards, Operation, Route, Tells
 from handlers.contracts.lmi import adapters as lmi_adapters
@@ -24,21 +25,7 @@ from handlers.contracts.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
 from handlers.contracts.openai.family import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, either, struct
-from handlers.errors import (
-    AdapterConflict,
-    AdapterFailed,
-    BodyTimeout,
-    BodyTooLarge,
-    GenerationFailed,
-    InvalidRequest,
-    NoRoomForAdapter,
-    NotReady,
-    NotServed,
-    Overloaded,
-    RequestError,
-    UnknownAdapter,
-    UnknownModel,
-)
+from handlers.errors import RequestError
 from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
@@ -55,28 +42,28 @@ Answers = Mapping[str, tuple[str, Mapping[str, Schema]]]
 """By status: what it means, and the body's schema by media type."""
 Meanings = tuple[tuple[RequestError, str], ...]
 
-_INVALID: Meanings = ((InvalidRequest(""), "The request is wrong"),)
+_INVALID: Meanings = ((errors.InvalidRequest(""), "The request is wrong"),)
 _UNREAD: Meanings = (
-    (BodyTimeout(""), "The body's rest does not come"),
-    (BodyTooLarge(""), "The body is too large"),
+    (errors.BodyTimeout(""), "The body's rest does not come"),
+    (errors.BodyTooLarge(""), "The body is too large"),
 )
 _UNSERVED: Meanings = (
-    (UnknownModel("", ""), "Unknown model"),
-    (NotServed(""), "The model cannot do this"),
-    (NotReady(""), "The model is not ready"),
+    (errors.UnknownModel("", ""), "Unknown model"),
+    (errors.NotServed(""), "The model cannot do this"),
+    (errors.NotReady(""), "The model is not ready"),
 )
 _NOT_GENERATED: Meanings = (
-    (Overloaded(""), "The queue is full"),
-    (GenerationFailed(""), "Generation failed"),
+    (errors.Overloaded(""), "The queue is full"),
+    (errors.GenerationFailed(""), "Generation failed"),
 )
 _OF_ADAPTERS: Meanings = (
     *_INVALID,
     *_UNREAD,
     *_UNSERVED,
-    (UnknownAdapter(""), "There is no such adapter"),
-    (AdapterConflict(""), "The adapter is registered, or the order contradicts itself"),
-    (AdapterFailed(""), "The adapter cannot be loaded"),
-    (NoRoomForAdapter(""), "All adapters that the engine holds are in use"),
+    (errors.UnknownAdapter(""), "There is no such adapter"),
+    (errors.AdapterConflict(""), "The adapter is registered, or the order contradicts itself"),
+    (errors.AdapterFailed(""), "The adapter cannot be loaded"),
+    (errors.NoRoomForAdapter(""), "All adapters that the engine holds are in use"),
 )
 
 _PAGES = {
@@ -156,10 +143,10 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
                     yield method, route.path, family.name, _with(route.about, _errors(family, route))
 
 
-def _with(about: Operation, errors: Answers) -> Operation:
+def _with(about: Operation, further: Answers) -> Operation:
     """The operation with these answers as well; what it says itself of a status goes first."""
     answers = dict(about.answers)
-    for status, (meaning, bodies) in errors.items():
+    for status, (meaning, bodies) in further.items():
         own, described = answers.get(status, (meaning, {}))
         answers[status] = own, {**bodies, **described}
     return replace(about, answers=answers)
@@ -177,13 +164,13 @@ def _errors(family: Family, route: Route) -> Answers:
         meanings += _UNSERVED
     if not isinstance(route, Tells):
         meanings += _NOT_GENERATED
-    errors = _refusals(family.refuse, meanings, family.error)
+    answers = _refusals(family.refuse, meanings, family.error)
     if family.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
-        return errors
+        return answers
     # A parameter of another kind, such as a version that is no number, makes a path that nothing serves.
-    meaning, bodies = errors.get("404", ("There is nothing", {}))
+    meaning, bodies = answers.get("404", ("There is nothing", {}))
     unserved = family.not_found(Call(body=b"", request_id="", path=route.path))
-    return {**errors, "404": (meaning, {**bodies, **_body(unserved, family.error)})}
+    return {**answers, "404": (meaning, {**bodies, **_body(unserved, family.error)})}
 
 
 def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schema: Schema = OBJECT) -> Answers:

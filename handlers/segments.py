@@ -10,15 +10,25 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from threading import Lock
 
 from tokenizers import Tokenizer
 
+LONG_TEXT = 4096
+"""Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
 _MOST_CHARACTERS = 16 * 1024 * 1024
 """Of all segments that are kept; their ids take about as many bytes."""
-_LONG = 4096
-"""Characters that are worth giving up the interpreter's lock for."""
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    """Return the token ids of each text. `special`: with the special tokens that the model wants around it."""
+    if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and every other thread with it
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+    else:
+        encodings = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    return [encoding.ids for encoding in encodings]
 
 
 class SegmentTokenizer:
@@ -59,12 +69,8 @@ class SegmentTokenizer:
             return ids
 
     def _tokenized(self, segments: list[str]) -> dict[str, array[int]]:
-        encode = self._tokenizer.encode
-        if sum(map(len, segments)) > _LONG:  # `encode` would hold the interpreter's lock
-            encodings = self._tokenizer.encode_batch_fast(segments, add_special_tokens=False)
-        else:
-            encodings = [encode(segment, add_special_tokens=False) for segment in segments]
-        found = {segment: array("I", encoding.ids) for segment, encoding in zip(segments, encodings, strict=True)}
+        tokenized = encode_all(self._tokenizer, segments, special=False)
+        found = {segment: array("I", ids) for segment, ids in zip(segments, tokenized, strict=True)}
         with self._lock:
             for segment, ids in found.items():
                 if self._known.setdefault(segment, ids) is ids:
