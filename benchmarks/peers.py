@@ -1,4 +1,4 @@
-"""What is compared: Slipway, vLLM's own API server, in Python and in Rust, Triton, and the bare engine.
+"""What is compared: Slipway, alone and on Ray Serve, vLLM's server in Python and in Rust, Triton, and the bare engine.
 
 All have the same engine arguments, or the same script (`benchmarks.scripted_engine`) instead of a model. Each is a
 server in a process group of its own, so that all of it can be paused, stopped and accounted for.
@@ -39,7 +39,7 @@ LOGPROBS = "+logprobs"
 """Ends the name of a variant whose streams carry log probabilities."""
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 30.0
 GRACE_S = 30.0
 """Time for a load's process to start and to end, beside the load's own limit."""
 LOG_TAIL_LINES = 30
@@ -163,8 +163,8 @@ class Server:
 
     def stop(self) -> None:
         """Terminate the process, then kill what is left of its group."""
-        self._signal_group(signal.SIGTERM)
         self.resume()
+        self._process.terminate()  # the process alone: Ray's needs its children to stop in order
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
         self._signal_group(signal.SIGKILL)
@@ -433,6 +433,7 @@ class Slipway(HttpPeer):
     """Slipway, asked in one contract or several."""
 
     name = "slipway"
+    program: ClassVar[tuple[str, str]] = "container", "serve"
     ready_path = "/ping"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
@@ -440,7 +441,7 @@ class Slipway(HttpPeer):
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine))
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
-        return module(engine, work_dir, "container", "serve", "--model-dir", str(model_dir), *address)
+        return module(engine, work_dir, *self.program, "--model-dir", str(model_dir), *address)
 
     def variants(self, stream: bool) -> list[str]:
         names: list[str] = []
@@ -452,6 +453,18 @@ class Slipway(HttpPeer):
 
     def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
         return CONTRACTS[contract_of(variant) or "lmi"]
+
+
+class Ray(Slipway):
+    """Slipway on Ray Serve: one replica behind Serve's proxy, on a cluster of its own."""
+
+    name = "ray"
+    program = "deploy", "ray"
+
+    def missing(self, engine: Engine) -> str:
+        if engine.step_ms is not None:
+            return "its front end is several processes, which are not on one processor"
+        return "" if importlib.util.find_spec("ray") else "Ray is not installed (slipway[ray])"
 
 
 class Vllm(HttpPeer):
@@ -556,7 +569,7 @@ class Bare(Peer):
         return line
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Vllm, Rust, Triton, Bare)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Ray, Vllm, Rust, Triton, Bare)}
 
 
 def command_line(arguments: EngineArguments) -> list[str]:

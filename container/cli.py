@@ -114,7 +114,7 @@ def read_startup(model_dir: str | None, port: int | None, host: str | None, mode
 
 
 def serve_command() -> None:
-    """The console script `serve`, as SageMaker starts the container: `docker run <image> serve`."""
+    """The image's command `serve`, as SageMaker starts the container: `docker run <image> serve`."""
     app(["serve", *sys.argv[1:]])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import logging.config
@@ -13,6 +14,7 @@ from typing import Any
 
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
+_ACCESS = logging.getLogger("slipway.access")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What ends lines, or moves a terminal's cursor; and what no encoding has."""
 
@@ -21,8 +23,8 @@ def _escaped(character: re.Match[str]) -> str:
     return character.group().encode("unicode_escape").decode("ascii")
 
 
-def _timestamp(record: logging.LogRecord) -> str:
-    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
+def _timestamp(created: float) -> str:
+    return f"{_second(int(created))}.{int(created % 1 * 1000):03d}Z"
 
 
 @lru_cache(maxsize=1)
@@ -35,11 +37,12 @@ class PlainFormatter(logging.Formatter):
 
     def __init__(self, replica: str = "") -> None:
         """`replica`: the name of this process among others that serve the same."""
-        super().__init__(_PLAIN, defaults={"replica": f"{replica} " if replica else ""})
+        self._replica = f"{replica} " if replica else ""
+        super().__init__(_PLAIN, defaults={"replica": self._replica})
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         """UTC with milliseconds."""
-        return _timestamp(record)
+        return _timestamp(record.created)
 
     def format(self, record: logging.LogRecord) -> str:
         """Add the request's id where there is one."""
@@ -53,6 +56,12 @@ class PlainFormatter(logging.Formatter):
             record.message = _CONTROL.sub(_escaped, record.message)
         return super().formatMessage(record)
 
+    def access(self, created: float, message: str, identity: str) -> str:
+        """A line of the access log, as `format` would make it."""
+        if not message.isprintable():
+            message = _CONTROL.sub(_escaped, message)
+        return f"{_timestamp(created)} INFO    {self._replica}{_ACCESS.name} [{identity}]: {message}"
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object for each record, with a traceback in one string."""
@@ -65,7 +74,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Time, level, logger, message and, where there are any, the replica and the request's id."""
         fields: dict[str, Any] = {
-            "time": _timestamp(record),
+            "time": _timestamp(record.created),
             "level": record.levelname.lower(),
             **self._replica,
             "logger": record.name,
@@ -76,6 +85,45 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
+
+    def access(self, created: float, message: str, identity: str) -> str:
+        """A line of the access log, as `format` would make it."""
+        fields = {"time": _timestamp(created), "level": "info", **self._replica, "logger": _ACCESS.name}
+        return json.dumps(fields | {"message": message, "request_id": identity}, ensure_ascii=False)
+
+
+class AccessLog:
+    """A line for each request, written with the others of its turn of the event loop.
+
+    They are made past `logging`, which would take a fifth of the time of a request for one token.
+    """
+
+    def __init__(self) -> None:
+        self.handler: logging.StreamHandler[Any] | None = None
+        """What writes the other lines; its formatter is one of ours. None: nothing is logged."""
+        self._lines: list[str] = []
+
+    def add(self, message: str, identity: str) -> None:
+        """Log a request with this id. To be called in the event loop."""
+        handler = self.handler
+        if handler is None or not _ACCESS.isEnabledFor(logging.INFO):
+            return
+        if not self._lines:
+            asyncio.get_running_loop().call_soon(self._write, handler)
+        self._lines.append(handler.formatter.access(time.time(), message, identity))  # type: ignore[union-attr]
+
+    def _write(self, handler: logging.StreamHandler[Any]) -> None:
+        lines, self._lines = self._lines, []
+        handler.acquire()
+        try:
+            handler.stream.write("\n".join([*lines, ""]))
+            handler.flush()
+        finally:
+            handler.release()
+
+
+access_log = AccessLog()
+"""Of this process."""
 
 
 def configuration(log_format: str, level: str, replica: str = "") -> dict[str, Any]:
@@ -96,6 +144,7 @@ def configuration(log_format: str, level: str, replica: str = "") -> dict[str, A
 def configure(log_format: str, level: str, replica: str = "") -> None:
     """Set up logging in this process."""
     logging.config.dictConfig(configuration(log_format, level, replica))
+    (access_log.handler,) = logging.getLogger().handlers  # type: ignore[assignment]
     logging.captureWarnings(True)
 
 

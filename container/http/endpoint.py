@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, Send
+from container.logs import access_log
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
@@ -133,7 +134,10 @@ class Endpoint:
         state.counts.count(self._route, status, seconds)
         if state.error_rates.limited and state.models.loaded:  # before that, refusals are no errors
             state.error_rates.count(status)
-        log_request(scope, identity, status, seconds, reply.bytes_sent)
+        # Never a query, a prompt or an answer; the path as it was sent, since a decoded one may have line ends.
+        path = scope["raw_path"].decode("ascii", "backslashreplace")
+        size = reply.bytes_sent
+        access_log.add(f"{scope['method']} {path} {status} {seconds * 1000:.1f} ms {size} bytes", identity)
 
     async def _serve(
         self, scope: Scope, headers: dict[bytes, bytes], identity: str, receive: Receive, reply: HttpReply
@@ -213,20 +217,6 @@ def handed_to(handler_of: Callable[[Service], Handler]) -> Answer:
         return await handler.handle(call, reply)
 
     return answer
-
-
-def log_request(scope: dict[str, Any], request_id: str, status: int, seconds: float, size: int) -> None:
-    """Log method, path, status, duration and size; never a query string, a prompt or an answer."""
-    logger.info(
-        "%s %s %d %.1f ms %d bytes",
-        scope["method"],
-        # As it was sent: decoded it may have line ends, and forge lines of this log.
-        scope["raw_path"].decode("ascii", "backslashreplace"),
-        status,
-        seconds * 1000,
-        size,
-        extra={"request_id": request_id},
-    )
 
 
 def request_id(header: bytes | None) -> str:

@@ -43,6 +43,7 @@ project() {
 programs() {
     mkdir "$prefix/libexec"
     cp container/image/*.py container/image/cuda-compat.sh "$prefix/libexec/"
+    cp container/image/serve "$prefix/bin/"
 }
 
 "$@"

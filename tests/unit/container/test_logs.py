@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -9,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from container.logs import JsonFormatter, PlainFormatter
+from container.logs import AccessLog, JsonFormatter, PlainFormatter
 
 
 def _line(message: str, **more: Any) -> str:
@@ -41,6 +45,42 @@ def test_replicas_have_their_names_in_every_line() -> None:
     assert PlainFormatter("r1").format(record).endswith(" INFO    r1 n [id]: said")
     assert json.loads(JsonFormatter("r1").format(record))["replica"] == "r1"
     assert "replica" not in json.loads(JsonFormatter().format(record))
+
+
+@pytest.mark.parametrize("formatter", [PlainFormatter(), PlainFormatter("r1"), JsonFormatter(), JsonFormatter("r1")])
+@given(created=st.floats(0, 4e9), message=st.text(), identity=st.text('abc0-"\\\\', min_size=1))
+def test_the_access_log_has_the_lines_that_logging_would_make(
+    formatter: PlainFormatter | JsonFormatter, created: float, message: str, identity: str
+) -> None:
+    record = logging.makeLogRecord(
+        {"name": "slipway.access", "levelname": "INFO", "msg": "%s", "args": (message,), "request_id": identity}
+        | {"created": created, "msecs": created % 1 * 1000}
+    )
+    assert formatter.access(created, message, identity) == formatter.format(record)
+
+
+@pytest.mark.asyncio
+async def test_the_lines_of_one_turn_are_written_together_and_those_of_a_level_that_is_off_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writes: list[str] = []
+    log = AccessLog()
+    log.add("GET /none", "0")  # nobody has said where to
+    log.handler = logging.StreamHandler(Mock(write=writes.append))
+    log.handler.setFormatter(PlainFormatter())
+    with caplog.at_level("INFO", "slipway.access"):
+        log.add("GET /a", "1")
+        log.add("GET /b", "2")
+        await asyncio.sleep(0)
+        log.add("GET /c", "3")
+        await asyncio.sleep(0)
+    with caplog.at_level("WARNING", "slipway.access"):
+        log.add("GET /d", "4")
+        await asyncio.sleep(0)
+    assert [[line.partition(" [")[2] for line in text.splitlines()] for text in writes] == [
+        ["1]: GET /a", "2]: GET /b"],
+        ["3]: GET /c"],
+    ]
 
 
 CONFIGURED = """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
+import re
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from container.app import create_app
+from container.logs import PlainFormatter, access_log
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Models, State
 from container.settings.settings import ServerSettings, Settings
@@ -353,23 +357,30 @@ async def test_the_api_description_shows_every_family(starting: httpx.AsyncClien
 
 
 async def test_a_full_queues_refusal_is_one_line_of_the_log_and_a_wrong_bodys_is_two(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lifecycle, client = make()
     with_engine(lifecycle)
     assert lifecycle.service is not None
     assert lifecycle.service.queue is not None
+    handler = logging.StreamHandler(written := io.StringIO())
+    handler.setFormatter(PlainFormatter())
+    monkeypatch.setattr(access_log, "handler", handler)
     with caplog.at_level("INFO", "slipway.access"):
         async with client:
             assert (await client.post("/invocations", json=[])).status_code == 424
-            wrong, _ = [record.getMessage() for record in caplog.records]
+            (wrong,) = [record.getMessage() for record in caplog.records]
             assert wrong.startswith("refused: ")
             caplog.clear()
             lifecycle.service.queue.open_sequences = lifecycle.service.queue.limit
             full = await client.post("/invocations", json={"inputs": "a"})
             assert (full.status_code, full.headers["retry-after"]) == (503, "1")
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("POST /invocations 503 ")
+        await asyncio.sleep(0)  # the lines are written at the end of the turn
+    assert not caplog.records
+    assert re.findall(r"\]: (POST /invocations \d+) [\d.]+ ms \d+ bytes\n", written.getvalue()) == [
+        "POST /invocations 424",
+        "POST /invocations 503",
+    ]
 
 
 async def test_others_are_answered_while_the_api_description_is_made() -> None:
