@@ -69,7 +69,7 @@ live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not long"
 
 long: install-dev ## All tests of replicas on Ray Serve, also of those that end, come and change
-	$(BIN)/python -m pytest tests/live/test_ray_live.py
+	$(BIN)/python -m pytest tests/live/test_ray_live.py tests/live/test_ray_deploy_live.py
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
