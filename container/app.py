@@ -86,6 +86,7 @@ class Routes:
             path = unquote(_ENCODED_SLASH.sub(_SLASH_OF_NAME, scope["raw_path"].decode("ascii")))
         methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
+            scope["app"] = self  # Starlette's key: a mounted application may call the container's own routes
             application = self._mounted(path)
         else:
             application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)

@@ -1,4 +1,4 @@
-"""Asynchronous invocations: a bounded queue, a few workers, and results in a folder or an S3 bucket."""
+"""Asynchronous invocations: a bounded queue, a few calls at a time, and results in a folder or an S3 bucket."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from deploy.local.errors import (
@@ -20,7 +20,7 @@ from deploy.local.errors import (
     service_unavailable,
     validation_error,
 )
-from deploy.local.invocation import Answer, Invocation, Invoker
+from deploy.local.invocation import Invocation, invoke
 from deploy.local.parameters import Headers
 
 if TYPE_CHECKING:
@@ -38,136 +38,106 @@ MAX_PAYLOAD = 1 << 30
 
 _S3 = "s3://"
 _TTL_SECONDS, _TIMEOUT_SECONDS = 21600, 900
-_PASSING = frozenset({"ModelNotReadyException", "ServiceUnavailable"})
 _AGAIN_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A call in the queue."""
-
-    invocation: Invocation
-    input_location: str | None
-    output: str
-    """Location of the result."""
-    failure: str
-    """Location of the error, where there is no result."""
-    expires: float
-    """On the monotonic clock."""
-    timeout: int
+_INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
 
 
 class AsyncInvocations:
     """Accepts calls now and makes them later, in order."""
 
-    def __init__(self, invoker: Invoker, place: str) -> None:
+    def __init__(self, place: str) -> None:
         """`place`: a folder, or `s3://bucket/prefix`, for the results."""
-        self._invoker = invoker
         self._place = place.rstrip("/") if place.startswith(_S3) else Path(place).resolve().as_uri()
-        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(QUEUE_SIZE)
-        self._workers: list[asyncio.Task[None]] = []
+        self._running = asyncio.Semaphore(WORKERS)
+        self._calls: set[asyncio.Task[None]] = set()
 
-    def accept(self, invocation: Invocation) -> tuple[str, Headers]:
+    def accept(self, call: Invocation) -> tuple[str, Headers]:
         """Queue a call. Returns its inference id, and headers with the places of its result and of its error.
 
         Raises:
             RuntimeApiError: ValidationError, a parameter is wrong; ServiceUnavailable, the queue is full.
         """
-        inference_id = invocation.parameters.values.get("InferenceId")
-        if inference_id is None:
-            inference_id = str(uuid.uuid4())
-            forwarded = (*invocation.parameters.forwarded, ("x-amzn-sagemaker-inference-id", inference_id))
-            invocation = replace(invocation, parameters=replace(invocation.parameters, forwarded=forwarded))
-        call = self._waiting(invocation)
-        try:
-            self._queue.put_nowait(call)
-        except asyncio.QueueFull:
-            raise service_unavailable(
-                f"Endpoint {invocation.endpoint} has {QUEUE_SIZE} asynchronous calls waiting and takes no more."
-            ) from None
-        if not self._workers:
-            self._workers = [asyncio.create_task(self._work()) for _ in range(WORKERS)]
-        headers = [
-            (b"x-amzn-sagemaker-outputlocation", call.output.encode("ascii")),
-            (b"x-amzn-sagemaker-failurelocation", call.failure.encode("ascii")),
-        ]
-        return inference_id, headers
-
-    async def close(self) -> None:
-        """End the workers. Unfinished calls are lost."""
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-
-    def _waiting(self, invocation: Invocation) -> _Waiting:
-        parameters = invocation.parameters
-        location = parameters.values.get("InputLocation")
-        if location is None and not invocation.body:
+        given = call.parameters.values
+        location, extension = given.get("InputLocation"), given.get("S3OutputPathExtension") or ""
+        if location is None and not call.body:
             raise validation_error("One of InputLocation and Body is required.")
-        if location is not None and invocation.body:
+        if location is not None and call.body:
             raise validation_error("InputLocation and Body cannot be given together.")
         if location is not None and not (location.startswith(_S3) and all(split_s3(location))):
             raise validation_error(f"InputLocation {location} is not supported here; expected s3://bucket/key.")
-        extension = parameters.values.get("S3OutputPathExtension") or ""
         folders = [segment for segment in extension.split("/") if segment]
         if not {".", ".."}.isdisjoint(folders):
             constraint = "Member must not contain . or .. as a segment"
             raise constraint_violation("S3OutputPathExtension", extension, constraint)
-        identity = str(uuid.uuid4())
-        key = "/".join([*folders, parameters.values.get("Filename") or f"{identity}.out"])
-        return _Waiting(
-            invocation=invocation,
-            input_location=location,
-            output=self._location(key),
-            failure=self._location(f"async-endpoint-failures/{invocation.endpoint}/{identity}-error.out"),
-            expires=time.monotonic() + int(parameters.values.get("RequestTTLSeconds") or _TTL_SECONDS),
-            timeout=int(parameters.values.get("InvocationTimeoutSeconds") or _TIMEOUT_SECONDS),
-        )
+        if len(self._calls) >= QUEUE_SIZE + WORKERS:
+            raise service_unavailable(
+                f"Endpoint {call.endpoint} has {QUEUE_SIZE} asynchronous calls waiting and takes no more."
+            )
+        inference_id, identity = given.get("InferenceId") or str(uuid.uuid4()), str(uuid.uuid4())
+        output = self._location("/".join([*folders, given.get("Filename") or f"{identity}.out"]))
+        failure = self._location(f"async-endpoint-failures/{call.endpoint}/{identity}-error.out")
+        if "InferenceId" not in given:
+            call = replace(call, headers=[*call.headers, (_INFERENCE_ID, inference_id.encode())])
+        task = asyncio.create_task(self._run(replace(call, receive=_forever), location, output, failure))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return inference_id, [
+            (b"x-amzn-sagemaker-outputlocation", output.encode("ascii")),
+            (b"x-amzn-sagemaker-failurelocation", failure.encode("ascii")),
+        ]
+
+    async def close(self) -> None:
+        """Give up all calls that are not finished."""
+        for task in self._calls:
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
     def _location(self, key: str) -> str:
         return f"{self._place}/{key if self._place.startswith(_S3) else quote(key)}"
 
-    async def _work(self) -> None:
-        while True:
-            call = await self._queue.get()
-            try:
-                await self._run(call)
-            except RuntimeApiError as error:
-                await self._fail(call, error)
-            except StoreError as error:
-                await self._fail(call, validation_error(str(error)))
-            except Exception:
-                logger.exception("asynchronous call failed: %s", call.output)
-                await self._fail(call, internal_failure())
-
-    async def _run(self, call: _Waiting) -> None:
-        if time.monotonic() > call.expires:
-            raise validation_error("The request expired while it waited (RequestTTLSeconds).")
-        invocation = call.invocation
-        if call.input_location is not None:
-            body = await asyncio.to_thread(_read_input, call.input_location)
-            invocation = replace(invocation, body=body)
-        answer = await self._invoke(invocation, call)
-        content_type = dict(answer.headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
-        await asyncio.to_thread(_write, call.output, answer.body, content_type)
-        logger.info("asynchronous call succeeded: %s", call.output)
-
-    async def _invoke(self, invocation: Invocation, call: _Waiting) -> Answer:
-        """The answer. While the container is not there yet the call is tried again, until it expires."""
-        while True:
-            try:
-                return await self._invoker.invoke(invocation, call.timeout, MAX_PAYLOAD)
-            except RuntimeApiError as error:
-                if error.name not in _PASSING or time.monotonic() > call.expires:
-                    raise
-            await asyncio.sleep(_AGAIN_SECONDS)
-
-    async def _fail(self, call: _Waiting, error: RuntimeApiError) -> None:
-        logger.warning("asynchronous call failed: %s: %s", call.failure, error.message)
+    async def _run(self, call: Invocation, location: str | None, output: str, failure: str) -> None:
+        expires = time.monotonic() + int(call.parameters.values.get("RequestTTLSeconds") or _TTL_SECONDS)
         try:
-            await asyncio.to_thread(_write, call.failure, error.body(), "application/json")
-        except StoreError as failure:
-            logger.error("%s", failure)
+            async with self._running:
+                if location is not None:
+                    call = replace(call, body=await asyncio.to_thread(_read_input, location))
+                await _invoke(call, expires, output)
+            logger.info("asynchronous call succeeded: %s", output)
+            return
+        except RuntimeApiError as error:
+            failed = error
+        except StoreError as error:
+            failed = validation_error(str(error))
+        except Exception:
+            logger.exception("asynchronous call failed: %s", output)
+            failed = internal_failure()
+        logger.warning("asynchronous call failed: %s: %s", failure, failed.message)
+        try:
+            await asyncio.to_thread(_write, failure, failed.body(), "application/json")
+        except StoreError as error:
+            logger.error("%s", error)
+
+
+async def _invoke(call: Invocation, expires: float, output: str) -> None:
+    """Make the call and write its answer. While the model is loading it is tried again, until it expires."""
+    timeout = int(call.parameters.values.get("InvocationTimeoutSeconds") or _TIMEOUT_SECONDS)
+    while time.monotonic() <= expires:
+        try:
+            answer = await invoke(call, timeout, MAX_PAYLOAD)
+        except RuntimeApiError as error:
+            if error.name != "ModelNotReadyException":
+                raise
+            await asyncio.sleep(_AGAIN_SECONDS)
+            continue
+        content_type = dict(answer.headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
+        await asyncio.to_thread(_write, output, answer.body, content_type)
+        return
+    raise validation_error("The request expired while it waited (RequestTTLSeconds).")
+
+
+async def _forever() -> Any:
+    """ASGI's `receive` of a client that never leaves."""
+    await asyncio.Event().wait()
 
 
 class StoreError(Exception):
@@ -198,16 +168,13 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         StoreError: it cannot be written.
     """
-    unfinished: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(unfinished, path)
+        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as unfinished:
+            whole = Path(unfinished, "result")
+            whole.write_bytes(data)
+            os.replace(whole, path)
     except OSError as error:
-        if unfinished is not None:
-            Path(unfinished).unlink(missing_ok=True)
         raise StoreError(f"{path} cannot be written: {error.strerror}") from error
 
 

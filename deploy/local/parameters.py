@@ -26,12 +26,12 @@ class Api(Enum):
 
 
 _TO_CONTAINER = {
-    "ContentType": "content-type",
-    "Accept": "accept",
-    "CustomAttributes": "x-amzn-sagemaker-custom-attributes",
-    "InferenceId": "x-amzn-sagemaker-inference-id",
-    "TargetModel": "x-amzn-sagemaker-target-model",
-    "SessionId": "x-amzn-sagemaker-session-id",
+    "ContentType": b"content-type",
+    "Accept": b"accept",
+    "CustomAttributes": b"x-amzn-sagemaker-custom-attributes",
+    "InferenceId": b"x-amzn-sagemaker-inference-id",
+    "TargetModel": b"x-amzn-sagemaker-target-model",
+    "SessionId": b"x-amzn-sagemaker-session-id",
 }
 """The parameters that the container gets, and their headers."""
 _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
@@ -102,7 +102,7 @@ class Parameters:
     api: Api
     values: Mapping[str, str]
     """Those that were given, by their names in the service model, such as `TargetModel`."""
-    forwarded: tuple[tuple[str, str], ...]
+    forwarded: Headers
     """Headers for the container."""
 
 
@@ -114,7 +114,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}
-    forwarded = [("X-Amzn-SageMaker-Forwarded-Api", api.value)]
+    forwarded = [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
     for name, parameter in _parameters(api).items():
         value = given.get(parameter.header)
         if value is None:
@@ -122,8 +122,8 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
         parameter.check(value)
         values[name] = value
         if name in _TO_CONTAINER:
-            forwarded.append((_TO_CONTAINER[name], value))
-    return Parameters(api, values, tuple(forwarded))
+            forwarded.append((_TO_CONTAINER[name], value.encode("latin-1")))
+    return Parameters(api, values, forwarded)
 
 
 VARIANT = "AllTraffic"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from deploy.local.asynchronous import WORKERS, StoreError, split_s3, write_file
-from tests.unit.deploy.local.local_endpoint import ScriptedContainer, Seen, always, answer, local_endpoint
+from tests.unit.deploy.local.local_endpoint import ScriptedContainer, Seen, Send, answering, local_endpoint, silent
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -32,7 +32,7 @@ def names(directory: Path) -> list[str]:
 
 
 async def test_an_answer_comes_to_the_folder_and_the_container_gets_an_id(tmp_path: Path) -> None:
-    container = ScriptedContainer(always(answer("200 OK", b"done")))
+    container = ScriptedContainer(answering(200, b"done"))
     async with local_endpoint(container, async_output=str(tmp_path)) as client:
         headers = {f"{X}content-type": "text/plain", f"{X}accept": "text/csv", "content-type": "not/this"}
         response = await client.post(ASYNC, content=b"body", headers=headers)
@@ -45,15 +45,15 @@ async def test_an_answer_comes_to_the_folder_and_the_container_gets_an_id(tmp_pa
 
 
 async def test_an_answer_may_be_larger_than_that_of_a_real_time_call(tmp_path: Path) -> None:
-    container = ScriptedContainer(always(answer("200 OK", b"x" * 2000)))
+    container = ScriptedContainer(answering(200, b"x" * 2000))
     async with local_endpoint(container, async_output=str(tmp_path), max_payload=1000) as client:
         assert await result(await client.post(ASYNC, content=b"x"), "outputlocation") == b"x" * 2000
 
 
 async def test_a_call_has_its_own_time_limit_and_fails_in_the_other_place(tmp_path: Path) -> None:
-    async def slow(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def slow(seen: Seen, send: Send) -> None:
         await asyncio.sleep(1.5)
-        writer.write(answer("200 OK", b"late"))
+        await answering(200, b"late")(seen, send)
 
     async with local_endpoint(ScriptedContainer(slow), async_output=str(tmp_path), answer_timeout=0.1) as client:
         patient = await client.post(ASYNC, content=b"x")
@@ -66,23 +66,18 @@ async def test_a_call_waits_for_a_container_that_is_still_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.local.asynchronous._AGAIN_SECONDS", 0.05)
-    loading = b"HTTP/1.1 503 X\r\ncontent-length: 0\r\n\r\n"
-    container = ScriptedContainer(always(answer("200 OK", b"done")), ping=loading)
+    container = ScriptedContainer(answering(503), ping=503)
     async with local_endpoint(container, async_output=str(tmp_path)) as client:
         response = await client.post(ASYNC, content=b"x")
         await until(lambda: container.pings > 2)
-        assert (names(tmp_path), container.seen) == ([], [])
-        container.ping = answer()
+        assert names(tmp_path) == []
+        container.script = answering(200, b"done")
         assert await result(response, "outputlocation") == b"done"
 
 
 async def test_a_full_queue_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.local.asynchronous.QUEUE_SIZE", 1)
-
-    async def never(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    container = ScriptedContainer(never)
+    container = ScriptedContainer(silent)
     async with local_endpoint(container, async_output=str(tmp_path)) as client:
         statuses = []
         for _ in range(6):
@@ -110,7 +105,7 @@ async def test_a_full_queue_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 async def test_a_wrong_call_is_refused_at_once(
     tmp_path: Path, headers: dict[str, str], body: bytes, message: str
 ) -> None:
-    async with local_endpoint(ScriptedContainer(always(answer())), async_output=str(tmp_path / "out")) as client:
+    async with local_endpoint(ScriptedContainer(answering()), async_output=str(tmp_path / "out")) as client:
         response = await client.post(ASYNC, content=body, headers={X + name: value for name, value in headers.items()})
     assert (response.status_code, response.headers["x-amzn-errortype"]) == (400, "ValidationError")
     assert message in response.json()["Message"]
@@ -118,7 +113,7 @@ async def test_a_wrong_call_is_refused_at_once(
 
 
 async def test_inline_bodies_have_a_limit_of_their_own(tmp_path: Path) -> None:
-    async with local_endpoint(ScriptedContainer(always(answer())), async_output=str(tmp_path)) as client:
+    async with local_endpoint(ScriptedContainer(answering()), async_output=str(tmp_path)) as client:
         response = await client.post(ASYNC, content=b"x" * 128_001)
     assert response.json() == {"Message": "HTTP content length exceeded 128000 bytes."}
     assert response.status_code == 413
@@ -132,7 +127,7 @@ async def test_a_folder_that_cannot_be_written_is_said_and_leaves_nothing(tmp_pa
 
 
 async def test_the_error_of_a_failed_call_is_json(tmp_path: Path) -> None:
-    async with local_endpoint(ScriptedContainer(always(answer("400 X", b"no"))), async_output=str(tmp_path)) as client:
+    async with local_endpoint(ScriptedContainer(answering(400, b"no")), async_output=str(tmp_path)) as client:
         failure = json.loads(await result(await client.post(ASYNC, content=b"x"), "failurelocation"))
     assert (failure["OriginalStatusCode"], failure["OriginalMessage"]) == (400, "no")
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.local.invocation import payload_part
+from deploy.local.event_stream import payload_part
 from deploy.sagemaker import invoke
 from deploy.sagemaker.aws import Aws
 

@@ -1,16 +1,13 @@
-"""`slipway local` before a container: headers on the wire, slow and dying containers, signals, S3.
+"""The local endpoint of a container with a custom handler: headers on the wire, clients that leave, signals, S3.
 
-The model is a custom handler, so that what happens in the container is the test's to say.
+What happens in the container is the test's to say.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,24 +19,23 @@ from urllib.parse import urlencode
 import boto3
 import pytest
 from botocore.config import Config
-from botocore.exceptions import ClientError, EventStreamError
+from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
 
-from tests.live.local_command import local_command
 from tests.live.server import Server
 from tests.waiting import wait_until
 
 ECHO = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
 FORM = "application/x-www-form-urlencoded"
 NAME = "my-endpoint"
+BASE = {"InferenceComponentName": "base"}
 
 
 @dataclass
 class Local:
-    """A `slipway local` and the container behind it."""
+    """A container with a local endpoint, and a client."""
 
     container: Server
-    process: subprocess.Popen[bytes]
     runtime: Any
 
     def invoke(self, more: dict[str, str] | None = None, **query: object) -> bytes:
@@ -67,15 +63,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         model = shutil.copytree(ECHO, directory / "model", ignore=shutil.ignore_patterns("__pycache__"))
         # One worker may still be sleeping for a call that was given up.
         (model / "serving.properties").write_text("minWorkers=2\nmaxWorkers=2\n")
-        container = Server(model, directory / "container.log", name=None)
-        arguments = ("--container", container.url, *arguments)
+        container = Server(
+            model,
+            directory / "container.log",
+            environment or {},
+            program=("deploy", "serve"),
+            arguments=("--local-endpoint", NAME, *arguments),
+            name=None,
+        )
         try:
-            with (
-                local_command(directory, *arguments, environment=environment) as (url, process),
-                contextlib.closing(_client("sagemaker-runtime", url)) as runtime,
-            ):
+            wait_until(container.ping)
+            with contextlib.closing(_client("sagemaker-runtime", container.url)) as runtime:
                 _wait_until_ready(runtime)
-                yield Local(container, process, runtime)
+                yield Local(container, runtime)
         finally:
             container.stop()
 
@@ -84,8 +84,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 @pytest.fixture(scope="module")
 def local(start: Start) -> Iterator[Local]:
-    limits = ("--timeout", "3", "--stream-timeout", "5", "--max-payload-mb", "6")
-    with start("--adapter", "french", "--component", "base", *limits) as running:
+    with start("--adapter", "french", "--component", "base") as running:
         yield running
 
 
@@ -97,21 +96,19 @@ def _client(service: str, url: str) -> Any:
 def _wait_until_ready(runtime: Any) -> None:
     """As a script on SageMaker would: ask again while the model is not ready."""
     deadline = time.monotonic() + 60
+    component = BASE
     while True:
         try:
-            runtime.invoke_endpoint(EndpointName=NAME, InferenceComponentName="base", Body=b"x")["Body"].close()
+            runtime.invoke_endpoint(EndpointName=NAME, Body=b"x", **component)["Body"].close()
             return
         except ClientError as error:
             code = error.response["Error"]["Code"]
             if code == "ValidationError":
-                return  # an endpoint without components; names are looked at once the container is ready
-            if code not in ("ModelNotReadyException", "ServiceUnavailable"):
+                component = {}  # an endpoint without components
+            elif code != "ModelNotReadyException":
                 raise
         assert time.monotonic() < deadline
         time.sleep(0.2)
-
-
-BASE = {"InferenceComponentName": "base"}
 
 
 def test_the_container_sees_the_calls_parameters_and_nothing_else(local: Local) -> None:
@@ -149,35 +146,12 @@ def test_a_component_has_to_be_named_where_there_are_any(local: Local) -> None:
         local.invoke(inspect=1)
 
 
-def test_a_slow_container_is_a_model_error(local: Local) -> None:
-    started = time.monotonic()
-    with pytest.raises(ClientError, match="Your invocation timed out") as timed_out:
-        local.invoke(BASE, sleep=6)
-    assert 2.9 < time.monotonic() - started < 5.9
-    assert timed_out.value.response["OriginalStatusCode"] == 0
-
-
-def test_a_stream_without_end_is_ended(local: Local, tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    stream = local.stream(BASE, endless=1000, journal=journal)
-    with pytest.raises(EventStreamError, match="ModelStreamError") as ended:
-        list(stream)
-    assert "did not finish its response within 5 seconds" in str(ended.value)
-    wait_until(Path(f"{journal}.closed").exists)
-
-
 def test_a_client_that_leaves_ends_the_handlers_stream(local: Local, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     stream = local.stream(BASE, endless=1000, journal=journal)
     next(iter(stream))
     stream.close()
     wait_until(Path(f"{journal}.closed").exists)
-
-
-def test_a_payload_above_six_megabytes_is_refused(local: Local) -> None:
-    with pytest.raises(ClientError, match="HTTP content length exceeded 6291456 bytes") as refused:
-        local.runtime.invoke_endpoint(EndpointName=NAME, Body=b"x" * (6 * 1024 * 1024 + 1), **BASE)
-    assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 413
 
 
 def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> None:
@@ -218,25 +192,10 @@ def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> Non
         moto.stop()
 
 
-def test_a_container_that_is_killed_breaks_its_streams(start: Start, tmp_path: Path) -> None:
-    with start() as local:
-        stream = local.stream(endless=1000, journal=tmp_path / "journal")
-        events = iter(stream)
-        next(events)
-        os.killpg(local.container.process.pid, signal.SIGKILL)
-        with pytest.raises(EventStreamError, match="was reset or closed") as broken:
-            list(events)
-        assert broken.value.response["Error"]["Code"] == "ModelStreamError"
-        # A process that is killed closes its connections one by one, and its listening socket maybe last.
-        local.container.process.wait(60)
-        with pytest.raises(ClientError, match="cannot be reached"):
-            local.invoke(inspect=1)
-
-
 def test_sigterm_lets_a_running_answer_out(start: Start) -> None:
     with start() as local, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(local.invoke, sleep=2)
         time.sleep(0.7)
-        local.process.terminate()
+        local.container.process.terminate()
         assert answer.result(20) == b"slept"
-        assert local.process.wait(60) == 0
+        assert local.container.process.wait(60) == 0
