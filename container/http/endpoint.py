@@ -77,7 +77,7 @@ class AppState:
             refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
         self.id_header = settings.request_id_header.lower().encode()
-        self.streams = OpenStreams(settings.coalesce_above)
+        self.streams = OpenStreams()
         cors = {
             b"access-control-allow-origin": settings.cors_allowed_origin,
             b"access-control-allow-methods": settings.cors_allowed_methods,

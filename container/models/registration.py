@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from container.devices import SliceNotChosen
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
@@ -221,12 +220,8 @@ class Registrar:
 
         Raises:
             OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
-            EngineStartError: the settings ask for GPUs that it cannot have.
         """
-        try:
-            memory = self._free()
-        except SliceNotChosen as error:
-            raise EngineStartError(str(error)) from None
+        memory = self._free()
         if check is not None:
             check_room(check, memory)
         return placed(model, memory)

@@ -78,11 +78,6 @@ def load_settings(
     sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
     model = model_fields(sources)
-    source_of = {entry.name: entry.source for entry in lookup.entries}
-    for alias in aliases:
-        source = source_of.get(alias.key)
-        if source not in (None, alias.source):
-            lookup.warnings.append(f"{alias.variable} ({alias.source}) is ignored: {alias.key} is set by {source}")
     memory = _declared_memory(sources)
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
@@ -192,7 +187,7 @@ def _sources(
     lookup: Lookup,
 ) -> Sources:
     """The texts of the model's settings; keys that say something of the model are taken out of the server's `layer`."""
-    given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems, lookup.warnings)
+    given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems)
     model = {**given, **sagemaker_model_layer(variables), **arguments}
     for key in ("download_dir", "model_store"):
         layer.pop(key, None)
@@ -356,7 +351,7 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     if location.is_store_of(hub.text, directories):
         return False
     (directory,) = directories
-    own = read_properties(directory, [], []).get("option.model_id")
+    own = read_properties(directory, []).get("option.model_id")
     if own is not None:
         return own.text.strip() != hub.text.strip()
     return location.has_model(directory) and Path(hub.text.strip()) != directory

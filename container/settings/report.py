@@ -35,7 +35,7 @@ def render_text(settings: Settings | ServerReport) -> str:
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:{name_width}}  {value:{value_width}}  {source}" for name, value, source in rows]
-    lines += [f"alias: {alias.variable} ({alias.of}) is {alias.key}" for alias in settings.aliases]
+    lines += [f"alias: {alias.variable} ({alias.of}) stands for {alias.target}" for alias in settings.aliases]
     lines += [f"warning: {_one_line(warning)}" for warning in settings.warnings]
     return "\n".join(lines)
 
@@ -44,7 +44,9 @@ def report_object(settings: Settings | ServerReport) -> dict[str, Any]:
     """The settings, aliases and warnings as data."""
     return {
         "settings": [_object(entry) for entry in settings.entries],
-        "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],
+        "aliases": [
+            {"variable": alias.variable, "of": alias.of, "setting": alias.target} for alias in settings.aliases
+        ],
         "warnings": list(settings.warnings),
     }
 

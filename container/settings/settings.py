@@ -43,7 +43,6 @@ class ServerSettings:
     multi_model: bool = False
     """The server starts without a model, and its platform loads and unloads them."""
     console: bool = True
-    coalesce_above: int = 32
     error_rate_wlm: str | None = None
     """This and the following three are texts for `container.error_rates`."""
     error_rate_server: str | None = None
@@ -78,24 +77,6 @@ class Alias:
     of: str
     """The container whose variable it is."""
     convert: Callable[[str], str] = str
-
-    @property
-    def source(self) -> str:
-        """The source of the values that it sets."""
-        return f"environment: {self.variable}"
-
-    @property
-    def key(self) -> str:
-        """The setting that it sets, as reports name it."""
-        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
-
-
-_KEYS = {
-    "HF_MODEL_ID": "option.model_id",
-    "HF_REVISION": "option.revision",
-    "HF_TOKEN": "HF_TOKEN",
-    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
-}
 
 
 class RemoteModel(Protocol):
