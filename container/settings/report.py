@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from container.settings.settings import ServerReport, SettingEntry, Settings, Startup
+from container.settings.settings import ServerReport, SettingEntry, Startup
 from container.settings.values import Scalar, masked
 
 _HEAD = ("setting", "value", "source")
@@ -30,7 +30,7 @@ def startup_json(startup: Startup) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def render_text(settings: Settings | ServerReport) -> str:
+def render_text(settings: ServerReport) -> str:
     """A table of name, value and source, then the aliases and the warnings."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
@@ -40,7 +40,7 @@ def render_text(settings: Settings | ServerReport) -> str:
     return "\n".join(lines)
 
 
-def report_object(settings: Settings | ServerReport) -> dict[str, Any]:
+def report_object(settings: ServerReport) -> dict[str, Any]:
     """The settings, aliases and warnings as data."""
     return {
         "settings": [_object(entry) for entry in settings.entries],

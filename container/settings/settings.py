@@ -98,29 +98,28 @@ class RemoteModel(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredMemory:
-    """What the settings say of a model's memory, in MiB."""
-
-    required: int | None = None
-    """None: to be estimated."""
-    reserved: int = 500
-    """What has to stay free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All settings of a model and of its server, with the record of where each came from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerReport:
+    """The settings of a server, with the record of where each came from."""
 
     server: ServerSettings
-    model: ModelSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()
     """Those that are in effect."""
     exports: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the libraries that read them by themselves."""
-    memory: DeclaredMemory = DeclaredMemory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(ServerReport):
+    """All settings of a model and of its server."""
+
+    model: ModelSettings
+    required_memory: int | None = None
+    """MiB that the model needs; None: to be estimated."""
+    reserved_memory: int = 500
+    """MiB that have to stay free."""
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
     """What the secure mode refuses of the model, also once weights have been fetched; None: the mode is off."""
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
@@ -129,17 +128,6 @@ class Settings:
     """Models whose weights are to be fetched before the model is loaded."""
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
     """Fetches adapters while the model serves; None: those on S3 are refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReport:
-    """The server's settings alone; the fields are those of `Settings`."""
-
-    server: ServerSettings
-    entries: tuple[SettingEntry, ...]
-    warnings: tuple[str, ...]
-    aliases: tuple[Alias, ...]
-    exports: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +165,7 @@ class Startup:
         return tuple(dict.fromkeys(warning for one in self._all for warning in one.warnings))
 
     @property
-    def _all(self) -> list[ServerReport | Settings]:
+    def _all(self) -> list[ServerReport]:
         return [*([] if self.report is None else [self.report]), *(model.settings for model in self.models)]
 
 
