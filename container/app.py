@@ -51,8 +51,6 @@ class Mount:
 
     prefix: str
     application: Application
-    close: Callable[[], Awaitable[None]]
-    """Frees what it holds, once no more requests come."""
     endpoints: tuple[str, ...] = ()
     """Names of SageMaker's endpoints that it serves, for the console."""
 

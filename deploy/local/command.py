@@ -37,14 +37,11 @@ def serve(
     component: Annotated[
         list[str] | None, typer.Option(help="An inference component that is the base model; repeatable.")
     ] = None,
-    async_output: Annotated[
-        str | None, typer.Option(help="Folder or s3:// URI for results of asynchronous invocations.")
-    ] = None,
 ) -> None:
     """Serve a model until told to stop."""
     startup = cli.read_startup(model_dir, port, host, model_name)
     if not local_endpoint:
-        given = {"--adapter": adapter, "--component": component, "--async-output": async_output}
+        given = {"--adapter": adapter, "--component": component}
         for option in (name for name, value in given.items() if value):
             raise typer.BadParameter("has no meaning without --local-endpoint", param_hint=option)
         cli.run(startup)
@@ -52,7 +49,6 @@ def serve(
         endpoints=_checked("--local-endpoint", local_endpoint),
         components=frozenset(_checked("--component", component or [])),
         adapters=frozenset(_checked("--adapter", adapter or [])),
-        async_output=async_output,
     )
     url = _url(startup.server.host, startup.server.port)
     typer.echo(
@@ -61,8 +57,7 @@ def serve(
         f"export AWS_DEFAULT_REGION={REGION} AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local"
         "  # SDKs want some; any will do"
     )
-    api = RuntimeApi(settings)
-    cli.run(startup, [Mount(PREFIX, api, api.close, settings.endpoints)])
+    cli.run(startup, [Mount(PREFIX, RuntimeApi(settings), settings.endpoints)])
 
 
 def _url(host: str, port: int) -> str:

@@ -44,8 +44,6 @@ class LocalSettings:
     """Inference components that are the base model. If there are any, each call has to name one, as on the platform."""
     adapters: frozenset[str] = frozenset()
     """Inference components that are adapters of the container."""
-    async_output: str | None = None
-    """A folder or `s3://bucket/prefix` for asynchronous results; None: no asynchronous invocations."""
     max_payload: int = 25 * MEBIBYTE
     """Bytes of a request, and of an answer that is not streamed."""
     answer_timeout: float = 60.0
@@ -168,16 +166,16 @@ class ContainerCall:
             self._ended.set()
 
 
-async def invoke(call: Invocation, seconds: float, most: int) -> ContainerCall:
-    """The call, with its whole reply, within `seconds` and of at most `most` bytes.
+async def invoke(call: Invocation, settings: LocalSettings) -> ContainerCall:
+    """The call, with its whole reply.
 
     Raises:
         RuntimeApiError: the call fails.
         ClientGone: the client has left.
     """
-    container = ContainerCall(call, most)
+    container = ContainerCall(call, settings.max_payload)
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(settings.answer_timeout):
             await container.run()
     except TimeoutError:
         raise model_timed_out(call.endpoint) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import uuid
@@ -11,14 +10,12 @@ from starlette.types import Receive, Scope, Send
 
 from container.http.endpoint import bounded_body
 from container.settings.settings import ServerSettings
-from deploy.local.asynchronous import MAX_INLINE_BODY, AsyncInvocations
 from deploy.local.errors import (
     RuntimeApiError,
     internal_failure,
     payload_timed_out,
     payload_too_large,
     unknown_operation,
-    validation_error,
 )
 from deploy.local.invocation import ClientGone, Invocation, LocalSettings, invoke, stream
 from deploy.local.parameters import Api, Headers, read_parameters, reply_headers
@@ -34,7 +31,6 @@ _OPENAI = "openai/v1/"
 _APIS = {
     "invocations": Api.INVOKE,
     "invocations-response-stream": Api.STREAM,
-    "async-invocations": Api.ASYNC,
 }
 _JSON = (b"content-type", b"application/json")
 
@@ -44,7 +40,6 @@ class RuntimeApi:
 
     def __init__(self, settings: LocalSettings) -> None:
         self._settings = settings
-        self._async = AsyncInvocations(settings.async_output) if settings.async_output is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -61,11 +56,6 @@ class RuntimeApi:
             logger.exception("internal error", extra={"request_id": request_id})
             await _send_error(send, common, internal_failure())
 
-    async def close(self) -> None:
-        """End background work."""
-        if self._async is not None:
-            await self._async.close()
-
     async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:
         path: str = scope["path"]
         if (found := _PATH.fullmatch(path)) is None:
@@ -80,27 +70,14 @@ class RuntimeApi:
             raise unknown_operation(scope["method"], path)
         self._settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
-        limit = MAX_INLINE_BODY if api is Api.ASYNC else self._settings.max_payload
-        body = await _read_body(scope, receive, limit)
+        body = await _read_body(scope, receive, self._settings.max_payload)
         headers = self._settings.container_headers(name, parameters)
         call = Invocation(scope, receive, name, parameters, headers, body)
-        if api is Api.ASYNC:
-            await self._accept(call, send, common)
-        elif api is Api.STREAM:
+        if api is Api.STREAM:
             await stream(call, self._settings, common, send)
         else:
-            container = await invoke(call, self._settings.answer_timeout, self._settings.max_payload)
+            container = await invoke(call, self._settings)
             await _send_reply(send, 200, [*common, *reply_headers(api, container.headers)], container.body)
-
-    async def _accept(self, call: Invocation, send: Send, common: Headers) -> None:
-        if self._async is None:
-            raise validation_error(
-                f"Endpoint {call.endpoint} is not asynchronous: it was started without a place for outputs "
-                "(--async-output)."
-            )
-        inference_id, headers = self._async.accept(call)
-        body = json.dumps({"InferenceId": inference_id}).encode()
-        await _send_reply(send, 202, [_JSON, *common, *headers], body)
 
 
 async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str) -> None:

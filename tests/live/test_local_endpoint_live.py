@@ -24,7 +24,6 @@ from openai import OpenAI
 
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, write_model
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
@@ -61,7 +60,7 @@ def container(
         directory / "server.log",
         program=("deploy", "serve"),
         arguments=(
-            *("--local-endpoint", NAME, "--async-output", str(directory / "results")),
+            *("--local-endpoint", NAME),
             *("--adapter", "red", "--adapter", "blue"),
         ),
     )
@@ -161,24 +160,6 @@ def test_boto3_raises_what_it_raises_on_sagemaker(runtime: Any, call: Any) -> No
     assert unknown.value.response["Error"]["Code"] == "ValidationError"
     with pytest.raises(ClientError, match="Endpoint other of account 000000000000 not found"):
         runtime.invoke_endpoint(EndpointName="other", Body=b"{}")
-
-
-def test_an_asynchronous_call_leaves_its_answer_or_its_failure(container: Server, tmp_path: Path) -> None:
-    with contextlib.closing(_client_of(container.url)) as client:
-
-        def result(body: str, key: str, **more: Any) -> bytes:
-            accepted = client.invoke_endpoint_async(EndpointName=NAME, ContentType=JSON, Body=body, **more)
-            assert accepted["InferenceId"] == more.get("InferenceId", accepted["InferenceId"])
-            path = Path(accepted[key].removeprefix("file://"))
-            wait_until(lambda: path.exists())
-            return path.read_bytes()
-
-        named = result(document(), "OutputLocation", InferenceId="i-1", S3OutputPathExtension="a/b", Filename="c.json")
-        assert named == invoke(client, document())
-        failure = json.loads(result('{"inputs": 5}', "FailureLocation"))
-        assert failure["OriginalStatusCode"] == 424
-        with pytest.raises(ClientError, match="s3OutputPathExtension"):
-            client.invoke_endpoint_async(EndpointName=NAME, Body=document(), S3OutputPathExtension="../x")
 
 
 def _client_of(url: str) -> Any:

@@ -1,4 +1,4 @@
-"""The local endpoint of a container with a custom handler: headers on the wire, clients that leave, signals, S3.
+"""The local endpoint of a container with a custom handler: headers on the wire, clients that leave, signals.
 
 What happens in the container is the test's to say.
 """
@@ -20,7 +20,6 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
-from moto.server import ThreadedMotoServer
 
 from tests.live.server import Server
 from tests.waiting import wait_until
@@ -152,44 +151,6 @@ def test_a_client_that_leaves_ends_the_handlers_stream(local: Local, tmp_path: P
     next(iter(stream))
     stream.close()
     wait_until(Path(f"{journal}.closed").exists)
-
-
-def test_asynchronous_calls_can_have_input_and_output_in_s3(start: Start) -> None:
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    moto.start()
-    try:
-        host, port = moto.get_host_and_port()
-        environment = {
-            "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "local",
-            "AWS_SECRET_ACCESS_KEY": "local",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-        with (
-            contextlib.closing(_client("s3", environment["AWS_ENDPOINT_URL_S3"])) as s3,
-            start("--async-output", "s3://bucket/out", environment=environment) as local,
-        ):
-            s3.create_bucket(Bucket="bucket")
-            s3.put_object(Bucket="bucket", Key="in/a", Body=b"from S3")
-
-            def accepted(**arguments: str) -> dict[str, str]:
-                answer: dict[str, str] = local.runtime.invoke_endpoint_async(EndpointName=NAME, **arguments)
-                return answer
-
-            def content(location: str) -> bytes:
-                key = location.removeprefix("s3://bucket/")
-                wait_until(lambda: s3.list_objects_v2(Bucket="bucket", Prefix=key)["KeyCount"] == 1)
-                data: bytes = s3.get_object(Bucket="bucket", Key=key)["Body"].read()
-                return data
-
-            found = accepted(InputLocation="s3://bucket/in/a", ContentType="application/x-mine")
-            assert content(found["OutputLocation"]) == b"from S3"
-            missing = accepted(InputLocation="s3://bucket/in/none")
-            assert b"s3://bucket/in/none cannot be read" in content(missing["FailureLocation"])
-            with pytest.raises(ClientError, match=r"expected s3://bucket/key"):
-                accepted(InputLocation="https://example.com/x")
-    finally:
-        moto.stop()
 
 
 def test_sigterm_lets_a_running_answer_out(start: Start) -> None:

@@ -248,5 +248,5 @@ async def test_a_server_without_a_model_shows_its_own_settings() -> None:
 async def test_the_local_endpoints_names_are_shown(model_dir: Path) -> None:
     async def nothing(*_: Any) -> None: ...
 
-    client = console(model_dir, Mount("/endpoints/", nothing, nothing, ("my-endpoint",)))
+    client = console(model_dir, Mount("/endpoints/", nothing, ("my-endpoint",)))
     assert (await client.get("/console/state")).json()["endpoints"] == ["my-endpoint"]

@@ -93,16 +93,15 @@ async def silent(seen: Seen, send: Send) -> None:
 @contextlib.asynccontextmanager
 async def local_endpoint(container: ScriptedContainer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the local endpoint `e`."""
-    api = RuntimeApi(LocalSettings(endpoints=("e",), **settings))
     listener: socket.socket = listen("127.0.0.1", 0)
-    server = http_server(Routes(container, [Mount(PREFIX, api, api.close)]))
+    api = RuntimeApi(LocalSettings(endpoints=("e",), **settings))
+    server = http_server(Routes(container, [Mount(PREFIX, api)]))
     serving = asyncio.create_task(server.serve([listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         async with httpx.AsyncClient(base_url=base, timeout=20) as client:
             yield client
     finally:
-        await api.close()
         server.should_exit = True
         await serving
         listener.close()

@@ -26,9 +26,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
-INVOKE, STREAM, ASYNC = (
-    f"/endpoints/e/{name}" for name in ("invocations", "invocations-response-stream", "async-invocations")
-)
+INVOKE, STREAM = (f"/endpoints/e/{name}" for name in ("invocations", "invocations-response-stream"))
 X = "x-amzn-sagemaker-"
 
 
@@ -172,7 +170,6 @@ async def test_a_huge_error_is_not_shown() -> None:
         (INVOKE, {f"{X}target-container-hostname": "c"}, "TargetContainerHostname c: endpoint e has one container"),
         (INVOKE, {f"{X}target-model": "x" * 1025}, "at 'targetModel' failed to satisfy constraint: Member must have"),
         (INVOKE, {f"{X}inference-component": "ic"}, "Inference component ic of account 000000000000 not found."),
-        (ASYNC, {}, "Endpoint e is not asynchronous"),
     ],
 )
 async def test_a_wrong_call_is_a_validation_error(path: str, headers: dict[str, str], message: str) -> None:
@@ -185,7 +182,7 @@ async def test_a_wrong_call_is_a_validation_error(path: str, headers: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", INVOKE), ("POST", "/endpoints/e/other"), ("POST", "/endpoints/e")]
+    ("method", "path"), [("GET", INVOKE), ("POST", "/endpoints/e/async-invocations"), ("POST", "/endpoints/e")]
 )
 async def test_what_the_api_does_not_have_is_404(method: str, path: str) -> None:
     async with local_endpoint(ScriptedContainer(answering(404, b"container"))) as client:
