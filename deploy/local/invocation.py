@@ -104,10 +104,10 @@ class ContainerCall:
     """A request to the container's own routes, over ASGI, and its reply."""
 
     def __init__(
-        self, call: Invocation, limit: int, on_piece: Callable[[bytes], Awaitable[None]] | None = None
+        self, call: Invocation, max_payload: int, on_piece: Callable[[bytes], Awaitable[None]] | None = None
     ) -> None:
-        """`limit`: bytes of a reply that are kept. `on_piece` takes those of a successful reply instead."""
-        self._receive, self._limit, self._on_piece = call.receive, limit, on_piece
+        """`max_payload`: bytes of a successful reply; `on_piece` takes what comes of it instead."""
+        self._receive, self._max_payload, self._on_piece = call.receive, max_payload, on_piece
         self._app, self._body = call.scope["app"], call.body
         path = {"path": "/invocations", "raw_path": b"/invocations", "query_string": b""}
         self._scope = {**call.scope, **path, "headers": call.headers}
@@ -157,7 +157,8 @@ class ContainerCall:
             return
         piece: bytes = message.get("body", b"")
         if self._on_piece is None or not self.succeeded:
-            self.too_large = len(self.body) + len(piece) > self._limit
+            limit = self._max_payload if self.succeeded else _MAX_ERROR
+            self.too_large = len(self.body) + len(piece) > limit
             self.body += b"" if self.too_large else piece
         elif piece:
             await self._on_piece(piece)
@@ -208,7 +209,7 @@ async def stream(call: Invocation, settings: LocalSettings, common: Headers, sen
             await begin()
         await send({"type": "http.response.body", "body": payload_part(piece), "more_body": True})
 
-    container = ContainerCall(call, _MAX_ERROR, forward)
+    container = ContainerCall(call, settings.max_payload, forward)
     try:
         async with asyncio.timeout(min(settings.answer_timeout, settings.stream_timeout)) as limit:
             await container.run()

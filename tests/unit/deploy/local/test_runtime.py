@@ -253,8 +253,8 @@ async def test_what_is_escaped_in_a_path_stays_escaped() -> None:
     async with local_endpoint(container) as client:
         for path in ("models/org%2Fmodel", "models/a%3Fb%20c"):
             assert (await client.get(f"/endpoints/e/openai/v1/{path}")).status_code == 200
-        for path in ("/endpoints%2Fe/openai/v1/models", "/endpoints/e/openai%2Fv1%2Fmodels"):
-            assert (await client.get(path)).headers["x-amzn-errortype"] == "UnknownOperationException"
+        encoded = await client.get("/endpoints/e/openai%2Fv1%2Fmodels")
+        assert encoded.headers["x-amzn-errortype"] == "UnknownOperationException"
     lines = [seen.line for seen in container.seen]
     assert lines == [f"GET /openai/v1/models/{name}" for name in ("org%2Fmodel", "a%3Fb%20c")]
 
@@ -387,6 +387,7 @@ async def test_a_client_that_does_not_read_holds_the_container_back_until_its_ti
         while True:
             await piece(send, b"x" * 65536)
             written += 65536
+            await asyncio.sleep(0)  # what was written leaves at the end of a turn of the event loop
 
     container = ScriptedContainer(flood)
     async with (
