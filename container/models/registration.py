@@ -216,11 +216,7 @@ class Registrar:
             self._reads.discard(read)
 
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
-        """Return a model's settings with the GPUs that have the most room now.
-
-        Raises:
-            OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
-        """
+        """Return the settings with the GPUs that have the most room now; `check`: refuse a model that does not fit."""
         memory = self._free()
         if check is not None:
             check_room(check, memory)

@@ -160,11 +160,7 @@ def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: Remo
 
 
 def _directories(place: Value | None) -> tuple[Path, ...]:
-    """The model directories that are meant by one; it exists, unless it is the default one.
-
-    Raises:
-        ModelNotFound: the directory does not exist.
-    """
+    """The model directories that are meant by one, which has to exist unless it is the default one."""
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)
     try:

@@ -233,11 +233,7 @@ async def stream(call: Invocation, settings: LocalSettings, common: Headers, sen
 
 
 async def _check(call: Invocation, container: ContainerCall) -> None:
-    """Raise what there is of errors in a reply that has ended.
-
-    Raises:
-        RuntimeApiError: the model is still loading, or the reply is no whole and successful one.
-    """
+    """Raise the API's error for a reply that has ended and is not a whole and successful one."""
     if container.status == _UNAVAILABLE and await _is_loading(call.scope, call.receive):
         raise model_not_ready(call.endpoint)
     if container.too_large:

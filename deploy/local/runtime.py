@@ -92,12 +92,6 @@ async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str)
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """A request's whole body.
-
-    Raises:
-        RuntimeApiError: ValidationError; status 413: more than `limit` bytes; 408: the client stopped sending.
-        ClientGone: the client left.
-    """
     headers = dict(scope["headers"])
     body = await bounded_body(headers, receive, limit, READ_SECONDS, payload_too_large, payload_timed_out)
     if body is None:

@@ -265,10 +265,7 @@ def _show(deployment: _Deployment) -> None:
 
 
 def _carry_out(deployment: _Deployment, change: ChangeSet | None, *, rollback: bool = True) -> None:
-    """Push the image and upload the model, where that is asked for, and then change the stack.
-
-    If the endpoint or a component does not start, the last lines that its containers have logged are shown.
-    """
+    """Push, upload and then change the stack; where a container does not start, show the end of its log."""
     aws, configuration, stack = deployment.aws, deployment.configuration, deployment.stack
     tell, begun = _teller(), time.time()
     try:

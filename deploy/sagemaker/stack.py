@@ -213,11 +213,7 @@ class Stack:
             self._sleep(POLL)
 
     def _follow(self, stack: str, *wanted: str) -> None:
-        """Tell of each event until the stack is at rest.
-
-        Raises:
-            Failed: it did not come to a wanted status; the reasons are those of its events.
-        """
+        """Tell of each event until the stack is at rest; the reasons of a failure are those of its events."""
         problems: list[str] = []
         started = False
         while True:

@@ -209,7 +209,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
     [
         "option.bedrock_compat=true",
         "option.entryPoint=djl_python.sklearn_handler",
-        "option.entryPoint=https://example.com/model.py",
         "option.output_formatter=json_chat",
         "option.output_formatter=3p",
         "option.task=text-embedding",

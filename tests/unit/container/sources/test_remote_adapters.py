@@ -64,10 +64,10 @@ async def test_a_download_that_fails_leaves_nothing(
 ) -> None:
     adapters = RemoteAdapters(60, offline=False, downloads=tmp_path)
     gate.fault = refuse(403, "AccessDenied")
-    with pytest.raises(InvalidParameter, match="access is denied; allow s3:GetObject"):
+    with pytest.raises(InvalidParameter, match="AccessDenied"):
         await adapters.fetch(url)
     gate.fault = lambda passing: passing.path.endswith(".safetensors") and refuse(403, "AccessDenied")(passing)
-    with pytest.raises(AdapterFailed, match="access is denied; allow s3:GetObject"):
+    with pytest.raises(AdapterFailed, match="AccessDenied"):
         await adapters.fetch(url)
     assert not whole_files_in(tmp_path) & {"adapter_model.safetensors"}
 
