@@ -185,7 +185,7 @@ def create_app(
 
 
 def _state_page(show: Callable[..., bytes], *, management: bool) -> _Page:
-    return _Page(lambda: Response(show(management=management), media_type=JSON, headers=console.STATE_HEADERS))
+    return _Page(lambda: Response(show(management=management), media_type=JSON, headers=console.HEADERS))
 
 
 def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> None:

@@ -121,14 +121,13 @@ def deploy(
     if dry_run:
         _show(deployment)
         return
-    with _termination_interrupts():
-        new = stack.ready_to_create()
-        change = stack.propose(configuration, rollback=rollback)
-        if change and not new:
-            stack.discard(change)
-            differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
-            raise Conflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
-        _carry_out(deployment, change, rollback=rollback)
+    new = stack.ready_to_create()
+    change = stack.propose(configuration, rollback=rollback)
+    if change and not new:
+        stack.discard(change)
+        differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
+        raise Conflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
+    _carry_out(deployment, change, rollback=rollback)
     typer.echo(f"{name} is in service")
     component = f" --component {name}" if configuration.component else ""
     typer.echo(f'try: slipway invoke {name}{component} --prompt "Hello"', err=True)
@@ -140,10 +139,9 @@ def update(deployment: _Deployment, dry_run: DryRun = False) -> None:
     if dry_run:
         _show(deployment)
         return
-    with _termination_interrupts():
-        stack.check_updatable()
-        change = stack.propose(configuration)
-        _carry_out(deployment, change)
+    stack.check_updatable()
+    change = stack.propose(configuration)
+    _carry_out(deployment, change)
     typer.echo(f"{configuration.name} is {'updated' if change else 'up to date'}")
     if not change and (configuration.push or configuration.upload):
         typer.echo(
@@ -161,8 +159,7 @@ def template(deployment: _Deployment) -> None:
 def destroy(name: Name, region: Region = None, profile: Profile = None) -> None:
     """Remove an endpoint and all that belongs to it: delete its stack."""
     stack = _stack(Aws(region, profile), name)
-    with _termination_interrupts():
-        removed = stack.delete()
+    removed = stack.delete()
     typer.echo(f"{name} is removed" if removed else f"nothing to remove: there is no stack {stack.name}")
 
 
@@ -313,21 +310,12 @@ def _teller() -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM, with which a CI system cancels a job, is what Ctrl-C is."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
 def _errors_in_words() -> Iterator[None]:
     """Say what went wrong in one line for each problem, and end with its exit code; never with a traceback."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # with which a CI system cancels a job
     try:
         yield
     except ConfigurationError as error:

@@ -44,7 +44,6 @@ class Capacity(_Table, frozen=True):
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
-    strategy: str | None = None
 
 
 class Component(_Table, frozen=True):
@@ -87,8 +86,6 @@ class Asynchronous(_Table, frozen=True):
     failure: S3Prefix | None = None
     concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """For each instance at a time."""
-    success_topic: str | None = None
-    error_topic: str | None = None
 
 
 class Rollout(_Table, frozen=True):

@@ -41,8 +41,6 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
     if asynchronous := configuration.asynchronous:
         written = [_objects(location) for location in (asynchronous.output, asynchronous.failure) if location]
         statements.append(_allow("Write", "s3", "PutObject", written))
-        if topics := [topic for topic in (asynchronous.success_topic, asynchronous.error_topic) if topic]:
-            statements.append(_allow("Notify", "sns", "Publish", topics))
     return _document(*statements)
 
 

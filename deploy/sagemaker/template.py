@@ -148,13 +148,8 @@ def _endpoint_configuration(configuration: Configuration) -> Properties:
     if configuration.component:
         properties["ExecutionRoleArn"] = _role_arn(configuration)
     if through := configuration.asynchronous:
-        topics = {"SuccessTopic": through.success_topic, "ErrorTopic": through.error_topic}
         properties["AsyncInferenceConfig"] = {
-            "OutputConfig": {
-                "S3OutputPath": through.output,
-                "S3FailurePath": through.failure,
-                "NotificationConfig": topics if any(topics.values()) else None,
-            },
+            "OutputConfig": {"S3OutputPath": through.output, "S3FailurePath": through.failure},
             "ClientConfig": through.concurrency and {"MaxConcurrentInvocationsPerInstance": through.concurrency},
         }
     return properties
@@ -170,12 +165,7 @@ def _variant(configuration: Configuration) -> Properties:
         "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
         "InferenceAmiVersion": MACHINE_IMAGE if has_gpu else None,
         "ManagedInstanceScaling": capacity
-        and {
-            "Status": "ENABLED",
-            "MinInstanceCount": capacity.min,
-            "MaxInstanceCount": capacity.max,
-            "ScaleInPolicy": capacity.strategy and {"Strategy": capacity.strategy},
-        },
+        and {"Status": "ENABLED", "MinInstanceCount": capacity.min, "MaxInstanceCount": capacity.max},
     }
     if configuration.component:
         return variant

@@ -36,7 +36,6 @@ VALUES: dict[str, dict[str, Any]] = {
             "output": "s3://answers/out/",
             "failure": "s3://answers/failed/",
             "concurrency": 16,
-            "success_topic": f"arn:aws:sns:{REGION}:{ACCOUNT}:done",
         },
     },
     "scale_to_zero": {**_BASE, **_COMPONENT, **_ZERO},

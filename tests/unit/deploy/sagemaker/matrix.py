@@ -35,7 +35,6 @@ def configurations(draw: st.DrawFn) -> Configuration:
     region = draw(st.sampled_from(sorted(_PARTITIONS)))
     aws, domain = _PARTITIONS[region]
     image = f"{ACCOUNT}.dkr.ecr.{region}.{domain}/team/slipway:0.1.0-cu128"
-    arn = f"arn:{aws}:{{}}:{region}:{ACCOUNT}:{{}}"
     made = draw(st.booleans())
     serves = draw(st.sampled_from(["endpoint", "component", "async"]))
     values: dict[str, Any] = {
@@ -55,14 +54,13 @@ def configurations(draw: st.DrawFn) -> Configuration:
     }
     if serves == "component":
         values["component"] = {"gpus": draw(st.integers(0, 8)), "copies": draw(st.integers(0, 2))}
-        values |= maybe("capacity", _ranges({"strategy": "CONSOLIDATION"}))
+        values |= maybe("capacity", _ranges({}))
         values |= maybe("adapters", st.just([{"name": "french-2", "source": "s3://adapters/french.tar.gz"}]))
     if serves == "async":
         values["async"] = {
             "output": "s3://answers/out/",
             **maybe("failure", st.just("s3://answers/failed/")),
             **maybe("concurrency", st.sampled_from([1, 1000])),
-            **maybe("success_topic", st.just(arn.format("sns", "done"))),
         }
     for left_out in ((), *_RARE):
         try:
