@@ -33,8 +33,9 @@ def invocations(state: AppState, route: str) -> Endpoint:
         return Reply(200, JSON, b"{}\n") if scope["method"] == "OPTIONS" else model
 
     answer = handed_to(attrgetter("invocations"))
-    codes = {"not_ready": state.settings.wlm_error_http_code, "otherwise": state.settings.server_error_http_code}
-    return Endpoint(state, route, answer, partial(front_end_refusal, **codes), find=find, headers=NO_CACHE)
+    not_ready, otherwise = state.settings.wlm_error_http_code, state.settings.server_error_http_code
+    refuse = partial(front_end_refusal, not_ready=not_ready, otherwise=otherwise)
+    return Endpoint(state, route, answer, refuse, find=find, headers=NO_CACHE)
 
 
 def _named_by_form(call: Call) -> str | None:
