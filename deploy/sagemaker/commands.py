@@ -181,7 +181,7 @@ def status(
 def invoke(
     name: Name,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "",
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask in a chat's form.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     component: OfComponent = None,
@@ -206,8 +206,8 @@ def invoke(
         typer.echo(asking.invoke(runtime, name, request, component))
         return
     try:
-        for text in asking.texts(asking.invoke_stream(runtime, name, request, component)):
-            typer.echo(text, nl=False)
+        for piece in asking.invoke_stream(runtime, name, request, component):
+            typer.echo(piece, nl=False)
     finally:
         typer.echo()
 

@@ -226,7 +226,7 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
         return finished.stdout
 
     whole = json.loads(printed())["generated_text"]
-    assert printed("--stream").removesuffix("\n") == whole
+    assert records(printed("--stream"))[-1]["generated_text"] == whole
     assert json.loads(printed("--component", "red"))["generated_text"] != whole
     assert json.loads(printed("--chat"))["choices"][0]["message"]["content"]
 
