@@ -214,7 +214,6 @@ def invoke(
 
 def logs(
     name: Name,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until interrupted.")] = False,
     since: Annotated[int, typer.Option(min=1, help="Minutes back.")] = 60,
     component: OfComponent = None,
     region: Region = None,
@@ -223,7 +222,7 @@ def logs(
     """Show what the containers of an endpoint log."""
     client = Aws(region, profile).client("logs")
     start = int((time.time() - since * 60) * 1000)
-    for line in (reading.follow if follow else reading.read)(client, reading.group(name, component), start):
+    for line in reading.read(client, reading.group(name, component), start):
         typer.echo(str(line))
 
 
