@@ -113,7 +113,6 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 def deploy(
     deployment: _Deployment,
     dry_run: DryRun = False,
-    rollback: Annotated[bool, typer.Option(help="Remove what was made if anything fails.")] = True,
 ) -> None:
     """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
     configuration, stack = deployment.configuration, deployment.stack
@@ -122,12 +121,12 @@ def deploy(
         _show(deployment)
         return
     new = stack.ready_to_create()
-    change = stack.propose(configuration, rollback=rollback)
+    change = stack.propose(configuration)
     if change and not new:
         stack.discard(change)
         differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
         raise Conflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
-    _carry_out(deployment, change, rollback=rollback)
+    _carry_out(deployment, change)
     typer.echo(f"{name} is in service")
     component = f" --component {name}" if configuration.component else ""
     typer.echo(f'try: slipway invoke {name}{component} --prompt "Hello"', err=True)
@@ -260,7 +259,7 @@ def _show(deployment: _Deployment) -> None:
     stack.discard(change)
 
 
-def _carry_out(deployment: _Deployment, change: ChangeSet | None, *, rollback: bool = True) -> None:
+def _carry_out(deployment: _Deployment, change: ChangeSet | None) -> None:
     """Push, upload and then change the stack; where a container does not start, show the end of its log."""
     aws, configuration, stack = deployment.aws, deployment.configuration, deployment.stack
     tell, begun = _teller(), time.time()
@@ -276,7 +275,7 @@ def _carry_out(deployment: _Deployment, change: ChangeSet | None, *, rollback: b
     if not change:
         return
     try:
-        stack.carry_out(change, rollback=rollback)
+        stack.carry_out(change)
     except Failed as error:
         if error.started:
             _show_log(aws, configuration, begun)
