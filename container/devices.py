@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _DEVICE_FILES = Path("/dev")
 _DEVICE_FILE = re.compile(r"nvidia\d+").fullmatch
+_WSL2 = "dxg"
+"""The device file of all GPUs under WSL2."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
@@ -22,7 +28,10 @@ class GpusUnknown(Exception):
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     """The number of GPUs that this process sees."""
-    present = sum(1 for name in os.listdir(_DEVICE_FILES) if _DEVICE_FILE(name))
+    files = os.listdir(_DEVICE_FILES)
+    present = sum(1 for name in files if _DEVICE_FILE(name))
+    if not present and _WSL2 in files:
+        present = _listed_gpus()
     visible = environ.get(_VISIBLE)
     if visible is None:
         return present
@@ -89,6 +98,15 @@ def _index(name: str, gpus: int) -> int:
     if not number.isdecimal() or int(number) >= gpus:
         raise ValueError(f"there is no device {name}; allowed: *, cpu, or GPUs from 0 to {gpus - 1}")
     return int(number)
+
+
+@cache
+def _listed_gpus() -> int:
+    try:
+        return len(_nvidia_smi().splitlines())
+    except GpusUnknown as error:
+        logger.warning("this is WSL2 with /dev/dxg, but no NVIDIA GPU is used: %s", error)
+        return 0
 
 
 def _nvidia_smi() -> str:

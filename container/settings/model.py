@@ -175,6 +175,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     for option in options.NOT_SERVED:
         sources.value(option)
     arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
+    _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
@@ -261,6 +262,26 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
             hint = f"{PREFIX}{key} is meant" if known else "options of the engine start with option."
             lookup.ignore(key, value, f"the model has no such setting; {hint}")
     return arguments
+
+
+def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
+    """Put a directory of this machine in the place of a draft model's `s3://`."""
+    given = arguments.get("speculative_config")
+    if given is None:
+        return
+    try:
+        config = json.loads(given.text)
+    except ValueError:
+        return  # the engine says what is wrong with it
+    url = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(url, str) or not is_s3(url):
+        return
+    try:
+        directory = str(sources.open_remote(url))
+    except SourceError as error:
+        sources.lookup.problems.append(f"{given.describe('option.speculative_config')}: {error}")
+        return
+    arguments["speculative_config"] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
 def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:

@@ -84,6 +84,26 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return write
 
 
+def test_under_wsl2_the_drivers_tool_counts_the_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia_smi: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "dxg").touch()
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path / "dev")
+    container_devices._listed_gpus.cache_clear()
+    nvidia_smi("echo 'GPU-a, 20000'; echo 'GPU-b, 1900'")
+    assert gpu_count({}) == 2
+    assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert caplog.text == ""
+    container_devices._listed_gpus.cache_clear()
+    nvidia_smi("echo 'Failed to initialize NVML: GPU access blocked'; exit 17")
+    assert gpu_count({}) == 0
+    assert "WSL2 with /dev/dxg, but no NVIDIA GPU is used: nvidia-smi failed with 17: Failed to ini" in caplog.text
+
+
 SLICES = ("MIG-11111111-aaaa", "MIG-22222222-bbbb")
 WHOLE, OLDER = "GPU-aaaa, 80000", "GPU-cccc, 100"
 MEBIBYTE = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_option_model_id_is_the_model_of_the_directory_that_is_here(
     (remote,) = settings.remote_models
     assert isinstance(remote, RemoteModel)
     assert settings.model.model_id == str(remote.directory)
+
+
+def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, str]) -> None:
+    environ = environ | {"OPTION_SPECULATIVE_CONFIG": json.dumps({"model": url, "num_speculative_tokens": 3})}
+    settings = load_settings(url, environ)
+    written = json.loads(settings.model.engine_arguments["speculative_config"])
+    (remote,) = settings.remote_models
+    assert isinstance(remote, RemoteModel)
+    assert written == {"model": str(remote.directory), "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize("name", ["HF_MODEL_ID", "SERVING_MODEL_STORE", "OPTION_MODEL_ID"])
