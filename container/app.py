@@ -51,8 +51,6 @@ class Mount:
 
     prefix: str
     application: Application
-    close: Callable[[], Awaitable[None]]
-    """Frees what it holds, once no more requests come."""
     endpoints: tuple[str, ...] = ()
     """Names of SageMaker's endpoints that it serves, for the console."""
 
@@ -86,6 +84,7 @@ class Routes:
             path = unquote(_ENCODED_SLASH.sub(_SLASH_OF_NAME, scope["raw_path"].decode("ascii")))
         methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
+            scope["app"] = self  # Starlette's key: a mounted application may call the container's own routes
             application = self._mounted(path)
         else:
             application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
@@ -186,7 +185,7 @@ def create_app(
 
 
 def _state_page(show: Callable[..., bytes], *, management: bool) -> _Page:
-    return _Page(lambda: Response(show(management=management), media_type=JSON, headers=console.STATE_HEADERS))
+    return _Page(lambda: Response(show(management=management), media_type=JSON, headers=console.HEADERS))
 
 
 def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> None:

@@ -79,11 +79,7 @@ def _generating(state: AppState, family: Family, route: Generates | Forwards) ->
 
 
 def _handler(route: Generates | Forwards, service: Service) -> Handler:
-    """What answers a route.
-
-    Raises:
-        NotServed: the model cannot.
-    """
+    """What answers a route; raises NotServed where the model cannot."""
     handler: Handler | None
     if isinstance(route, Generates):
         handler = service.generation.get(route.path)

@@ -7,14 +7,12 @@ from functools import partial
 from operator import attrgetter
 from urllib.parse import parse_qs
 
-from container.http.endpoint import AppState, Endpoint, Scope, handed_to
+from container.http.endpoint import AppState, Endpoint, Scope, front_end_refusal, handed_to
 from container.http.reply import NO_CACHE
-from container.models.registry import Model, ModelNotNamed, NoWorkers
-from container.settings.settings import ServerSettings
+from container.models.registry import Model
 from handlers.contracts.lmi.body import FormError, form_fields, is_form
-from handlers.contracts.lmi.errors import JSON, front_end_reply
+from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, RequestError, UnknownModel
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
@@ -35,25 +33,9 @@ def invocations(state: AppState, route: str) -> Endpoint:
         return Reply(200, JSON, b"{}\n") if scope["method"] == "OPTIONS" else model
 
     answer = handed_to(attrgetter("invocations"))
-    return Endpoint(state, route, answer, partial(_refusal, state.settings), find=find, headers=NO_CACHE)
-
-
-def _refusal(settings: ServerSettings, error: RequestError) -> Reply:
-    match error:
-        case BodyTooLarge():
-            return Reply(413, JSON, b"")
-        case BodyTimeout():
-            return front_end_reply(408, "BadRequestException", error.message)
-        case ModelNotNamed():
-            return front_end_reply(400, "BadRequestException", f"Parameter model_name is required: {error.message}")
-        case UnknownModel():
-            return front_end_reply(404, "ModelNotFoundException", error.message)
-        case NoWorkers():
-            return front_end_reply(503, "WlmShutdownException", error.message)
-        case NotReady():
-            return front_end_reply(settings.wlm_error_http_code, "ServiceUnavailableException", error.message)
-        case _:
-            return front_end_reply(settings.server_error_http_code, "InternalServerException", error.message)
+    not_ready, otherwise = state.settings.wlm_error_http_code, state.settings.server_error_http_code
+    refuse = partial(front_end_refusal, not_ready=not_ready, otherwise=otherwise)
+    return Endpoint(state, route, answer, refuse, find=find, headers=NO_CACHE)
 
 
 def _named_by_form(call: Call) -> str | None:
@@ -89,10 +71,8 @@ def named_model(
 
 
 def _target_model(artifact: str, served: Container[str]) -> str | None:
-    """The model of SageMaker's Target-Model, which names an artifact, such as `small.tar.gz`.
-
-    None where no such model is served: a client may send the header to an endpoint that has but one model, whatever
-    that is called.
+    """The model of SageMaker's Target-Model, such as `small.tar.gz`; None where none is called so: a client may send
+    the header to an endpoint that has but one model.
     """
     name = artifact.rpartition("/")[2].removesuffix(".tar.gz")
     return next((known for known in (artifact, name) if known in served), None)

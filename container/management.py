@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 from container.devices import gpu_count
-from container.http.endpoint import AppState, Endpoint
+from container.http.endpoint import AppState, Endpoint, front_end_refusal
 from container.http.reply import NO_CACHE, Headers, HttpReply
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Registrar
@@ -15,7 +15,7 @@ from container.settings.settings import SettingsError, UrlNotFound
 from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
-from handlers.contracts.lmi.errors import JSON, front_end_reply, refused
+from handlers.contracts.lmi.errors import front_end_reply, refused
 from handlers.contracts.lmi.management import (
     Described,
     Listed,
@@ -26,7 +26,7 @@ from handlers.contracts.lmi.management import (
 )
 from handlers.contracts.openai import family as openai
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import BodyTimeout, BodyTooLarge, NotReady, NotServed, Overloaded, RequestError, UnknownModel
+from handlers.errors import NotServed, RequestError
 
 ANY_METHOD = "*"
 _PREFIXES = ("", "/models/{model}")
@@ -46,13 +46,7 @@ def adapter_routes(state: AppState) -> Iterator[tuple[str, str, Endpoint]]:
 
 
 def _registry(state: AppState, call: Call) -> AdapterRegistry:
-    """The adapters of the model that the path names, or of the one that was there at the start.
-
-    Raises:
-        UnknownModel: it is not served, or none is named and there are several.
-        NotReady: it is not loaded.
-        NotServed: it has no adapters.
-    """
+    """The adapters of the model that the path names, or of the one that was there at the start."""
     name = call.path_parameters.get("model")
     model = state.models.startup() if name is None else state.models.choose(name)
     registry = model.service().adapters
@@ -129,7 +123,7 @@ def management_endpoints(state: AppState, registrar: Registrar) -> Iterator[tupl
             tables[path] = {"GET": api.describe, "PUT": api.scale, "DELETE": api.unregister}
         for path, table in tables.items():
             for method, tell in table.items():
-                yield path, method, _endpoint(state, path, tell, refuse, NO_CACHE)
+                yield path, method, _endpoint(state, path, tell, front_end_refusal, NO_CACHE)
 
 
 def _endpoint(
@@ -147,23 +141,6 @@ def wrong_method() -> Reply:
     """A management path, with a method that it does not have."""
     message = "Requested method is not allowed, please refer to API document."
     return front_end_reply(405, "MethodNotAllowedException", message)
-
-
-def refuse(error: RequestError) -> Reply:
-    """Return the management API's error for a request that could not be read or carried out."""
-    match error:
-        case BodyTooLarge():
-            return Reply(413, JSON, b"")
-        case BodyTimeout():
-            return front_end_reply(408, "BadRequestException", error.message)
-        case UnknownModel():
-            return front_end_reply(404, "ModelNotFoundException", error.message)
-        case NotReady():
-            return front_end_reply(503, "ServiceUnavailableException", error.message)
-        case Overloaded():
-            return front_end_reply(503, "WlmCapacityException", error.message)
-        case _:
-            return front_end_reply(500, "InternalServerException", error.message)
 
 
 _REFUSALS: dict[type[Exception], tuple[int, str]] = {

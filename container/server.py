@@ -275,7 +275,7 @@ class Process:
     ) -> None:
         """`clean_up`: called where the process ends at once."""
         self._settings = startup.server
-        self._mounts, self._clean_up = mounts, clean_up
+        self._clean_up = clean_up
         self.server = ModelServer(startup, mounts)
         applications = self.server.applications
         self.listeners = [(http_server(applications.main), startup.server.host, startup.server.port)]
@@ -296,8 +296,6 @@ class Process:
         loading = asyncio.create_task(self._load())
         listeners = zip(self.listeners, sockets, strict=True)
         await asyncio.gather(*(server.serve([listener]) for (server, _, _), listener in listeners))
-        for mount in self._mounts:
-            await mount.close()
         loading.cancel()
         if self._stopping is not None:
             await self._stopping

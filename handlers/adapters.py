@@ -104,18 +104,12 @@ class AdapterDownloads(Protocol):
     """Copies of adapters that are on S3."""
 
     async def fetch(self, url: str) -> Path:
-        """Download an adapter into a directory of its own, which is returned.
+        """Download an adapter, and return its directory.
 
         Raises:
             InvalidParameter: there is no such place, or it cannot be read.
             AdapterFailed: the download has failed.
         """
-
-    async def remove(self, directory: Path) -> None:
-        """Remove a directory that `fetch` has returned; any other stays."""
-
-    async def stop(self) -> None:
-        """Remove all of them."""
 
 
 class AdapterRegistry:
@@ -259,31 +253,19 @@ class AdapterRegistry:
             task.cancel()
         await asyncio.gather(*self._orders, return_exceptions=True)
         await self._host.stop()
-        if self._downloads is not None:
-            await self._downloads.stop()
 
     async def _register(self, adapter: Adapter) -> str:
         if self._is_remote(adapter.src) and self._downloads is not None:
             adapter = replace(adapter, path=await self._downloads.fetch(adapter.src))
-        try:
-            await self._check_faults(adapter.path)
-            message = await self._host.register(adapter)
-        except BaseException:
-            await self._remove_copy(adapter)
-            raise
-        former, self._adapters[adapter.name] = self._adapters.get(adapter.name), adapter
+        await self._check_faults(adapter.path)
+        message = await self._host.register(adapter)
+        self._adapters[adapter.name] = adapter
         logger.info("adapter %s registered from %s", adapter.name, adapter.src)
-        if former is not None:
-            await self._remove_copy(former)
         return message
 
     async def _check_faults(self, path: Path) -> None:
         if self._faults is not None and (faults := await asyncio.to_thread(self._faults, path)):
             raise InvalidRequest("; ".join(faults))
-
-    async def _remove_copy(self, adapter: Adapter) -> None:
-        if self._downloads is not None:
-            await self._downloads.remove(adapter.path)
 
     async def _update(self, adapter: Adapter) -> str:
         await self._check_faults(adapter.path)
@@ -297,7 +279,6 @@ class AdapterRegistry:
         except AdapterError:
             self._adapters.setdefault(adapter.name, adapter)
             raise
-        await self._remove_copy(adapter)
         logger.info("adapter %s unregistered", adapter.name)
         return message
 

@@ -44,10 +44,6 @@ class Gate:
     url: str = ""
     fault: Fault | None = None
     """Called with each answer to a GET; True: it has answered itself."""
-    refused: tuple[bool, str] | None = None
-    """Whether listings are denied, or else objects; and what S3 says."""
-    conditions: bool = True
-    """Whether this S3 knows `If-Match`."""
     gets: list[str] = field(default_factory=list)
     """Paths of the objects that were read."""
 
@@ -133,9 +129,6 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
             listing = not path.strip("/").count("/")
             if not listing:
                 gate.gets.append(path)
-            if gate.refused is not None and gate.refused[0] is listing:
-                _refuse(self, 403, "AccessDenied", gate.refused[1])
-                return
             if gate.fault is not None and not listing and gate.fault(Passing(path, body, self)):
                 return
             self._pass_on(answer, str(len(body)))
@@ -145,7 +138,7 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
         def _ask(self) -> tuple[http.client.HTTPResponse, bytes]:
             connection = http.client.HTTPConnection(urlsplit(gate.upstream).netloc, timeout=30)
             with contextlib.closing(connection):
-                headers = {name: value for name, value in self.headers.items() if gate.conditions or name != "If-Match"}
+                headers = dict(self.headers.items())
                 connection.request(self.command, self.path, headers=headers)
                 answer = connection.getresponse()
                 return answer, answer.read()

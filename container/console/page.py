@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {
-    "cache-control": "no-cache",  # ask again each time, with the etag: another release may serve here next
+    "cache-control": "no-store",  # another release may serve here next
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -37,34 +35,13 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-STATE_HEADERS = {**HEADERS, "cache-control": "no-store"}
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file of the page, as an ASGI application; 304 where the browser has it already."""
-
-    content: bytes
-    kind: str
-    etag: str
-    varies: bool = False
-    """The same path has something else for other clients."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request."""
-        headers = {**HEADERS, "etag": self.etag} | ({"vary": "accept"} if self.varies else {})
-        if self.etag in Request(scope).headers.get("if-none-match", ""):
-            response = Response(status_code=304, headers=headers)
-        else:
-            response = Response(self.content, 200, {**headers, "content-type": self.kind})
-        await response(scope, receive, send)
-
-
-def _read(path: Path, varies: bool = False) -> File:
-    content = path.read_bytes()
-    return File(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"', varies)
+def _read(path: Path, **more: str) -> Response:
+    """A file of the page, as an ASGI application."""
+    return Response(path.read_bytes(), headers={**HEADERS, "content-type": _TYPES[path.suffix], **more})
 
 
 def files() -> Mapping[str, Application]:
@@ -75,7 +52,7 @@ def files() -> Mapping[str, Application]:
 
 def for_browsers(otherwise: Application) -> Application:
     """The page for a browser, which accepts text/html; `otherwise` answers everyone else."""
-    page = _read(DIRECTORY / _INDEX, varies=True)
+    page = _read(DIRECTORY / _INDEX, vary="accept")
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         accepted = Request(scope).headers.get("accept", "")

@@ -22,11 +22,20 @@ from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, Send
 from container.logs import access_log
-from container.models.registry import Model, Models
+from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
 from container.settings.settings import ServerSettings
+from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
 from handlers.entry_point import Service
-from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, RequestError
+from handlers.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    InternalError,
+    NotReady,
+    Overloaded,
+    RequestError,
+    UnknownModel,
+)
 from handlers.meter import Distribution
 
 logger = logging.getLogger("slipway.access")
@@ -78,7 +87,7 @@ class AppState:
             refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
         self.id_header = settings.request_id_header.lower().encode()
-        self.streams = OpenStreams(settings.coalesce_above)
+        self.streams = OpenStreams()
         cors = {
             b"access-control-allow-origin": settings.cors_allowed_origin,
             b"access-control-allow-methods": settings.cors_allowed_methods,
@@ -217,6 +226,27 @@ def handed_to(handler_of: Callable[[Service], Handler]) -> Answer:
         return await handler.handle(call, reply)
 
     return answer
+
+
+def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int = 500) -> Reply:
+    """The error of LMI's front end for a request that could not be read, carried out or handed to a model."""
+    match error:
+        case BodyTooLarge():
+            return Reply(413, JSON, b"")
+        case BodyTimeout():
+            return front_end_reply(408, "BadRequestException", error.message)
+        case ModelNotNamed():
+            return front_end_reply(400, "BadRequestException", f"Parameter model_name is required: {error.message}")
+        case UnknownModel():
+            return front_end_reply(404, "ModelNotFoundException", error.message)
+        case NoWorkers():
+            return front_end_reply(503, "WlmShutdownException", error.message)
+        case NotReady():
+            return front_end_reply(not_ready, "ServiceUnavailableException", error.message)
+        case Overloaded():
+            return front_end_reply(503, "WlmCapacityException", error.message)
+        case _:
+            return front_end_reply(otherwise, "InternalServerException", error.message)
 
 
 def request_id(header: bytes | None) -> str:

@@ -39,7 +39,7 @@ class OpenStreams(Cork):
     waits for a clock.
     """
 
-    def __init__(self, crowd: int) -> None:
+    def __init__(self, crowd: int = 32) -> None:
         """`crowd`: how many open streams are a crowd; 0: no number is."""
         super().__init__()
         self._crowd = crowd

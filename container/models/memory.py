@@ -36,11 +36,7 @@ class Free:
 
 
 def free_memory() -> tuple[Free, ...]:
-    """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory.
-
-    Raises:
-        SliceNotChosen: it is not clear which GPU or MIG slice would be used.
-    """
+    """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory."""
     main = min(limit.available for limit in machine_limits())
     return (*_gpus(), Free(main, gpu=False))
 
@@ -54,12 +50,12 @@ def check_room(settings: Settings, memory: Sequence[Free]) -> None:
     Raises:
         OutOfMemory: less is free than it needs and has to stay free.
     """
-    name, reserved = settings.model.name, settings.memory.reserved * _MEBIBYTE
+    name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
     gpus = _gpus_of(settings.model, memory)
     counts, copies = _spread(settings.model, len(gpus))
     if not gpus:
         each, free = _needed(settings, counts[0], copies), memory[-1].free
-        need = each if settings.memory.required is not None else each * counts[0]
+        need = each if settings.required_memory is not None else each * counts[0]
         if need + reserved > free:
             raise OutOfMemory(
                 f"model {name} needs {_mebibytes(need)} of memory and {_mebibytes(reserved)} "
@@ -119,8 +115,8 @@ def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
 
 def _needed(settings: Settings, count: int, copies: int) -> int:
     """Return the bytes for each of `count` GPUs or processes."""
-    if settings.memory.required is not None:
-        return settings.memory.required * _MEBIBYTE
+    if settings.required_memory is not None:
+        return settings.required_memory * _MEBIBYTE
     cache = _integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
     return int(_BEYOND_FILES * _loaded_bytes(settings.model) * copies / count) + cache
 

@@ -99,26 +99,9 @@ ALIASES = (
 # AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
 
-_REASONS = {
-    "the engine schedules and places by itself; OPTION_<NAME> sets any argument of vLLM": (
-        "WAITING_SERVED_RATIO MAX_WAITING_TOKENS MAX_BATCH_TOTAL_TOKENS MAX_CLIENT_BATCH_SIZE ROPE_SCALING ROPE_FACTOR "
-        "SHARDED SPECULATE VALIDATION_WORKERS CUDA_GRAPHS WATERMARK_GAMMA WATERMARK_DELTA DISABLE_CUSTOM_KERNELS "
-        "WEIGHTS_CACHE_OVERRIDE MAX_TOP_N_TOKENS ENABLE_PREFILL_LOGPROBS DISABLE_GRAMMAR_SUPPORT PREFILL_CHUNKING"
-    ),
-    "requests are served without a key; let a proxy ask for it": "API_KEY VLLM_API_KEY",
-    "there is no FastAPI application; a model.py may have formatters, or a handler of its own": (
-        "CUSTOM_FASTAPI_PING_HANDLER CUSTOM_FASTAPI_INVOCATION_HANDLER CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE "
-        "CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS CUSTOM_SCRIPT_FILENAME CUSTOM_PRE_PROCESS CUSTOM_POST_PROCESS"
-    ),
-    "SERVING_LOG_FORMAT=json sets the form of logs": "JSON_OUTPUT",
-    "give OPTION_ENABLE_LORA=true, and put adapters below adapters/ beside the model or register them": "LORA_ADAPTERS",
-    "no traces are sent; metrics are at /metrics": "OTLP_ENDPOINT",
-    "OPTION_CHAT_TEMPLATE sets the chat template": "TOKENIZER_CONFIG_PATH",
-}
-_WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""Variables of TGI and of AWS's vLLM image that have nothing to set here, and what there is instead."""
-
-_KNOWN = _VARIABLES | _WITHOUT_EFFECT.keys() | {alias.variable for alias in ALIASES}
+_KEYS = ("API_KEY", "VLLM_API_KEY")
+"""Variables of TGI and vLLM that would have to close the server, which has no keys."""
+_KNOWN = _VARIABLES | {*_KEYS, *(alias.variable for alias in ALIASES)}
 
 
 def read_variables(
@@ -153,8 +136,8 @@ def read_variables(
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
     warnings += [
-        f"{name} (environment) has no effect: {instead}"
-        for name, instead in _WITHOUT_EFFECT.items()
+        f"{name} (environment) has no effect: requests are served without a key; let a proxy ask for it"
+        for name in _KEYS
         if name in variables
     ]
     return variables, tuple(applied)

@@ -34,7 +34,6 @@ from container.settings.properties import read_properties
 from container.settings.secure_mode import SecureMode, read_secure_mode
 from container.settings.server import LOAD_MODELS, server_fields, server_layer
 from container.settings.settings import (
-    DeclaredMemory,
     ServerReport,
     ServerSettings,
     SettingEntry,
@@ -78,12 +77,7 @@ def load_settings(
     sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
     model = model_fields(sources)
-    source_of = {entry.name: entry.source for entry in lookup.entries}
-    for alias in aliases:
-        source = source_of.get(alias.key)
-        if source not in (None, alias.source):
-            lookup.warnings.append(f"{alias.variable} ({alias.source}) is ignored: {alias.key} is set by {source}")
-    memory = _declared_memory(sources)
+    required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
         secure_mode = _for_model(secure_mode, sources, model, remote)
@@ -93,17 +87,18 @@ def load_settings(
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     return Settings(
-        ServerSettings(**fields),
-        ModelSettings(**model),
-        tuple(lookup.entries),
-        tuple(dict.fromkeys(lookup.warnings)),
-        aliases,
-        _exports(variables),
-        memory,
-        None if secure_mode is None else secure_mode.model_faults,
-        None if secure_mode is None else secure_mode.adapter_faults,
-        remote.opened,
-        RemoteAdapters(model["model_loading_timeout"], offline=offline, downloads=downloads),
+        server=ServerSettings(**fields),
+        model=ModelSettings(**model),
+        entries=tuple(lookup.entries),
+        warnings=tuple(dict.fromkeys(lookup.warnings)),
+        aliases=aliases,
+        exports=_exports(variables),
+        required_memory=required,
+        reserved_memory=reserved or 0,
+        model_faults=None if secure_mode is None else secure_mode.model_faults,
+        adapter_faults=None if secure_mode is None else secure_mode.adapter_faults,
+        remote_models=remote.opened,
+        remote_adapters=RemoteAdapters(model["model_loading_timeout"], offline=offline, downloads=downloads),
     )
 
 
@@ -122,8 +117,13 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
     read_secure_mode(variables, lookup.problems)
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
-    warnings = tuple(dict.fromkeys(lookup.warnings))
-    return ServerReport(ServerSettings(**fields), tuple(lookup.entries), warnings, aliases, _exports(variables))
+    return ServerReport(
+        server=ServerSettings(**fields),
+        entries=tuple(lookup.entries),
+        warnings=tuple(dict.fromkeys(lookup.warnings)),
+        aliases=aliases,
+        exports=_exports(variables),
+    )
 
 
 # The model directory and what it says
@@ -160,11 +160,7 @@ def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: Remo
 
 
 def _directories(place: Value | None) -> tuple[Path, ...]:
-    """The model directories that are meant by one; it exists, unless it is the default one.
-
-    Raises:
-        ModelNotFound: the directory does not exist.
-    """
+    """The model directories that are meant by one, which has to exist unless it is the default one."""
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)
     try:
@@ -192,7 +188,7 @@ def _sources(
     lookup: Lookup,
 ) -> Sources:
     """The texts of the model's settings; keys that say something of the model are taken out of the server's `layer`."""
-    given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems, lookup.warnings)
+    given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems)
     model = {**given, **sagemaker_model_layer(variables), **arguments}
     for key in ("download_dir", "model_store"):
         layer.pop(key, None)
@@ -220,15 +216,12 @@ def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
     return exports
 
 
-def _declared_memory(sources: Sources) -> DeclaredMemory:
-    """On a machine with GPUs `gpu.required_memory_mb` and the like take precedence, else those with `cpu.`."""
-    values = {option.key: sources.value(option) for option in options.MEMORY}
-    device = "gpu." if gpu_count() else "cpu."
-    required, reserved = (
-        values[key] if values[device + key] is None else values[device + key]
-        for key in ("required_memory_mb", "reserved_memory_mb")
-    )
-    return DeclaredMemory(None if required is None else int(required), int(reserved or 0))
+def _memory(sources: Sources, key: str) -> int | None:
+    """MiB; on a machine with GPUs `gpu.<key>` takes precedence, else `cpu.<key>`."""
+    values = {option.key: sources.value(option) for option in options.MEMORY if option.key.endswith(key)}
+    own = values[f"{'gpu' if gpu_count() else 'cpu'}.{key}"]
+    value = values[key] if own is None else own
+    return None if value is None else int(value)
 
 
 def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any], remote: RemoteModels) -> SecureMode:
@@ -356,7 +349,7 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     if location.is_store_of(hub.text, directories):
         return False
     (directory,) = directories
-    own = read_properties(directory, [], []).get("option.model_id")
+    own = read_properties(directory, []).get("option.model_id")
     if own is not None:
         return own.text.strip() != hub.text.strip()
     return location.has_model(directory) and Path(hub.text.strip()) != directory

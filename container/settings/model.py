@@ -36,16 +36,16 @@ from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true,
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 
-_BUILT_IN = frozenset({"djl_python.huggingface", "djl_python.tensorrt_llm"})
-"""LMI's own handlers, in whose place an engine serves."""
+_BUILT_IN = frozenset(
+    f"djl_python.{name}"
+    for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")
+)
+"""LMI's own handlers, in whose place an engine serves; the last four are former ones."""
 _ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
 """LMI's own handlers with the newer schema, as with `option.async_mode=true`."""
-_FORMER = frozenset(
-    {"djl_python.deepspeed", "djl_python.tensorrt_llm_python", "djl_python.transformers_neuronx", "djl_python.tnx"}
+_NOT_SERVED = frozenset(
+    f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
 )
-"""LMI's former handlers for text generation."""
-_PREDICTIVE = frozenset({"djl_python.sklearn_handler", "djl_python.xgboost_handler"})
-_NOT_SERVED = _PREDICTIVE | {"djl_python.stable_diffusion_inf2", "djl_python.stable-diffusion"}
 """LMI's handlers for other models than language models."""
 SCRIPT = "djl_python.sagemaker"
 """Serves SageMaker's script mode: a file with `model_fn`."""
@@ -97,7 +97,7 @@ def _entry_point(sources: Sources, code: Path | None, script: Path | None, funct
             sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
         return str(script) if script is not None and not has_model else None
     name = str(text)
-    if name in _BUILT_IN | _ASYNCHRONOUS | _FORMER:
+    if name in _BUILT_IN | _ASYNCHRONOUS:
         _use_engine(name, given, sources)
         return None
     fault = ""
@@ -105,17 +105,11 @@ def _entry_point(sources: Sources, code: Path | None, script: Path | None, funct
         if script is not None:
             return str(script)
         fault = f"there is no model.py, inference.py or code/inference.py with {_LOADS} in the model directory"
-        if os.path.isfile(sources.model_dir / "metadata.yaml"):
-            fault += "; what SageMaker's ModelBuilder saves (metadata.yaml) is not served by this version of Slipway"
-    elif name in _PREDICTIVE:
+    elif name in _NOT_SERVED:
         fault = (
             "not served by this version of Slipway; a model.py with "
             f"{_LOADS} that loads the model is served with {ENTRY_POINT.key}={SCRIPT}"
         )
-    elif name in _NOT_SERVED:
-        fault = "not served by this version of Slipway; only language models are served"
-    elif "://" in name:
-        fault = "not served by this version of Slipway; put the file into the model directory"
     elif name.endswith(".py"):
         path = sources.model_dir / name
         if os.path.isfile(path):
@@ -150,9 +144,6 @@ def _defines(path: Path, function: str) -> bool:
 
 def _use_engine(name: str, given: Value, sources: Sources) -> None:
     """Set what the name of one of LMI's own handlers implies."""
-    if name in _FORMER:
-        warning = f"{ENTRY_POINT.key} is {name} ({given.source}): option.rolling_batch chooses the engine"
-        sources.lookup.warnings.append(warning)
     if name in _ASYNCHRONOUS:
         sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
     if "trtllm" in name or name == "djl_python.tensorrt_llm":
@@ -212,9 +203,6 @@ def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: L
     engine batches all the same.
     """
     given = layer.get(ROLLING_BATCH.key)
-    if given is not None and given.word == "tnx":
-        lookup.warnings.append(f"{given.describe(ROLLING_BATCH.key)}: it runs on vLLM")
-        lookup.replace(SettingEntry(ROLLING_BATCH.key, "vllm", given.source, "it runs on vLLM"))
     batches = (fields["batch_size"] or 1) > 1
     if fields["async_mode"]:
         if batches:

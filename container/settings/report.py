@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from container.settings.settings import ServerReport, SettingEntry, Settings, Startup
+from container.settings.settings import ServerReport, SettingEntry, Startup
 from container.settings.values import Scalar, masked
 
 _HEAD = ("setting", "value", "source")
@@ -30,21 +30,23 @@ def startup_json(startup: Startup) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def render_text(settings: Settings | ServerReport) -> str:
+def render_text(settings: ServerReport) -> str:
     """A table of name, value and source, then the aliases and the warnings."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:{name_width}}  {value:{value_width}}  {source}" for name, value, source in rows]
-    lines += [f"alias: {alias.variable} ({alias.of}) is {alias.key}" for alias in settings.aliases]
+    lines += [f"alias: {alias.variable} ({alias.of}) stands for {alias.target}" for alias in settings.aliases]
     lines += [f"warning: {_one_line(warning)}" for warning in settings.warnings]
     return "\n".join(lines)
 
 
-def report_object(settings: Settings | ServerReport) -> dict[str, Any]:
+def report_object(settings: ServerReport) -> dict[str, Any]:
     """The settings, aliases and warnings as data."""
     return {
         "settings": [_object(entry) for entry in settings.entries],
-        "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.key} for alias in settings.aliases],
+        "aliases": [
+            {"variable": alias.variable, "of": alias.of, "setting": alias.target} for alias in settings.aliases
+        ],
         "warnings": list(settings.warnings),
     }
 

@@ -138,12 +138,6 @@ SERVED = (
         "Serve [the console](console.md) at /console, and to browsers at /; on SageMaker the default is false",
     ),
     Option(
-        "coalesce_above",
-        integer(0),
-        "32",
-        "Number of open streams from which on tokens that come faster than they are sent share an HTTP chunk; 0: never",
-    ),
-    Option(
         "model_aliases",
         ANYTHING,
         '"",dummy,tgi',

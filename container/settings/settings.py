@@ -43,7 +43,6 @@ class ServerSettings:
     multi_model: bool = False
     """The server starts without a model, and its platform loads and unloads them."""
     console: bool = True
-    coalesce_above: int = 32
     error_rate_wlm: str | None = None
     """This and the following three are texts for `container.error_rates`."""
     error_rate_server: str | None = None
@@ -79,24 +78,6 @@ class Alias:
     """The container whose variable it is."""
     convert: Callable[[str], str] = str
 
-    @property
-    def source(self) -> str:
-        """The source of the values that it sets."""
-        return f"environment: {self.variable}"
-
-    @property
-    def key(self) -> str:
-        """The setting that it sets, as reports name it."""
-        return _KEYS.get(self.target) or self.target.replace("OPTION_", "option.").replace("SERVING_", "").lower()
-
-
-_KEYS = {
-    "HF_MODEL_ID": "option.model_id",
-    "HF_REVISION": "option.revision",
-    "HF_TOKEN": "HF_TOKEN",
-    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
-}
-
 
 class RemoteModel(Protocol):
     """A model on S3 whose weights are fetched before it is loaded."""
@@ -117,29 +98,28 @@ class RemoteModel(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredMemory:
-    """What the settings say of a model's memory, in MiB."""
-
-    required: int | None = None
-    """None: to be estimated."""
-    reserved: int = 500
-    """What has to stay free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All settings of a model and of its server, with the record of where each came from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerReport:
+    """The settings of a server, with the record of where each came from."""
 
     server: ServerSettings
-    model: ModelSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()
     """Those that are in effect."""
     exports: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the libraries that read them by themselves."""
-    memory: DeclaredMemory = DeclaredMemory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(ServerReport):
+    """All settings of a model and of its server."""
+
+    model: ModelSettings
+    required_memory: int | None = None
+    """MiB that the model needs; None: to be estimated."""
+    reserved_memory: int = 500
+    """MiB that have to stay free."""
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
     """What the secure mode refuses of the model, also once weights have been fetched; None: the mode is off."""
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
@@ -148,17 +128,6 @@ class Settings:
     """Models whose weights are to be fetched before the model is loaded."""
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
     """Fetches adapters while the model serves; None: those on S3 are refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReport:
-    """The server's settings alone; the fields are those of `Settings`."""
-
-    server: ServerSettings
-    entries: tuple[SettingEntry, ...]
-    warnings: tuple[str, ...]
-    aliases: tuple[Alias, ...]
-    exports: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +165,7 @@ class Startup:
         return tuple(dict.fromkeys(warning for one in self._all for warning in one.warnings))
 
     @property
-    def _all(self) -> list[ServerReport | Settings]:
+    def _all(self) -> list[ServerReport]:
         return [*([] if self.report is None else [self.report]), *(model.settings for model in self.models)]
 
 

@@ -13,8 +13,6 @@ A file below `model/` is whole, and of the version in the listing. All of them m
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import errno
 import hashlib
 import logging
@@ -23,8 +21,7 @@ import shutil
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -44,10 +41,6 @@ _MARGIN = 64 << 20
 """Bytes of the disk that a download leaves free."""
 _CHECK_SECONDS = 0.1
 _LOG_SECONDS = 5.0
-
-
-class FetchStopped(SourceError):
-    """The download was stopped; the files that are whole are kept."""
 
 
 class RemoteModel:
@@ -79,8 +72,7 @@ class RemoteModel:
         logger.info(
             "downloading %s: %d files of weights, %.2f GiB, to %s", self.url, len(self._weights), size, self.directory
         )
-        download = _Download(self._copy, self._folder, self._progress, seconds, stop)
-        download.run(self._weights, self._files)
+        _Download(self._copy, self._folder, self._progress, seconds, stop).run(self._weights, self._files)
         if not self._copy.is_complete(self._files):
             raise SourceError(f"{self.url}: it was changed while it was downloaded; start again")
         logger.info("downloaded %s in %.1f s", self.url, time.monotonic() - started)
@@ -118,19 +110,11 @@ class RemoteModels:
 
 
 class RemoteAdapters:
-    """The adapters of one model that are on S3. Implements `handlers.adapters.AdapterDownloads`.
-
-    Each registration has a copy of its own, below `adapters/<id>/` in the cache directory: what it was registered with
-    stays as it is, whoever registers the same URL again.
-    """
+    """The adapters of one model that are on S3. Implements `handlers.adapters.AdapterDownloads`."""
 
     def __init__(self, seconds: float, *, offline: bool, downloads: Path) -> None:
         """`seconds`: how long the weights of an adapter may take."""
-        self._seconds, self._offline = seconds, offline
-        self._place = downloads / "adapters"
-        self._root = self._place / uuid.uuid4().hex
-        self._lock = FileLock(f"{self._root}.lock", thread_local=False)
-        """Held as long as the copies are in use, for other processes to see."""
+        self._seconds, self._offline, self._downloads = seconds, offline, downloads
 
     async def fetch(self, url: str) -> Path:
         stop = threading.Event()
@@ -139,55 +123,18 @@ class RemoteAdapters:
         finally:
             stop.set()
 
-    async def remove(self, directory: Path) -> None:
-        if directory.is_relative_to(self._root):
-            await asyncio.to_thread(shutil.rmtree, self._root / directory.relative_to(self._root).parts[0], True)
-
-    async def stop(self) -> None:
-        if self._lock.is_locked:
-            await asyncio.to_thread(self._end)
-
-    def _end(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-        self._lock.release(force=True)
-        Path(self._lock.lock_file).unlink(missing_ok=True)
-
     def _fetch(self, url: str, stop: threading.Event) -> Path:
-        copy = self._root / uuid.uuid4().hex
         try:
-            self._begin()
-            try:
-                adapter = open_model(url, copy, offline=self._offline)
-            except SourceError as error:
-                raise InvalidParameter("src", f"cannot be fetched: {error}") from None
-            try:
-                adapter.fetch_weights(self._seconds, stop)
-            except FetchTimeout as error:
-                raise AdapterFailed(f"{error}; option.model_loading_timeout sets the limit") from None
-            except SourceError as error:
-                raise AdapterFailed(str(error)) from None
-            if stop.is_set():
-                raise AdapterFailed(f"{url}: the download was stopped")
-        except BaseException:
-            shutil.rmtree(copy, ignore_errors=True)
-            raise
+            adapter = open_model(url, self._downloads, offline=self._offline)
+        except SourceError as error:
+            raise InvalidParameter("src", f"cannot be fetched: {error}") from None
+        try:
+            adapter.fetch_weights(self._seconds, stop)
+        except FetchTimeout as error:
+            raise AdapterFailed(f"{error}; option.model_loading_timeout sets the limit") from None
+        except SourceError as error:
+            raise AdapterFailed(str(error)) from None
         return adapter.directory
-
-    def _begin(self) -> None:
-        """Hold the lock, and remove the copies of processes that have ended without doing so."""
-        try:
-            self._place.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            for left in self._place.iterdir():
-                lock = FileLock(f"{left}.lock")
-                if left != self._root and left.is_dir():
-                    with contextlib.suppress(Timeout), lock.acquire(timeout=0):
-                        shutil.rmtree(left, ignore_errors=True)
-                        Path(lock.lock_file).unlink(missing_ok=True)
-        except OSError as error:
-            raise AdapterFailed(
-                f"{self._place} cannot be written: {error}; SERVING_DOWNLOAD_DIR names another"
-            ) from None
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
@@ -329,36 +276,24 @@ class _Download:
         """Fetch those of `files` that are missing; `wanted` are all files of the model.
 
         Raises:
-            SourceError: S3, the disk or the time does not allow it.
-            FetchStopped: `stop` was set.
+            SourceError: S3, the disk or the time does not allow it, or `stop` was set.
         """
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            with FileLock(self._copy.lock, timeout=self._seconds):
+                self._check()
                 self._copy.begin(wanted)
                 missing = self._copy.missing(files)
                 self._progress.add(sum(file.size for file in set(files).difference(missing)))
                 if missing:
                     self._check_space(missing)
                     self._fetch(missing)
+        except Timeout:
+            raise FetchTimeout(
+                f"{self._copy.url}: another process has not downloaded it in {self._seconds:g} s"
+            ) from None
         except OSError as error:
             raise self._disk_error(error) from error
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        lock = FileLock(self._copy.lock)
-        with contextlib.suppress(Timeout):
-            lock.acquire(timeout=_CHECK_SECONDS)
-        if not lock.is_locked:
-            logger.info("%s: another process is downloading it; waiting for it", self._copy.url)
-        while not lock.is_locked:
-            self._check()
-            with contextlib.suppress(Timeout):
-                lock.acquire(timeout=_CHECK_SECONDS)
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _fetch(self, files: Sequence[RemoteFile]) -> None:
         partial = Path(tempfile.mkdtemp(prefix="partial.", dir=self._copy.root))
@@ -381,7 +316,7 @@ class _Download:
 
     def _check(self) -> None:
         if self._stop.is_set():
-            raise FetchStopped(f"{self._copy.url}: the download was stopped")
+            raise SourceError(f"{self._copy.url}: the download was stopped")
         if time.monotonic() > self._deadline:
             came, total = self._progress.bytes / _GIB, self._progress.total_bytes / _GIB
             raise FetchTimeout(

@@ -1,4 +1,4 @@
-"""A model's folder on S3: which files it has, how they come here, and what S3's refusals mean in plain words.
+"""A model's folder on S3: which files it has, and how they come here.
 
 boto3 finds credentials, region and endpoint as everywhere with AWS: in the environment, the profile, or the role of the
 container or machine; AWS_ENDPOINT_URL_S3 names another S3. boto3 is imported when it is needed: most models are local.
@@ -221,7 +221,7 @@ class S3Folder:
 
     def _explained(self, error: Exception, path: str = "") -> SourceError:
         """Return the error in plain words, with the folder's URL."""
-        return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error, self.url, path)}")
+        return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error, path)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,55 +275,24 @@ def _client(url: S3Url) -> S3Client:
         client = session.client("s3", config=config, region_name=session.region_name or "us-east-1")
     except (BotoCoreError, ValueError) as error:
         raise SourceError(f"{url}: {error}") from error
-    # Some S3 servers ignore `If-Match`, so each answer is compared with it.
-    client.meta.events.register("provide-client-params.s3.GetObject", _asked)
-    client.meta.events.register("after-call.s3.GetObject", _answered)
+    client.meta.events.register("after-call.s3.GetObject", _close_with_body)
     return client
 
 
-def _asked(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-    context["expected_etag"] = params.get("IfMatch")
-
-
-def _answered(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:
+    """boto3 leaves the connection of a read that is cancelled open."""
     if (body := parsed.get("Body")) is not None:
-        # boto3 leaves the connection of a read that is cancelled open.
         weakref.finalize(body, body._raw_stream.close)
-    expected = context["expected_etag"]
-    if expected is not None and parsed.get("ETag", expected) != expected:
-        raise _Replaced
 
 
-class _Replaced(Exception):
-    """An object is not the one that was listed."""
-
-
-_DENIED = frozenset({"AccessDenied", "403"})
-
-
-def _reason(error: BaseException, url: S3Url, path: str) -> str:
-    from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
+def _reason(error: BaseException, path: str) -> str:
+    from botocore.exceptions import ClientError
     from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
 
     match error:
         case RetriesExceededError():
-            return _reason(error.last_exception, url, path)
-        case _Replaced() | S3DownloadFailedError() | ClientError(response={"Error": {"Code": "412"}}):
+            return _reason(error.last_exception, path)
+        case S3DownloadFailedError() | ClientError(response={"Error": {"Code": "412"}}):
             return f"an object was replaced while it was read: {path}"
-        case ClientError(response={"Error": {"Code": str(code), "Message": str(message)}}) if code in _DENIED:
-            return f"{_denied(error.operation_name, url, message)} ({code})"
-        case NoCredentialsError() | PartialCredentialsError():
-            return "no AWS credentials were found: give the container a role, or set AWS_ACCESS_KEY_ID and its secret"
         case _:
             return str(error) or type(error).__name__
-
-
-def _denied(operation: str, url: S3Url, message: str) -> str:
-    """What to permit, and what S3 says, which may name the policy that denies it."""
-    needed = (
-        f"s3:ListBucket on the bucket {url.bucket}"
-        if operation == "ListObjectsV2"
-        else f"s3:GetObject on {url.bucket}/{url.key_prefix}*, and kms:Decrypt where a KMS key encrypts the objects"
-    )
-    said = f"; S3 says: {message}" if "not authorized" in message else ""
-    return f"access is denied; allow {needed}{said}"

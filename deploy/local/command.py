@@ -1,41 +1,25 @@
-"""`slipway local`, and `--local-endpoint` of `slipway serve`."""
+"""`--local-endpoint` of `slipway serve`."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from container import cli, logs
+from container import cli
 from container.app import Mount
-from container.server import http_server, listen
-from deploy.local.endpoints import MEBIBYTE, LocalSettings
 from deploy.local.errors import REGION, RuntimeApiError
+from deploy.local.invocation import LocalSettings
 from deploy.local.parameters import check_endpoint_name
 from deploy.local.runtime import PREFIX, RuntimeApi
 
-logger = logging.getLogger(__name__)
-
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-
-_Components = Annotated[
-    list[str] | None, typer.Option(help="An inference component that is the base model; repeatable.")
-]
-_Adapters = Annotated[
-    list[str] | None,
-    typer.Option(help="An inference component that is an adapter, NAME or NAME=SOURCE; repeatable."),
-]
-_AsyncOutput = Annotated[str | None, typer.Option(help="Folder or s3:// URI for results of asynchronous invocations.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add `local`, and give `serve` its further options."""
+    """Give `serve` its further options."""
     app.registered_commands = [command for command in app.registered_commands if command.callback is not cli.serve]
     app.command()(serve)
-    app.command()(local)
 
 
 def serve(
@@ -47,105 +31,38 @@ def serve(
         list[str] | None,
         typer.Option(help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."),
     ] = None,
-    adapter: _Adapters = None,
-    component: _Components = None,
-    async_output: _AsyncOutput = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="An inference component that is an adapter; repeatable.")
+    ] = None,
+    component: Annotated[
+        list[str] | None, typer.Option(help="An inference component that is the base model; repeatable.")
+    ] = None,
 ) -> None:
     """Serve a model until told to stop."""
     startup = cli.read_startup(model_dir, port, host, model_name)
-    given = {"--adapter": adapter, "--component": component, "--async-output": async_output}
     if not local_endpoint:
+        given = {"--adapter": adapter, "--component": component}
         for option in (name for name, value in given.items() if value):
             raise typer.BadParameter("has no meaning without --local-endpoint", param_hint=option)
         cli.run(startup)
     settings = LocalSettings(
-        container=_url(startup.server.host, startup.server.port),
         endpoints=_checked("--local-endpoint", local_endpoint),
-        async_output=async_output,
-        **_inference_components(component, adapter),
+        components=frozenset(_checked("--component", component or [])),
+        adapters=frozenset(_checked("--adapter", adapter or [])),
     )
-    _announce(settings.container, settings.endpoints)
-    api = RuntimeApi(settings)
-    cli.run(startup, [Mount(PREFIX, api, api.close, settings.endpoints)])
-
-
-def local(
-    container: Annotated[str, typer.Option(help="URL of the container.")],
-    port: Annotated[int, typer.Option("--port", "-p", min=1, max=65535, help="Port to listen on.")] = 8080,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    endpoint_name: Annotated[
-        list[str], typer.Option("--endpoint-name", "-e", help="An endpoint's name; repeatable.")
-    ] = ["my-endpoint"],  # noqa: B006
-    component: _Components = None,
-    adapter: _Adapters = None,
-    async_output: _AsyncOutput = None,
-    max_payload_mb: Annotated[
-        int, typer.Option(min=1, max=1024, help="MiB of a request's body and of an answer.")
-    ] = 25,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the container has to answer.")] = 60.0,
-    stream_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a stream has to be complete.")] = 480.0,
-) -> None:
-    """Serve SageMaker's runtime API on this machine, in front of a container that runs already."""
-    import uvloop
-
-    if not container.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"is {container!r}; expected http://host:port", param_hint="--container")
-    settings = LocalSettings(
-        container=container.rstrip("/"),
-        endpoints=_checked("--endpoint-name", endpoint_name),
-        async_output=async_output,
-        max_payload=max_payload_mb * MEBIBYTE,
-        answer_timeout=timeout,
-        stream_timeout=stream_timeout,
-        **_inference_components(component, adapter),
-    )
-    logs.configure("plain", "info")
-    _announce(_url(host, port), settings.endpoints)
-    uvloop.run(_run(settings, host, port))
-
-
-async def _run(settings: LocalSettings, host: str, port: int) -> None:
-    """Serve until told to stop."""
-    api = RuntimeApi(settings, whole_container=True)
-    server = http_server(api)
-
-    def stop(number: int) -> None:
-        logger.info("%s: stopping", signal.Signals(number).name)
-        server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    with listen(host, port) as listener:
-        await server.serve([listener])
-    await api.close()
-
-
-def _announce(url: str, names: tuple[str, ...]) -> None:
-    # The container has an access line for each call; httpx need not add its own.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    url = _url(startup.server.host, startup.server.port)
     typer.echo(
-        f"SageMaker's runtime API at {url}; endpoints: {', '.join(names)}\n"
+        f"SageMaker's runtime API at {url}; endpoints: {', '.join(settings.endpoints)}\n"
         f"export AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME={url}\n"
         f"export AWS_DEFAULT_REGION={REGION} AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local"
         "  # SDKs want some; any will do"
     )
+    cli.run(startup, [Mount(PREFIX, RuntimeApi(settings), settings.endpoints)])
 
 
 def _url(host: str, port: int) -> str:
     """The URL under which a client on this machine reaches a listener."""
-    shown = _LOOPBACK.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
-
-
-def _inference_components(components: list[str] | None, adapters: list[str] | None) -> dict[str, Any]:
-    """The settings `components` and `adapters`."""
-    pairs = [text.partition("=") for text in adapters or ()]
-    _checked("--adapter", [name for name, _, _ in pairs])
-    return {
-        "components": frozenset(_checked("--component", components or [])),
-        "adapters": {name: source for name, _, source in pairs},
-    }
+    return f"http://{_LOOPBACK.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 
 def _checked(option: str, names: list[str]) -> tuple[str, ...]:

@@ -106,11 +106,6 @@ def model_not_ready(endpoint: str) -> RuntimeApiError:
     )
 
 
-def service_unavailable(message: str) -> RuntimeApiError:
-    """The container cannot be reached, or a limit is exhausted."""
-    return RuntimeApiError("ServiceUnavailable", 503, message)
-
-
 def internal_failure() -> RuntimeApiError:
     """A fault of the local endpoint itself."""
     return RuntimeApiError("InternalFailure", 500, "The request processing has failed because of an unknown error.")

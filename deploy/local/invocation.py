@@ -1,265 +1,255 @@
-"""One call of an endpoint: to the container and back, whole or as AWS's event stream."""
+"""One call of an endpoint: to the container's own routes and back, whole or as AWS's event stream."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from struct import pack
-from zlib import crc32
 
-import httpx
-from starlette.types import Send
+from starlette.types import Message, Receive, Scope, Send
 
-from deploy.local.container import ContainerBroken, ContainerBusy, ContainerClient, ContainerUnreachable, read_up_to
-from deploy.local.endpoints import LocalSettings
+from container.http.protocol import BREAK_OFF
 from deploy.local.errors import (
-    RuntimeApiError,
-    internal_failure,
+    ACCOUNT,
     model_error,
     model_not_ready,
     model_timed_out,
     model_without_response,
-    service_unavailable,
+    validation_error,
 )
-from deploy.local.parameters import Headers, Parameters, reply_headers
+from deploy.local.event_stream import CONTENT_TYPE, model_stream_error, payload_part
+from deploy.local.parameters import VARIANT, Headers, Parameters, check_endpoint_name, reply_headers
 
-logger = logging.getLogger(__name__)
-
-_EVENT_STREAM = (b"content-type", b"application/vnd.amazon.eventstream")
-_CONFLICT, _UNAVAILABLE = 409, 503
+MEBIBYTE = 1 << 20
+_ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
+_COMPONENT_MISSING = (
+    "Inference Component Name header is required for endpoints to which you plan to deploy inference components. "
+    "Please include Inference Component Name header or consider using SageMaker models."
+)
+_UNAVAILABLE = 503
 _LOADING = frozenset({207, _UNAVAILABLE})
-"""What containers answer to a ping while a model loads; any other failure is the model's own, and a call shows it."""
-_MAX_ANSWER = 65536
-"""Bytes that are read of an error, and of the answer to a ping or a registration."""
-_MAX_LOGGED = 500
-_PING_SECONDS = 2.0
-_REGISTER_SECONDS = 60.0
+"""What /ping answers while a model loads."""
+_MAX_ERROR = 65536
+"""Bytes that are read of an error."""
 _LAST_WORD_SECONDS = 5.0
 """Time in which the caller has to take the message that ends a failed stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """The endpoints, and their limits, by default those of the platform."""
+
+    endpoints: tuple[str, ...]
+    components: frozenset[str] = frozenset()
+    """Inference components that are the base model. If there are any, each call has to name one, as on the platform."""
+    adapters: frozenset[str] = frozenset()
+    """Inference components that are adapters of the container."""
+    max_payload: int = 25 * MEBIBYTE
+    """Bytes of a request, and of an answer that is not streamed."""
+    answer_timeout: float = 60.0
+    """Seconds until an answer is complete, or until the first byte of a stream."""
+    stream_timeout: float = 480.0
+    """Seconds until a stream is complete."""
+
+    def check_name(self, name: str) -> None:
+        """Check that an endpoint exists.
+
+        Raises:
+            RuntimeApiError: ValidationError, the name is malformed or unknown.
+        """
+        check_endpoint_name(name)
+        if name not in self.endpoints:
+            raise validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
+
+    def container_headers(self, name: str, parameters: Parameters) -> Headers:
+        """The container's headers for a call of an endpoint.
+
+        Raises:
+            RuntimeApiError: ValidationError, something that the call names does not exist.
+        """
+        variant = parameters.values.get("TargetVariant")
+        if variant not in (None, VARIANT):
+            raise validation_error(f"Variant {variant} of endpoint {name} not found; it has {VARIANT} alone.")
+        if (host := parameters.values.get("TargetContainerHostname")) is not None:
+            raise validation_error(f"TargetContainerHostname {host}: endpoint {name} has one container, not several.")
+        component = parameters.values.get("InferenceComponentName")
+        if component is None and self.components:
+            raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")
+        if component is None or component in self.components:
+            return parameters.forwarded
+        if component in self.adapters:
+            return [*parameters.forwarded, (_ADAPTER_HEADER, component.encode())]
+        raise validation_error(f"Inference component {component} of account {ACCOUNT} not found.")
+
+
+class ClientGone(Exception):
+    """The client left before its request was answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
     """A call that has been read and checked."""
 
+    scope: Scope
+    receive: Receive
+    """Tells when the client has left; the body was read."""
     endpoint: str
     parameters: Parameters
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A container's whole answer, as the caller gets it."""
-
     headers: Headers
+    """Those that the container gets."""
     body: bytes
 
 
-class Invoker:
-    """Makes calls to the container and translates its answers and failures into the API's."""
+class ContainerCall:
+    """A request to the container's own routes, over ASGI, and its reply."""
 
-    def __init__(self, settings: LocalSettings, container: ContainerClient) -> None:
-        self._settings = settings
-        self._container = container
-        self._readiness = Readiness(container, settings.adapters)
+    def __init__(
+        self, call: Invocation, max_payload: int, on_piece: Callable[[bytes], Awaitable[None]] | None = None
+    ) -> None:
+        """`max_payload`: bytes of a successful reply; `on_piece` takes what comes of it instead."""
+        self._receive, self._max_payload, self._on_piece = call.receive, max_payload, on_piece
+        self._app, self._body = call.scope["app"], call.body
+        path = {"path": "/invocations", "raw_path": b"/invocations", "query_string": b""}
+        self._scope = {**call.scope, **path, "headers": call.headers}
+        self.status = 0
+        self.headers: Headers = []
+        self.body = b""
+        self.complete = self.too_large = self._read = self._left = False
+        self._ended = asyncio.Event()
 
-    async def invoke(self, invocation: Invocation, seconds: float | None = None, most: int | None = None) -> Answer:
-        """The whole answer, within `seconds` and with at most `most` bytes (default: the limits of a real-time call).
-
-        Raises:
-            RuntimeApiError: the call is refused or fails.
-        """
-        try:
-            async with (
-                asyncio.timeout(seconds or self._settings.answer_timeout),
-                self._reply(invocation) as response,
-            ):
-                body = await read_up_to(response, most or self._settings.max_payload)
-        except TimeoutError:
-            raise model_timed_out(invocation.endpoint) from None
-        except ContainerBroken as error:
-            raise _broken(invocation, error) from error
-        if body is None:
-            raise model_error(invocation.endpoint, response.status_code, None)
-        return Answer(reply_headers(invocation.parameters.api, response.headers.raw), body)
-
-    async def stream(self, invocation: Invocation, common: Headers, send: Send, break_off: Callable[[], None]) -> None:
-        """Send the answer as an event stream while it comes. `common`: headers that every reply has.
-
-        The reply begins with the first bytes of the container's; a later failure is the stream's last message.
-        `break_off` drops the caller's connection if it does not take that message.
+    async def run(self) -> None:
+        """Pass the request on, until the reply is complete or given up.
 
         Raises:
-            RuntimeApiError: the call is refused or fails before the first bytes.
+            ClientGone: the client has left.
         """
-        begun, last = False, b""
-        deadline = asyncio.get_running_loop().time() + self._settings.stream_timeout
         try:
-            async with (
-                asyncio.timeout(min(self._settings.answer_timeout, self._settings.stream_timeout)) as limit,
-                self._reply(invocation) as response,
-            ):
-                pieces = response.aiter_raw()
-                piece = await anext(pieces, b"")
-                limit.reschedule(deadline)
-                headers = [_EVENT_STREAM, *common, *reply_headers(invocation.parameters.api, response.headers.raw)]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                begun = True
-                while piece:
-                    await send({"type": "http.response.body", "body": payload_part(piece), "more_body": True})
-                    piece = await anext(pieces, b"")
-        except TimeoutError:
-            if not begun:
-                raise model_timed_out(invocation.endpoint) from None
-            message = f"The model did not finish its response within {self._settings.stream_timeout:g} seconds."
-            last = stream_exception("ModelStreamError", ErrorCode="ModelInvocationTimeExceeded", Message=message)
-        except ContainerBroken as error:
-            if not begun:
-                raise _broken(invocation, error) from error
-            logger.warning("endpoint %s: the container broke a stream off: %s", invocation.endpoint, error)
-            message = "The connection between the endpoint and the model was reset or closed."
-            last = stream_exception("ModelStreamError", ErrorCode="StreamBroken", Message=message)
-        except Exception:
-            if not begun:
-                raise
-            logger.exception("endpoint %s: internal error in the middle of a stream", invocation.endpoint)
-            last = stream_exception("InternalStreamFailure", Message=internal_failure().message)
+            await self._app(self._scope, self._next, self._send)
+        finally:
+            self._ended.set()
+        if self._left:
+            raise ClientGone
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the container answers with a status of success."""
+        return 200 <= self.status < 300
+
+    async def _next(self) -> Message:
+        if not self._read:
+            self._read = True
+            return {"type": "http.request", "body": self._body}
+        leaving = asyncio.ensure_future(self._receive())
+        ending = asyncio.ensure_future(self._ended.wait())
         try:
-            async with asyncio.timeout(_LAST_WORD_SECONDS if last else None):
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-        except TimeoutError:
-            break_off()
+            await asyncio.wait({leaving, ending}, return_when=asyncio.FIRST_COMPLETED)
+            self._left = not self._ended.is_set()
+        finally:
+            leaving.cancel()
+            ending.cancel()
+        return {"type": "http.disconnect"}
 
-    @contextlib.asynccontextmanager
-    async def _reply(self, invocation: Invocation) -> AsyncIterator[httpx.Response]:
-        """The container's successful reply, its body still unread.
-
-        Raises:
-            RuntimeApiError: the call is refused, here or by the container, or does not reach it.
-            ContainerBroken: the connection broke.
-        """
-        name = invocation.endpoint
-        try:
-            await self._readiness.check(name)
-            headers = self._settings.container_headers(name, invocation.parameters)
-            async with self._container.request("POST", "/invocations", headers, invocation.body) as response:
-                if response.status_code == _UNAVAILABLE:
-                    self._readiness.lost()
-                if not response.is_success:
-                    raise model_error(name, response.status_code, await read_up_to(response, _MAX_ANSWER))
-                yield response
-        except ContainerUnreachable as error:
-            self._readiness.lost()
-            raise service_unavailable(
-                f"The container of endpoint {name} at {self._settings.container} cannot be reached: {error}"
-            ) from error
-        except ContainerBusy as error:
-            raise service_unavailable(
-                f"Endpoint {name} has {self._settings.max_connections} calls under way and takes no more."
-            ) from error
-
-
-def _broken(invocation: Invocation, error: ContainerBroken) -> RuntimeApiError:
-    logger.warning("endpoint %s: the container broke a call off: %s", invocation.endpoint, error)
-    return model_without_response(invocation.endpoint)
-
-
-class Readiness:
-    """Whether the container is in service. Asked once; the adapters are registered then."""
-
-    def __init__(self, container: ContainerClient, adapters: Mapping[str, str]) -> None:
-        """`adapters`: names and sources; one without a source is in the container already."""
-        self._container = container
-        self._adapters = {name: source for name, source in adapters.items() if source}
-        self._in_service = False
-        self._asking = asyncio.Lock()
-
-    async def check(self, endpoint: str) -> None:
-        """Ask the container, unless it is known to be in service.
-
-        Raises:
-            RuntimeApiError: ModelNotReadyException, the model is still loading.
-            ContainerUnreachable, ContainerBroken, ContainerBusy: the container cannot be asked.
-        """
-        async with self._asking:
-            if self._in_service:
-                return
-            try:
-                status, _ = await self._ask(_PING_SECONDS, "GET", "/ping", b"")
-            except TimeoutError:
-                raise model_not_ready(endpoint) from None
-            if status in _LOADING:
-                raise model_not_ready(endpoint)
-            if status == 200:
-                for name, source in self._adapters.items():
-                    await self._register(name, source)
-                self._in_service = True
-
-    def lost(self) -> None:
-        """Ask again before the next call: the container may be restarting, and then has no adapters."""
-        self._in_service = False
-
-    async def _register(self, name: str, source: str) -> None:
-        """Have an adapter loaded. A failure is only logged: calls for the adapter get the container's own error."""
-        body = json.dumps({"name": name, "src": source}).encode()
-        try:
-            status, answer = await self._ask(_REGISTER_SECONDS, "POST", "/adapters", body)
-        except TimeoutError:
-            logger.error("adapter %s: the container did not load it within %g s", name, _REGISTER_SECONDS)
+    async def _send(self, message: Message) -> None:
+        if self._ended.is_set():
+            return  # it was given up
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], message["headers"]
             return
-        shown = answer[:_MAX_LOGGED].decode(errors="replace")
-        if 200 <= status < 300:
-            logger.info("adapter %s is registered, from %s", name, source)
-        elif status == _CONFLICT:
-            # Usually the adapter is registered since an earlier start; if something else is wrong, calls show it.
-            logger.info("adapter %s: %s", name, shown)
-        else:
-            logger.error("adapter %s: POST /adapters answered %d: %s", name, status, shown)
-
-    async def _ask(self, seconds: float, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        headers = [("content-type", "application/json")] if body else []
-        async with asyncio.timeout(seconds), self._container.request(method, path, headers, body) as response:
-            # The whole body is read so that the connection can serve another call.
-            return response.status_code, await read_up_to(response, _MAX_ANSWER) or b""
+        piece: bytes = message.get("body", b"")
+        if self._on_piece is None or not self.succeeded:
+            limit = self._max_payload if self.succeeded else _MAX_ERROR
+            self.too_large = len(self.body) + len(piece) > limit
+            self.body += b"" if self.too_large else piece
+        elif piece:
+            await self._on_piece(piece)
+        self.complete = not message.get("more_body", False) and not self.too_large
+        if self.complete or self.too_large:
+            self._ended.set()
 
 
-# AWS's event stream ("Event stream encoding" in the Amazon Transcribe developer guide): each message is its length,
-# that of its headers, a checksum of both, the headers, the payload, and a checksum of all.
+async def invoke(call: Invocation, settings: LocalSettings) -> ContainerCall:
+    """The call, with its whole reply.
 
-_STRING = 7
-"""The type of a header's value."""
-
-
-def encode_headers(headers: Mapping[str, str]) -> bytes:
-    """The headers of a message."""
-    return b"".join(
-        pack(">B", len(name.encode())) + name.encode() + pack(">BH", _STRING, len(value.encode())) + value.encode()
-        for name, value in headers.items()
-    )
-
-
-def encode_message(headers: bytes, payload: bytes) -> bytes:
-    """A message with headers that `encode_headers` made."""
-    prelude = pack(">II", 16 + len(headers) + len(payload), len(headers))
-    head = prelude + pack(">I", crc32(prelude)) + headers
-    return b"".join((head, payload, pack(">I", crc32(payload, crc32(head)))))
+    Raises:
+        RuntimeApiError: the call fails.
+        ClientGone: the client has left.
+    """
+    container = ContainerCall(call, settings.max_payload)
+    try:
+        async with asyncio.timeout(settings.answer_timeout):
+            await container.run()
+    except TimeoutError:
+        raise model_timed_out(call.endpoint) from None
+    await _check(call, container)
+    return container
 
 
-_PAYLOAD_PART = encode_headers(
-    {":event-type": "PayloadPart", ":content-type": "application/octet-stream", ":message-type": "event"}
-)
+async def stream(call: Invocation, settings: LocalSettings, common: Headers, send: Send) -> None:
+    """Send the reply as an event stream while it comes. `common`: headers that every reply has.
+
+    It begins with the first bytes of the container's; a later failure is the stream's last message. Where the caller
+    does not take that message, its connection is dropped.
+
+    Raises:
+        RuntimeApiError: the call fails before the first bytes.
+        ClientGone: the client has left.
+    """
+    begun, last = False, b""
+    deadline = asyncio.get_running_loop().time() + settings.stream_timeout
+
+    async def begin() -> None:
+        nonlocal begun
+        begun = True
+        headers = [(b"content-type", CONTENT_TYPE), *common, *reply_headers(call.parameters.api, container.headers)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def forward(piece: bytes) -> None:
+        if not begun:
+            limit.reschedule(deadline)
+            await begin()
+        await send({"type": "http.response.body", "body": payload_part(piece), "more_body": True})
+
+    container = ContainerCall(call, settings.max_payload, forward)
+    try:
+        async with asyncio.timeout(min(settings.answer_timeout, settings.stream_timeout)) as limit:
+            await container.run()
+    except TimeoutError:
+        if not begun:
+            raise model_timed_out(call.endpoint) from None
+        text = f"The model did not finish its response within {settings.stream_timeout:g} seconds."
+        last = model_stream_error("ModelInvocationTimeExceeded", text)
+    else:
+        if not begun:
+            await _check(call, container)
+            await begin()
+        elif not container.complete:
+            text = "The connection between the endpoint and the model was reset or closed."
+            last = model_stream_error("StreamBroken", text)
+    try:
+        async with asyncio.timeout(_LAST_WORD_SECONDS if last else None):
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+    except TimeoutError:
+        call.scope["extensions"][BREAK_OFF]()
 
 
-def payload_part(data: bytes) -> bytes:
-    """The message for a piece of the model's reply."""
-    return encode_message(_PAYLOAD_PART, data)
+async def _check(call: Invocation, container: ContainerCall) -> None:
+    """Raise the API's error for a reply that has ended and is not a whole and successful one."""
+    if container.status == _UNAVAILABLE and await _is_loading(call.scope, call.receive):
+        raise model_not_ready(call.endpoint)
+    if container.too_large:
+        raise model_error(call.endpoint, container.status, None)
+    if not container.complete:
+        raise model_without_response(call.endpoint)
+    if not container.succeeded:
+        raise model_error(call.endpoint, container.status, container.body)
 
 
-def stream_exception(name: str, **document: str) -> bytes:
-    """The last message of a stream that fails after its first byte."""
-    headers = {":exception-type": name, ":content-type": "application/json", ":message-type": "exception"}
-    return encode_message(encode_headers(headers), json.dumps(document).encode())
+async def _is_loading(scope: Scope, receive: Receive) -> bool:
+    status = 0
+
+    async def note(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    await scope["app"]({**scope, "method": "GET", "path": "/ping", "raw_path": b"/ping"}, receive, note)
+    return status in _LOADING

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from deploy.local.errors import constraint_violation
 
@@ -22,68 +23,40 @@ class Api(Enum):
 
     INVOKE = "InvokeEndpoint"
     STREAM = "InvokeEndpointWithResponseStream"
-    ASYNC = "InvokeEndpointAsync"
 
 
 _TO_CONTAINER = {
-    "ContentType": "content-type",
-    "Accept": "accept",
-    "CustomAttributes": "x-amzn-sagemaker-custom-attributes",
-    "InferenceId": "x-amzn-sagemaker-inference-id",
-    "TargetModel": "x-amzn-sagemaker-target-model",
-    "SessionId": "x-amzn-sagemaker-session-id",
+    "ContentType": b"content-type",
+    "Accept": b"accept",
+    "CustomAttributes": b"x-amzn-sagemaker-custom-attributes",
+    "InferenceId": b"x-amzn-sagemaker-inference-id",
+    "TargetModel": b"x-amzn-sagemaker-target-model",
+    "SessionId": b"x-amzn-sagemaker-session-id",
 }
 """The parameters that the container gets, and their headers."""
 _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
 """What the service model's regular expressions have that Python's do not."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    name: str
-    header: str
-    """In lower case; empty for the endpoint's name, which is in the path."""
-    least: int
-    most: int
-    """Characters, or the value of a number."""
-    pattern: str | None
-    """None: a number."""
-
-    def check(self, value: str) -> None:
-        if self.pattern is None:
-            if not re.fullmatch("[0-9]{1,9}", value) or not self.least <= int(value) <= self.most:
-                raise constraint_violation(self.name, value, f"Member must be between {self.least} and {self.most}")
-            return
-        if not self.least <= len(value) <= self.most:
-            short = len(value) < self.least
-            bound = f"greater than or equal to {self.least}" if short else f"less than or equal to {self.most}"
-            raise constraint_violation(self.name, value, f"Member must have length {bound}")
-        pattern = self.pattern
-        for java, python in _JAVA.items():
-            pattern = pattern.replace(java, python)
-        if not re.fullmatch(pattern, value):
-            raise constraint_violation(
-                self.name, value, f"Member must satisfy regular expression pattern: {self.pattern}"
-            )
-
-
 @functools.cache
-def _parameters(api: Api) -> dict[str, _Parameter]:
+def _members(api: Api) -> Mapping[str, Any]:
+    """botocore's shape of each parameter, by name."""
     from botocore.session import get_session  # takes a while, and is not needed by other commands
 
     shape = get_session().get_service_model("sagemaker-runtime").operation_model(api.value).input_shape
     assert shape is not None
-    return {
-        name: _Parameter(
-            name,
-            member.serialization["name"].lower() if member.serialization.get("location") == "header" else "",
-            member.metadata.get("min", 0),
-            member.metadata["max"],
-            member.metadata.get("pattern"),
-        )
-        for name, member in shape.members.items()
-        if name != "Body"
-    }
+    return {name: member for name, member in shape.members.items() if name != "Body"}
+
+
+def _check(name: str, member: Any, value: str) -> None:
+    least, most, pattern = member.metadata.get("min", 0), member.metadata["max"], member.metadata["pattern"]
+    if len(value) < least:
+        raise constraint_violation(name, value, f"Member must have length greater than or equal to {least}")
+    if len(value) > most:
+        raise constraint_violation(name, value, f"Member must have length less than or equal to {most}")
+    ours = functools.reduce(lambda text, java: text.replace(java, _JAVA[java]), _JAVA, pattern)
+    if not re.fullmatch(ours, value):
+        raise constraint_violation(name, value, f"Member must satisfy regular expression pattern: {pattern}")
 
 
 def check_endpoint_name(name: str) -> None:
@@ -92,7 +65,7 @@ def check_endpoint_name(name: str) -> None:
     Raises:
         RuntimeApiError: ValidationError, it cannot.
     """
-    _parameters(Api.INVOKE)["EndpointName"].check(name)
+    _check("EndpointName", _members(Api.INVOKE)["EndpointName"], name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +75,7 @@ class Parameters:
     api: Api
     values: Mapping[str, str]
     """Those that were given, by their names in the service model, such as `TargetModel`."""
-    forwarded: tuple[tuple[str, str], ...]
+    forwarded: Headers
     """Headers for the container."""
 
 
@@ -114,16 +87,16 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}
-    forwarded = [("X-Amzn-SageMaker-Forwarded-Api", api.value)]
-    for name, parameter in _parameters(api).items():
-        value = given.get(parameter.header)
-        if value is None:
+    forwarded = [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
+    for name, member in _members(api).items():
+        value = given.get(member.serialization["name"].lower())
+        if value is None or member.serialization["location"] != "header":  # the endpoint's name is in the path
             continue
-        parameter.check(value)
+        _check(name, member, value)
         values[name] = value
         if name in _TO_CONTAINER:
-            forwarded.append((_TO_CONTAINER[name], value))
-    return Parameters(api, values, tuple(forwarded))
+            forwarded.append((_TO_CONTAINER[name], value.encode("latin-1")))
+    return Parameters(api, values, forwarded)
 
 
 VARIANT = "AllTraffic"

@@ -113,7 +113,6 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 def deploy(
     deployment: _Deployment,
     dry_run: DryRun = False,
-    rollback: Annotated[bool, typer.Option(help="Remove what was made if anything fails.")] = True,
 ) -> None:
     """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
     configuration, stack = deployment.configuration, deployment.stack
@@ -121,14 +120,13 @@ def deploy(
     if dry_run:
         _show(deployment)
         return
-    with _termination_interrupts():
-        new = stack.ready_to_create()
-        change = stack.propose(configuration, rollback=rollback)
-        if change and not new:
-            stack.discard(change)
-            differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
-            raise Conflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
-        _carry_out(deployment, change, rollback=rollback)
+    new = stack.ready_to_create()
+    change = stack.propose(configuration)
+    if change and not new:
+        stack.discard(change)
+        differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
+        raise Conflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
+    _carry_out(deployment, change)
     typer.echo(f"{name} is in service")
     component = f" --component {name}" if configuration.component else ""
     typer.echo(f'try: slipway invoke {name}{component} --prompt "Hello"', err=True)
@@ -140,10 +138,9 @@ def update(deployment: _Deployment, dry_run: DryRun = False) -> None:
     if dry_run:
         _show(deployment)
         return
-    with _termination_interrupts():
-        stack.check_updatable()
-        change = stack.propose(configuration)
-        _carry_out(deployment, change)
+    stack.check_updatable()
+    change = stack.propose(configuration)
+    _carry_out(deployment, change)
     typer.echo(f"{configuration.name} is {'updated' if change else 'up to date'}")
     if not change and (configuration.push or configuration.upload):
         typer.echo(
@@ -161,8 +158,7 @@ def template(deployment: _Deployment) -> None:
 def destroy(name: Name, region: Region = None, profile: Profile = None) -> None:
     """Remove an endpoint and all that belongs to it: delete its stack."""
     stack = _stack(Aws(region, profile), name)
-    with _termination_interrupts():
-        removed = stack.delete()
+    removed = stack.delete()
     typer.echo(f"{name} is removed" if removed else f"nothing to remove: there is no stack {stack.name}")
 
 
@@ -184,7 +180,7 @@ def status(
 def invoke(
     name: Name,
     prompt: Annotated[str, typer.Option(help="The prompt.")] = "",
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask in a chat's form.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     component: OfComponent = None,
@@ -209,15 +205,14 @@ def invoke(
         typer.echo(asking.invoke(runtime, name, request, component))
         return
     try:
-        for text in asking.texts(asking.invoke_stream(runtime, name, request, component)):
-            typer.echo(text, nl=False)
+        for piece in asking.invoke_stream(runtime, name, request, component):
+            typer.echo(piece, nl=False)
     finally:
         typer.echo()
 
 
 def logs(
     name: Name,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until interrupted.")] = False,
     since: Annotated[int, typer.Option(min=1, help="Minutes back.")] = 60,
     component: OfComponent = None,
     region: Region = None,
@@ -226,7 +221,7 @@ def logs(
     """Show what the containers of an endpoint log."""
     client = Aws(region, profile).client("logs")
     start = int((time.time() - since * 60) * 1000)
-    for line in (reading.follow if follow else reading.read)(client, reading.group(name, component), start):
+    for line in reading.read(client, reading.group(name, component), start):
         typer.echo(str(line))
 
 
@@ -264,11 +259,8 @@ def _show(deployment: _Deployment) -> None:
     stack.discard(change)
 
 
-def _carry_out(deployment: _Deployment, change: ChangeSet | None, *, rollback: bool = True) -> None:
-    """Push the image and upload the model, where that is asked for, and then change the stack.
-
-    If the endpoint or a component does not start, the last lines that its containers have logged are shown.
-    """
+def _carry_out(deployment: _Deployment, change: ChangeSet | None) -> None:
+    """Push, upload and then change the stack; where a container does not start, show the end of its log."""
     aws, configuration, stack = deployment.aws, deployment.configuration, deployment.stack
     tell, begun = _teller(), time.time()
     try:
@@ -283,7 +275,7 @@ def _carry_out(deployment: _Deployment, change: ChangeSet | None, *, rollback: b
     if not change:
         return
     try:
-        stack.carry_out(change, rollback=rollback)
+        stack.carry_out(change)
     except Failed as error:
         if error.started:
             _show_log(aws, configuration, begun)
@@ -316,21 +308,12 @@ def _teller() -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM, with which a CI system cancels a job, is what Ctrl-C is."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
 def _errors_in_words() -> Iterator[None]:
     """Say what went wrong in one line for each problem, and end with its exit code; never with a traceback."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # with which a CI system cancels a job
     try:
         yield
     except ConfigurationError as error:

@@ -39,41 +39,11 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the configuration file."""
 
 
-class Pool(_Table, frozen=True):
-    """Instances of one type, taken in order of `priority` (1: first) as far as there is capacity."""
-
-    instance_type: InstanceType
-    priority: Annotated[int, Meta(ge=1, le=5)] = 1
-
-
-class Vpc(_Table, frozen=True):
-    """The network of the containers."""
-
-    subnets: tuple[str, ...]
-    security_groups: tuple[str, ...]
-
-
-class Capture(_Table, frozen=True):
-    """Requests and answers are kept in S3."""
-
-    destination: S3Prefix
-    percent: Annotated[int, Meta(ge=0, le=100)] = 100
-
-
-class Metrics(_Table, frozen=True):
-    """What SageMaker publishes to CloudWatch, every `period` seconds."""
-
-    detailed: bool = True
-    """Scrape the container's Prometheus metrics, and publish those of each GPU and instance."""
-    period: int = 60
-
-
 class Capacity(_Table, frozen=True):
     """How many instances SageMaker may hold for inference components (managed instance scaling)."""
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
-    strategy: str | None = None
 
 
 class Component(_Table, frozen=True):
@@ -116,8 +86,6 @@ class Asynchronous(_Table, frozen=True):
     failure: S3Prefix | None = None
     concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None
     """For each instance at a time."""
-    success_topic: str | None = None
-    error_topic: str | None = None
 
 
 class Rollout(_Table, frozen=True):
@@ -147,31 +115,21 @@ class Configuration(_Table, frozen=True, kw_only=True):
     role: str | None = None
     """ARN of the execution role; None: one is made in the stack."""
     instance_type: InstanceType | None = None
-    pools: tuple[Pool, ...] = ()
     instances: Annotated[int, Meta(ge=1)] = 1
     env: dict[str, Text] = {}
     tags: dict[str, Text] = {}
-    ami: str | None = None
     download_timeout: Seconds = 1800
     """For SageMaker, which downloads a model from S3."""
     startup_timeout: Seconds = 1800
     """Until the container is healthy; it downloads a hub model itself."""
-    provision_timeout: Annotated[int, Meta(ge=300, le=3600)] | None = None
-    volume_gb: Annotated[int, Meta(ge=1)] | None = None
-    kms_key: str | None = None
-    routing: str = "LEAST_OUTSTANDING_REQUESTS"
-    prefix_length: Annotated[int, Meta(ge=1024, le=65536)] | None = None
-    network_isolation: bool = False
-    reservation: str | None = None
-    vpc: Vpc | None = None
-    capture: Capture | None = None
-    metrics: Metrics = Metrics()
     capacity: Capacity | None = None
     component: Component | None = None
     adapters: tuple[Adapter, ...] = ()
     autoscaling: Autoscaling | None = None
     asynchronous: Asynchronous | None = field(name="async", default=None)
     rollout: Rollout | None = None
+    properties: dict[str, dict[str, Any]] = {}
+    """Further properties of the template's resources, by the name of the resource; they go before ours."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -257,11 +215,16 @@ def _toml(path: str, text: str) -> Any:
 
 
 def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `over` in their place, tables within tables merged."""
+    """`values` with those of `over` in their place; tables are merged, also with the one table of a list."""
     merged = dict(values)
     for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = laid_over(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+        match merged.get(key):
+            case Mapping() as below if isinstance(value, Mapping):
+                merged[key] = laid_over(below, value)
+            case [Mapping() as below] if isinstance(value, Mapping):
+                merged[key] = [laid_over(below, value)]
+            case _:
+                merged[key] = value
     return merged
 
 
@@ -283,8 +246,8 @@ def read_configuration(values: Mapping[str, Any]) -> Configuration:
 
 def _problems(read: Configuration) -> Iterator[str]:
     """Fields that do not go together."""
-    if bool(read.instance_type) == bool(read.pools):
-        yield "instance_type: expected one instance type, or [[pools]] in its place"
+    if not read.instance_type and "EndpointConfiguration" not in read.properties:
+        yield "instance_type: missing; expected a type such as ml.g6e.xlarge"
     image = ecr_image(read.image)
     if image and image.region != read.region:
         yield f"image is in {image.region}; expected one in {read.region}, the region of the endpoint"
@@ -292,11 +255,6 @@ def _problems(read: Configuration) -> Iterator[str]:
         yield "push: expected an image of ECR in the field image, as which it is pushed"
     if read.upload and (read.is_archive or not read.from_s3):
         yield f'upload: expected an s3:// prefix as model, to which it is uploaded, not "{read.model}"'
-    if read.network_isolation and not read.from_s3:
-        yield (
-            f'model is "{read.model}"; expected an s3:// location, as network_isolation keeps the container from '
-            "reaching a hub"
-        )
     if scaling := read.autoscaling:
         if scaling.min > scaling.max:
             yield f"autoscaling.max is {scaling.max}; expected at least min, which is {scaling.min}"

@@ -10,7 +10,7 @@ _JSON = "application/json"
 
 
 class StreamBroken(Exception):
-    """The connection broke, or the stream has an error of the model's."""
+    """The connection broke."""
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
@@ -60,43 +60,6 @@ def invoke_asynchronously(runtime: Any, endpoint: str, location: str) -> str:
     """Ask an asynchronous endpoint about a request that lies in S3; gives where its answer will be."""
     answer = runtime.invoke_endpoint_async(EndpointName=endpoint, InputLocation=location, ContentType=_JSON)
     return str(answer["OutputLocation"])
-
-
-def texts(pieces: Iterator[bytes]) -> Iterator[str]:
-    """The text in a stream of JSON lines or server-sent events; a line of an unknown kind as it is.
-
-    Raises:
-        StreamBroken: one of them is an error: the status was sent when nothing was wrong yet.
-    """
-    rest = b""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield from _text(line)
-    yield from _text(rest)
-
-
-def _text(line: bytes) -> Iterator[str]:
-    shown = line.decode("utf-8", "replace").strip()
-    data = shown.removeprefix("data:").strip()
-    if not data or data == "[DONE]":
-        return
-    try:
-        record = json.loads(data)
-    except ValueError:
-        yield shown + "\n"
-        return
-    match record:
-        case {"error": error} if error:
-            raise StreamBroken(f"the model failed: {shown}")
-        case {"token": {"text": str(text)}}:
-            yield text
-        case {"choices": [{"delta": {"content": str(text)}}, *_]} | {"choices": [{"text": str(text)}, *_]}:
-            yield text
-        case {"choices": list()}:
-            return
-        case _:
-            yield shown + "\n"
 
 
 def _parameters(endpoint: str, request: bytes, component: str | None) -> dict[str, Any]:

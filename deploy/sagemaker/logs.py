@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from deploy.sagemaker.aws import is_missing
-
-FOLLOW_INTERVAL = 2.0
-"""Seconds."""
-_OVERLAP = 60_000
-"""Milliseconds that are read again: CloudWatch's records may come late."""
 
 
 class NoLog(Exception):
@@ -25,7 +18,6 @@ class NoLog(Exception):
 class Line:
     """One record of the log."""
 
-    id: str
     milliseconds: int
     """Since 1970."""
     text: str
@@ -52,23 +44,8 @@ def read(logs: Any, group: str, since: int) -> Iterator[Line]:
     pages = logs.get_paginator("filter_log_events").paginate(logGroupName=group, startTime=max(since, 0))
     try:
         for event in (event for page in pages for event in page["events"]):
-            yield Line(event["eventId"], event["timestamp"], event["message"].rstrip())
+            yield Line(event["timestamp"], event["message"].rstrip())
     except ClientError as error:
         if is_missing(error):
             raise NoLog(f"there is no log group {group}: nothing has logged there yet") from None
         raise
-
-
-def follow(logs: Any, group: str, since: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
-    """The records from `since` on, and each further one as it comes; without end, also where there are none yet."""
-    seen: dict[str, int] = {}
-    newest = since
-    while True:
-        with contextlib.suppress(NoLog):
-            for line in read(logs, group, newest - _OVERLAP if seen else newest):
-                if line.id not in seen:
-                    seen[line.id] = line.milliseconds
-                    newest = max(newest, line.milliseconds)
-                    yield line
-        seen = {id: when for id, when in seen.items() if when >= newest - _OVERLAP}
-        sleep(FOLLOW_INTERVAL)

@@ -38,22 +38,9 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
             _allow("List", "s3", "GetBucketLocation ListBucket", listed),
             _allow("Read", "s3", "GetObject", [_objects(location) for location in read]),
         ]
-    written = [configuration.capture.destination] if configuration.capture else []
     if asynchronous := configuration.asynchronous:
-        written += [location for location in (asynchronous.output, asynchronous.failure) if location]
-        if topics := [topic for topic in (asynchronous.success_topic, asynchronous.error_topic) if topic]:
-            statements.append(_allow("Notify", "sns", "Publish", topics))
-    if written:
-        statements.append(_allow("Write", "s3", "PutObject", [_objects(location) for location in written]))
-    if configuration.vpc:
-        interfaces = (
-            "CreateNetworkInterface CreateNetworkInterfacePermission DeleteNetworkInterface "
-            "DeleteNetworkInterfacePermission DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups "
-            "DescribeSubnets DescribeVpcs"
-        )
-        statements.append(_allow("Network", "ec2", interfaces, "*"))
-    if key := configuration.kms_key:
-        statements.append(_allow("Keys", "kms", "CreateGrant Decrypt DescribeKey GenerateDataKey", _key(key)))
+        written = [_objects(location) for location in (asynchronous.output, asynchronous.failure) if location]
+        statements.append(_allow("Write", "s3", "PutObject", written))
     return _document(*statements)
 
 
@@ -75,10 +62,3 @@ def _objects(location: str) -> dict[str, str]:
     if "/" not in path:
         path += "/"
     return _arn(f"s3:::{path}" if path.endswith(".tar.gz") else f"s3:::{path}*")
-
-
-def _key(key: str) -> str | dict[str, str]:
-    if key.startswith("arn:") and ":alias/" not in key:
-        return key
-    # A policy cannot name a key by its alias.
-    return _arn("kms:${AWS::Region}:${AWS::AccountId}:key/" + ("*" if "alias/" in key else key))

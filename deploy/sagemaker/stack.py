@@ -119,10 +119,8 @@ class Stack:
         if not status.endswith("_COMPLETE"):
             raise Conflict(f"the stack {self.name} is {status} and cannot be updated now")
 
-    def propose(self, configuration: Configuration, *, rollback: bool = True) -> ChangeSet | None:
+    def propose(self, configuration: Configuration) -> ChangeSet | None:
         """Have CloudFormation work out what would change; None if nothing would.
-
-        Without `rollback`, what a failed creation has made stays.
 
         Raises:
             Failed: CloudFormation cannot do it.
@@ -131,7 +129,7 @@ class Stack:
         from botocore.exceptions import WaiterError
 
         creates = self.status() is None
-        on_failure = {"OnStackFailure": "DELETE" if rollback else "DO_NOTHING"} if creates else {}
+        on_failure = {"OnStackFailure": "DELETE"} if creates else {}
         tags = {**configuration.labels, ENDPOINT_TAG: self._endpoint}
         made = self._client.create_change_set(
             StackName=self.name,
@@ -167,10 +165,10 @@ class Stack:
         else:
             self._client.delete_change_set(ChangeSetName=change.id)
 
-    def carry_out(self, change: ChangeSet, *, rollback: bool = True) -> None:
+    def carry_out(self, change: ChangeSet) -> None:
         """Make the stack, or change it; CloudFormation takes back what it made if it fails.
 
-        An interruption deletes a stack that is being made, with `rollback`, and leaves CloudFormation at work else.
+        An interruption deletes a stack that is being made, and leaves CloudFormation at work on another.
 
         Raises:
             Failed: it failed.
@@ -180,7 +178,7 @@ class Stack:
             self._client.execute_change_set(ChangeSetName=change.id)
             self._follow(change.stack, "CREATE_COMPLETE", "UPDATE_COMPLETE")
         except KeyboardInterrupt:
-            if change.creates and rollback:
+            if change.creates:
                 self._tell("interrupted: deleting the stack")
                 self.delete()
             else:
@@ -213,11 +211,7 @@ class Stack:
             self._sleep(POLL)
 
     def _follow(self, stack: str, *wanted: str) -> None:
-        """Tell of each event until the stack is at rest.
-
-        Raises:
-            Failed: it did not come to a wanted status; the reasons are those of its events.
-        """
+        """Tell of each event until the stack is at rest; the reasons of a failure are those of its events."""
         problems: list[str] = []
         started = False
         while True:

@@ -12,9 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from container.settings.values import masked
-from deploy.sagemaker.configuration import Adapter, Autoscaling, Component, Configuration, Rollout
+from deploy.sagemaker.configuration import (
+    Adapter,
+    Autoscaling,
+    Component,
+    Configuration,
+    ConfigurationError,
+    Rollout,
+    laid_over,
+)
 from deploy.sagemaker.roles import execution_policy, trust_policy
-from deploy.sagemaker.uploads import ecr_image
 
 VARIANT = "AllTraffic"
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
@@ -30,7 +37,11 @@ Properties = dict[str, Any]
 
 
 def template(configuration: Configuration) -> dict[str, Any]:
-    """The template, as JSON's values; credentials are parameters."""
+    """The template, as JSON's values; credentials are parameters.
+
+    Raises:
+        ConfigurationError: `properties` names a resource that is not in it.
+    """
     parameters = {
         parameter: {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
         for variable, parameter in secrets(configuration).items()
@@ -85,6 +96,11 @@ def _resources(configuration: Configuration) -> dict[str, Any]:
             resources[adapter.resource] = _resource(kind, properties, "InferenceComponent")
     if scaling:
         resources |= _scaling(configuration, scaling)
+    for name, properties in configuration.properties.items():
+        if not (resource := resources.get(name)):
+            found = ", ".join(name for name, resource in resources.items() if resource)
+            raise ConfigurationError(f"properties.{name}: there is no such resource; expected one of {found}")
+        resource["Properties"] = laid_over(resource["Properties"], properties)
     return resources
 
 
@@ -119,81 +135,37 @@ def _model(configuration: Configuration) -> Properties:
     container = {
         "Image": configuration.image,
         "Environment": environment or None,
-        "ImageConfig": {"RepositoryAccessMode": "Vpc"} if ecr_image(configuration.image) is None else None,
         "ModelDataSource": {"S3DataSource": source} if configuration.from_s3 else None,
     }
-    # The containers of components take their network from the endpoint's configuration.
-    network = {} if configuration.component else _network(configuration)
-    return {"PrimaryContainer": container, "ExecutionRoleArn": _role_arn(configuration), **network}
-
-
-def _network(configuration: Configuration) -> Properties:
-    vpc = configuration.vpc
-    return {
-        "EnableNetworkIsolation": configuration.network_isolation or None,
-        "VpcConfig": vpc and {"Subnets": list(vpc.subnets), "SecurityGroupIds": list(vpc.security_groups)},
-    }
+    return {"PrimaryContainer": container, "ExecutionRoleArn": _role_arn(configuration)}
 
 
 def _endpoint_configuration(configuration: Configuration) -> Properties:
-    metrics, key = configuration.metrics, configuration.kms_key
     properties: Properties = {
         "ProductionVariants": [_variant(configuration)],
-        "MetricsConfig": {
-            "EnableDetailedObservability": metrics.detailed,
-            "MetricPublishFrequencyInSeconds": metrics.period,
-        },
-        "KmsKeyId": key,
+        "MetricsConfig": {"EnableDetailedObservability": True, "MetricPublishFrequencyInSeconds": 60},
     }
     if configuration.component:
-        properties |= {"ExecutionRoleArn": _role_arn(configuration), **_network(configuration)}
-    if capture := configuration.capture:
-        properties["DataCaptureConfig"] = {
-            "EnableCapture": True,
-            "InitialSamplingPercentage": capture.percent,
-            "DestinationS3Uri": capture.destination,
-            "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
-            "KmsKeyId": key,
-        }
+        properties["ExecutionRoleArn"] = _role_arn(configuration)
     if through := configuration.asynchronous:
-        topics = {"SuccessTopic": through.success_topic, "ErrorTopic": through.error_topic}
         properties["AsyncInferenceConfig"] = {
-            "OutputConfig": {
-                "S3OutputPath": through.output,
-                "S3FailurePath": through.failure,
-                "KmsKeyId": key,
-                "NotificationConfig": topics if any(topics.values()) else None,
-            },
+            "OutputConfig": {"S3OutputPath": through.output, "S3FailurePath": through.failure},
             "ClientConfig": through.concurrency and {"MaxConcurrentInvocationsPerInstance": through.concurrency},
         }
     return properties
 
 
 def _variant(configuration: Configuration) -> Properties:
-    prefix, reservation, capacity = configuration.prefix_length, configuration.reservation, configuration.capacity
-    pools = [{"InstanceType": pool.instance_type, "Priority": pool.priority} for pool in configuration.pools]
-    instance_type = configuration.instance_type or configuration.pools[0].instance_type
+    instance_type, capacity = configuration.instance_type, configuration.capacity
+    has_gpu = instance_type is None or _GPU_INSTANCE.match(instance_type)
     variant = {
         "VariantName": VARIANT,
-        "InstanceType": configuration.instance_type,
-        "InstancePools": pools or None,
+        "InstanceType": instance_type,
         "InitialInstanceCount": configuration.instances,
-        "RoutingConfig": {
-            "RoutingStrategy": configuration.routing,
-            "PrefixAwareRoutingConfig": prefix and {"PrefixLength": prefix},
-        },
-        "InferenceAmiVersion": configuration.ami or (MACHINE_IMAGE if _GPU_INSTANCE.match(instance_type) else None),
-        "VolumeSizeInGB": configuration.volume_gb,
-        "VariantInstanceProvisionTimeoutInSeconds": configuration.provision_timeout,
-        "CapacityReservationConfig": reservation
-        and {"CapacityReservationPreference": "capacity-reservations-only", "MlReservationArn": reservation},
+        "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
+        "InferenceAmiVersion": MACHINE_IMAGE if has_gpu else None,
         "ManagedInstanceScaling": capacity
-        and {
-            "Status": "ENABLED",
-            "MinInstanceCount": capacity.min,
-            "MaxInstanceCount": capacity.max,
-            "ScaleInPolicy": capacity.strategy and {"Strategy": capacity.strategy},
-        },
+        and {"Status": "ENABLED", "MinInstanceCount": capacity.min, "MaxInstanceCount": capacity.max},
     }
     if configuration.component:
         return variant

@@ -13,7 +13,6 @@ from tests.image.building import ROOT
 from tests.image.engine import Container, Engine, running
 from tests.live.server import records
 
-HEALTH_CHECK = ("/opt/slipway/bin/python", "-I", "/opt/slipway/libexec/health_check.py")
 PROMPT = "The capital of France is"
 
 
@@ -59,10 +58,6 @@ def test_nothing_but_tmp_can_be_written_while_it_serves(engine: Engine, unprivil
 def test_tini_is_the_first_process(engine: Engine, unprivileged: Container) -> None:
     engine.needs_container("a first process of one's own")
     assert unprivileged.exec("cat", "/proc/1/cmdline").split("\0")[0] == "tini"
-
-
-def test_the_health_check_agrees_with_ping(unprivileged: Container) -> None:
-    unprivileged.exec(*HEALTH_CHECK)
 
 
 def test_sigterm_drains_and_the_exit_code_is_0(unprivileged: Container) -> None:

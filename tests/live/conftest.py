@@ -18,7 +18,7 @@ from handlers.memory_release import release_memory
 from handlers.model_settings import ModelSettings
 from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
-from tests.live.server import START_SECONDS, Server, serving
+from tests.live.server import START_SECONDS, Server, write_model
 from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 
 # float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.
@@ -81,9 +81,16 @@ def engine(request: pytest.FixtureRequest) -> str:
 def server(
     tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A server with the default formatter."""
-    with serving(tmp_path_factory.mktemp("server"), rolling_batch=engine, **engine_options) as running:
+    """A server with the default formatter; it also serves SageMaker's runtime API, for `my-endpoint`."""
+    directory = tmp_path_factory.mktemp("server")
+    local = ("--local-endpoint", "my-endpoint")
+    model = write_model(directory / "model", rolling_batch=engine, **engine_options)
+    running = Server(model, directory / "server.log", program=("deploy", "serve"), arguments=local)
+    try:
+        running.wait_until_ready()
         yield running
+    finally:
+        running.stop()
 
 
 @pytest.fixture(scope="session", params=["host"])

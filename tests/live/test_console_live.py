@@ -19,7 +19,6 @@ import pytest
 from PIL import Image
 
 from tests.live.chromium import MISSING, PROGRAM, Browser, Page, chromium
-from tests.live.local_command import local_command
 from tests.live.server import Server
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
@@ -52,11 +51,8 @@ LIMIT = "[name=max_new_tokens], [name=max_tokens], [name=max_completion_tokens]"
 
 
 @pytest.fixture(scope="module")
-def url(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The console through `slipway local`, which has SageMaker's runtime API and passes everything else on."""
-    directory = tmp_path_factory.mktemp("local")
-    with local_command(directory, "--container", server.url, "--endpoint-name", ENDPOINT) as (address, _):
-        yield address
+def url(server: Server) -> str:
+    return server.url
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,8 @@ from botocore.exceptions import ClientError
 from huggingface_hub import InferenceClient
 from openai import OpenAI
 
-from tests.live.local_command import local_command
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, write_model
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
@@ -52,21 +50,18 @@ def environment(url: str) -> dict[str, str]:
 def container(
     tmp_path_factory: pytest.TempPathFactory, sample_model: Path, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes.
-
-    The adapter `red` is in the model's directory, `blue` is registered by the local endpoint.
-    """
+    """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes."""
     directory = tmp_path_factory.mktemp("local")
     model = write_model(directory / "model", rolling_batch="vllm", enable_lora="true", max_loras=2, **engine_options)
     make_adapter(model / "adapters" / "red", sample_model, seed=1, scale=0.9)
-    blue = make_adapter(directory / "blue", sample_model, seed=2, scale=0.9)
+    make_adapter(model / "adapters" / "blue", sample_model, seed=2, scale=0.9)
     server = Server(
         model,
         directory / "server.log",
         program=("deploy", "serve"),
         arguments=(
-            *("--local-endpoint", NAME, "--async-output", str(directory / "results")),
-            *("--adapter", "red", "--adapter", f"blue={blue}"),
+            *("--local-endpoint", NAME),
+            *("--adapter", "red", "--adapter", "blue"),
         ),
     )
     try:
@@ -76,19 +71,9 @@ def container(
         server.stop()
 
 
-@pytest.fixture(scope="module")
-def in_front(container: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`slipway local --container`, before the same container."""
-    directory = tmp_path_factory.mktemp("in-front")
-    arguments = ("--endpoint-name", NAME, "--adapter", "red")
-    with local_command(directory, "--container", container.url, *arguments) as (url, _):
-        yield url
-
-
-@pytest.fixture(params=["serve --local-endpoint", "local --container"])
-def url(request: pytest.FixtureRequest, container: Server, in_front: str) -> str:
-    """Where the runtime API is, in either way of having it."""
-    return container.url if request.param.startswith("serve") else in_front
+@pytest.fixture
+def url(container: Server) -> str:
+    return container.url
 
 
 @pytest.fixture
@@ -177,24 +162,6 @@ def test_boto3_raises_what_it_raises_on_sagemaker(runtime: Any, call: Any) -> No
         runtime.invoke_endpoint(EndpointName="other", Body=b"{}")
 
 
-def test_an_asynchronous_call_leaves_its_answer_or_its_failure(container: Server, tmp_path: Path) -> None:
-    with contextlib.closing(_client_of(container.url)) as client:
-
-        def result(body: str, key: str, **more: Any) -> bytes:
-            accepted = client.invoke_endpoint_async(EndpointName=NAME, ContentType=JSON, Body=body, **more)
-            assert accepted["InferenceId"] == more.get("InferenceId", accepted["InferenceId"])
-            path = Path(accepted[key].removeprefix("file://"))
-            wait_until(lambda: path.exists())
-            return path.read_bytes()
-
-        named = result(document(), "OutputLocation", InferenceId="i-1", S3OutputPathExtension="a/b", Filename="c.json")
-        assert named == invoke(client, document())
-        failure = json.loads(result('{"inputs": 5}', "FailureLocation"))
-        assert failure["OriginalStatusCode"] == 424
-        with pytest.raises(ClientError, match="s3OutputPathExtension"):
-            client.invoke_endpoint_async(EndpointName=NAME, Body=document(), S3OutputPathExtension="../x")
-
-
 def _client_of(url: str) -> Any:
     return boto3.session.Session(
         aws_access_key_id="local", aws_secret_access_key="local", region_name="us-east-1"
@@ -210,12 +177,10 @@ def test_an_adapter_is_an_inference_component(container: Server, runtime: Any) -
     assert text["generated_text"] == json.loads(red)["generated_text"]
 
 
-def test_an_adapter_with_a_source_is_registered_before_the_first_call(container: Server) -> None:
+def test_adapters_and_the_base_model_answer_differently(container: Server) -> None:
     with contextlib.closing(_client_of(container.url)) as client:
         answers = [invoke(client, document(), InferenceComponentName=name) for name in ("red", "blue")]
         assert len({*answers, invoke(client, document())}) == 3
-    adapters = container.client.get("/adapters").json()["adapters"]
-    assert sorted(adapter["name"] for adapter in adapters) == ["blue", "red"]
 
 
 def test_a_session_begins_goes_on_and_ends(runtime: Any) -> None:
@@ -261,7 +226,7 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
         return finished.stdout
 
     whole = json.loads(printed())["generated_text"]
-    assert printed("--stream").removesuffix("\n") == whole
+    assert records(printed("--stream"))[-1]["generated_text"] == whole
     assert json.loads(printed("--component", "red"))["generated_text"] != whole
     assert json.loads(printed("--chat"))["choices"][0]["message"]["content"]
 

@@ -120,7 +120,7 @@ def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_pa
         try:
             wait_until(lambda: server.ping() == 500, about=server.log_text)
             reason = server.client.get("/ping").json()["model"]["reason"]
-            assert reason.startswith("s3://models/m/: access is denied")
+            assert reason.startswith("s3://models/m/: An error occurred (AccessDenied)")
             assert server.process.wait(60) == 1
         finally:
             server.stop()

@@ -98,7 +98,7 @@ async def until_in(reader: asyncio.StreamReader, text: bytes) -> None:
 @pytest.mark.asyncio
 async def test_the_ways_of_a_request_and_of_a_token_are_short() -> None:
     settings = ServerSettings()
-    lifecycle = Lifecycle(Settings(settings, MODEL))
+    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
     engine = Engine()
     queue = EngineQueue(engine, 4)
     invocations = InvocationsHandler(EngineHandler(queue, LmiContract(MODEL)), None, MODEL, Sessions(None, 503))

@@ -86,7 +86,8 @@ async def test_a_short_body_is_answered_at_once() -> None:
 
 async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None:
     def version(number: str, *adapters: str) -> Model:
-        life: Any = Lifecycle(Settings(ServerSettings(), ModelSettings(name="m", model_dir=Path(), model_id="m")))
+        model = ModelSettings(name="m", model_dir=Path(), model_id="m")
+        life: Any = Lifecycle(Settings(server=ServerSettings(), model=model))
         registry = SimpleNamespace(all=lambda: [SimpleNamespace(name=name) for name in adapters])
         life.service = SimpleNamespace(adapters=registry)
         return Model(life, "m", number, at_startup=False)

@@ -77,7 +77,7 @@ class Custom:
 
 def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
     settings = ServerSettings(**server)
-    lifecycle = Lifecycle(Settings(settings, MODEL))
+    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
     lifecycle.stage = state
     models = Models.of(lifecycle)
     transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock())).main)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -77,8 +81,34 @@ def test_commands_run_under_tini_without_a_shell_between(file: Path) -> None:
 @by_device
 def test_what_runs_beside_the_server_is_there(file: Path) -> None:
     named = set(re.findall(r"/opt/slipway/libexec/([\w.-]+)", file.read_text()))
-    assert "health_check.py" in named
     assert not [name for name in named if not (SCRIPTS / name).is_file()]
+
+
+class Pinged(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(self.server.status if self.path == "/ping" else 404)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("variable", ["SAGEMAKER_BIND_TO_PORT", "SERVING_PORT"])
+@by_device
+def test_the_health_check_is_whether_ping_answers_200(file: Path, variable: str) -> None:
+    (check,) = (json.loads(value[value.index("[") :]) for value in arguments(file, "HEALTHCHECK"))
+    assert check[:2] == ["/opt/slipway/bin/python", "-Ic"]
+    with HTTPServer(("127.0.0.1", 0), Pinged) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            environment = {variable: str(server.server_port)}
+            for status, code in ((200, 0), (503, 1)):
+                server.status = status  # type: ignore[attr-defined]
+                assert subprocess.run([sys.executable, *check[1:]], env=environment, check=False).returncode == code
+        finally:
+            server.shutdown()
+        closed = subprocess.run([sys.executable, *check[1:]], env={variable: "9"}, capture_output=True, check=False)
+    assert closed.returncode == 1
 
 
 def test_both_images_have_the_same_settings_and_labels_but_for_their_device() -> None:

@@ -48,7 +48,7 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
     monkeypatch.setattr(registry, "load_service", loaded)
     monkeypatch.setattr(registry, "_warm_up", nothing)
     settings = ServerSettings()
-    life = Lifecycle(Settings(settings, ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
     models = Models([Model(life, "m", at_startup=False)])
     start = asyncio.create_task(life.start())
     await service.ending.wait()
@@ -83,7 +83,7 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
 
     monkeypatch.setattr(registry, "load_service", loaded)
     settings = ServerSettings()
-    life = Lifecycle(Settings(settings, ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
     await life.start()
     assert life.stalled == ""
     reply = ping(Models.of(life), settings, ErrorRates({}, frozenset()))

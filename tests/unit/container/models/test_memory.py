@@ -85,7 +85,7 @@ def test_a_declaration_goes_before_the_estimate_and_that_of_the_device_before_th
     properties = f"required_memory_mb=3\n{device}.required_memory_mb=4\n{device}.reserved_memory_mb=0"
     settings = load(model_dir, properties)
     assert needed(settings) == (0, 4)
-    assert settings.memory.reserved == 0
+    assert settings.reserved_memory == 0
     assert settings.warnings == ()
     assert needed(load(model_dir, "required_memory_mb=3\noption.tensor_parallel_degree=2"), 2) == (2, 3)
 

@@ -76,12 +76,12 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     assert settings.server.job_queue_size == 7
     assert settings.exports == {"HF_TOKEN": "hf_x"}
     text = render_text(settings)
-    assert "alias: MAX_INPUT_LENGTH (TGI) is option.max_prompt_tokens" in text
+    assert "alias: MAX_INPUT_LENGTH (TGI) stands for OPTION_MAX_PROMPT_TOKENS" in text
     assert "environment: MAX_INPUT_LENGTH" in text
     assert "hf_x" not in text
     names = [entry.name for entry in settings.entries]
     assert len(names) == len(set(names))
-    assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "option.tensor_parallel_degree"} in json.loads(
+    assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "TENSOR_PARALLEL_DEGREE"} in json.loads(
         startup_json(Startup(settings.server, (StartupModel(settings, ""),)))
     )["aliases"]
 
@@ -96,17 +96,10 @@ def warning(settings: Settings) -> str:
     [
         ({"TENSOR_PARALLEL_DEGREE": "2", "SM_NUM_GPUS": "4"}, "SM_NUM_GPUS (environment: SM_NUM_GPUS) is ignored"),
         ({"SM_NUM_GPUS": "2", "NUM_SHARD": "4"}, "it stands for TENSOR_PARALLEL_DEGREE, which SM_NUM_GPUS sets"),
-        ({"OPTION_TENSOR_PARALLEL_DEGREE": "2", "NUM_SHARD": "4"}, "is set by environment: OPTION_TENSOR"),
         ({"OPTION_DTYPE": "fp16", "SM_VLLM_DTYPE": "fp32"}, "SM_VLLM_DTYPE"),
         ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
-        ({"ROPE_FACTOR": "2"}, "ROPE_FACTOR (environment) has no effect: the engine schedules"),
         ({"API_KEY": "hidden"}, "API_KEY (environment) has no effect: requests are served without a key"),
-        ({"CUSTOM_PRE_PROCESS": "model.py:f"}, "CUSTOM_PRE_PROCESS (environment) has no effect: there is no FastAPI"),
         ({"VLLM_API_KEY": "hidden"}, "VLLM_API_KEY (environment) has no effect: requests are served without a key"),
-        (
-            {"LORA_ADAPTERS": "org/a,org/b"},
-            "LORA_ADAPTERS (environment) has no effect: give OPTION_ENABLE_LORA",
-        ),
         ({"OPTION_ENABLE_REASONING": "true"}, "`option.reasoning_parser` alone switches it on"),
         ({"SERVING_JOB_QUE_SIZE": "9"}, "job_que_size (environment: SERVING_JOB_QUE_SIZE) is ignored"),
     ],

@@ -209,7 +209,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
     [
         "option.bedrock_compat=true",
         "option.entryPoint=djl_python.sklearn_handler",
-        "option.entryPoint=https://example.com/model.py",
         "option.output_formatter=json_chat",
         "option.output_formatter=3p",
         "option.task=text-embedding",
@@ -351,12 +350,11 @@ def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
 def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,
-        "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=\nbroken=\\u1",
+        "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=",
         {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_BEDROCK_COMPAT": "true"},
         {"nonsense": "1"},
     )
     expected = [
-        "serving.properties, line 4: \\u1 is not an escape",
         'port is "tcp://10.0.0.1:8080" (environment: SERVING_PORT); allowed: an integer from 1 to 65535',
         "command line: --nonsense: there is no such option",
         'option.trust_remote_code is "" (serving.properties: option.trust_remote_code); allowed: true or false',

@@ -142,9 +142,6 @@ def test_a_script_has_to_be_there(model_dir: Path) -> None:
         SettingsError, match=r"there is no model\.py, inference\.py or code/inference\.py with model_fn"
     ):
         load(model_dir, FORMATTER, "option.entryPoint=djl_python.sagemaker")
-    (model_dir / "metadata.yaml").touch()
-    with pytest.raises(SettingsError, match=r"ModelBuilder saves \(metadata\.yaml\) is not served"):
-        load(model_dir, None, "option.entryPoint=djl_python.sagemaker")
 
 
 @pytest.mark.parametrize("name", ["sklearn_handler", "xgboost_handler"])

@@ -17,7 +17,7 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 
 def settings(*entries: SettingEntry, warnings: tuple[str, ...] = ()) -> Settings:
     model = ModelSettings(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
-    return Settings(ServerSettings(), model, entries, warnings)
+    return Settings(server=ServerSettings(), model=model, entries=entries, warnings=warnings)
 
 
 def as_json(reported: Settings) -> str:

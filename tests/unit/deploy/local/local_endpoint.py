@@ -1,4 +1,4 @@
-"""The local endpoint on a socket, in front of a container whose bytes a test dictates."""
+"""The local endpoint on a socket, beside a container whose replies a test dictates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import httpx
 
+from container.app import Mount, Routes
+from container.http.endpoint import disconnected
 from container.server import http_server, listen
-from deploy.local.endpoints import LocalSettings
-from deploy.local.runtime import RuntimeApi
+from deploy.local.invocation import LocalSettings
+from deploy.local.runtime import PREFIX, RuntimeApi
 
-OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-PING_OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 @dataclass
@@ -26,74 +28,74 @@ class Seen:
     line: str
     headers: dict[str, str]
     body: bytes
+    receive: Receive
 
 
-Script = Callable[[Seen, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Script = Callable[[Seen, Send], Awaitable[None]]
 
 
-def answer(status: str = "200 OK", body: bytes = b"{}", *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status}", "content-type: application/json", *headers, f"content-length: {len(body)}", "", ""]
-    return "\r\n".join(lines).encode("latin-1") + body
+async def start(send: Send, status: int = 200, *headers: tuple[str, str]) -> None:
+    pairs = [("content-type", "application/json"), *headers]
+    lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in pairs]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
 
 
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
+async def piece(send: Send, data: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def answering(status: int = 200, body: bytes = b"{}", *headers: tuple[str, str]) -> Script:
+    async def script(_: Seen, send: Send) -> None:
+        await start(send, status, *headers)
+        await piece(send, body, last=True)
+
+    return script
 
 
 @dataclass
 class ScriptedContainer:
-    """Speaks HTTP/1.1; /ping has an answer of its own, the rest is the script's."""
+    """An ASGI application; /ping has an answer of its own, the rest is the script's."""
 
-    script: Script
-    ping: bytes = PING_OK
+    script: Script = field(default_factory=answering)
+    ping: int = 200
     pings: int = 0
     seen: list[Seen] = field(default_factory=list)
-    closed: int = 0
-    """Connections that ended."""
-    url: str = ""
+    ended: int = 0
+    """Calls that came to an end."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/ping":
+            self.pings += 1
+            await answering(self.ping)(Seen("", {}, b"", receive), send)
+            return
+        query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""
+        line = f"{scope['method']} {scope['raw_path'].decode()}{query}"
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        body = b""
+        more = True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        seen = Seen(line, headers, body, receive)
+        self.seen.append(seen)
         try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
-                body = await reader.readexactly(int(headers.get("content-length", "0")))
-                seen = Seen(head[0], headers, body)
-                if head[0].startswith("GET /ping "):
-                    self.pings += 1
-                    writer.write(self.ping)
-                else:
-                    self.seen.append(seen)
-                    await self.script(seen, reader, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            await self.script(seen, send)
         finally:
-            self.closed += 1
-            writer.close()
+            self.ended += 1
 
 
-def always(data: bytes) -> Script:
-    async def script(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(data)
-
-    return script
+async def silent(seen: Seen, send: Send) -> None:
+    """Says nothing until its client has left."""
+    await disconnected(seen.receive)
 
 
 @contextlib.asynccontextmanager
 async def local_endpoint(container: ScriptedContainer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the local endpoint `e`."""
-    server = await asyncio.start_server(container.serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    container.url = f"http://127.0.0.1:{port}"
-    async with server, endpoint_for(container.url, **settings) as client:
-        yield client
-
-
-@contextlib.asynccontextmanager
-async def endpoint_for(url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    api = RuntimeApi(LocalSettings(container=url, endpoints=("e",), **settings), whole_container=True)
     listener: socket.socket = listen("127.0.0.1", 0)
-    server = http_server(api)
+    api = RuntimeApi(LocalSettings(endpoints=("e",), **settings))
+    server = http_server(Routes(container, [Mount(PREFIX, api)]))
     serving = asyncio.create_task(server.serve([listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
@@ -102,5 +104,4 @@ async def endpoint_for(url: str, **settings: Any) -> AsyncIterator[httpx.AsyncCl
     finally:
         server.should_exit = True
         await serving
-        await api.close()
         listener.close()

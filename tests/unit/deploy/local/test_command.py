@@ -14,26 +14,17 @@ from deploy.cli import app
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["local"], "Missing option '--container'"),
-        (["local", "--container", "localhost:8080"], "expected http://host:port"),
-        (["local", "--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
-        (["local", "--container", "http://x", "--adapter", "=source"], "Value '' at 'endpointName' failed"),
-        (["local", "--container", "http://x", "--component", ""], "Value '' at 'endpointName' failed"),
-        (["local", "--container", "http://x", "--adapter", "a_b=source"], "Value 'a_b' at 'endpointName' failed"),
-        (["local", "--container", "http://x", "--max-payload-mb", "0"], "Input should be greater than or equal to 1"),
+        (["--local-endpoint", "a_b"], "Value 'a_b' at 'endpointName' failed"),
+        (["--local-endpoint", "e", "--component", ""], "Value '' at 'endpointName' failed"),
+        (["--local-endpoint", "e", "--adapter", "a_b"], "Value 'a_b' at 'endpointName' failed"),
+        (["--adapter", "fr"], "has no meaning without --local-endpoint"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    environment = {"HF_MODEL_ID": "org/model", "COLUMNS": "200", "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["serve", *arguments], env=environment)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-
-
-def test_options_of_the_local_endpoint_mean_nothing_without_it() -> None:
-    environment = {"HF_MODEL_ID": "org/model", "COLUMNS": "200", "TERM": "dumb"}
-    result = CliRunner().invoke(app, ["serve", "--adapter", "fr"], env=environment)
-    assert result.exit_code == 2
-    assert "has no meaning without --local-endpoint" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("entry", ["container.cli import serve_command", "deploy.cli import main"])

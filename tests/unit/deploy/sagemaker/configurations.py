@@ -36,7 +36,6 @@ VALUES: dict[str, dict[str, Any]] = {
             "output": "s3://answers/out/",
             "failure": "s3://answers/failed/",
             "concurrency": 16,
-            "success_topic": f"arn:aws:sns:{REGION}:{ACCOUNT}:done",
         },
     },
     "scale_to_zero": {**_BASE, **_COMPONENT, **_ZERO},
@@ -51,28 +50,51 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "private": {
         **_BASE,
-        "network_isolation": True,
-        "kms_key": "1234abcd-12ab-34cd-56ef-1234567890ab",
-        "vpc": {
-            "subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"],
-            "security_groups": ["sg-0123456789abcdef0"],
+        "properties": {
+            "Model": {
+                "EnableNetworkIsolation": True,
+                "VpcConfig": {
+                    "Subnets": ["subnet-0123456789abcdef0", "subnet-0123456789abcdef1"],
+                    "SecurityGroupIds": ["sg-0123456789abcdef0"],
+                },
+            },
+            "EndpointConfiguration": {
+                "KmsKeyId": "1234abcd-12ab-34cd-56ef-1234567890ab",
+                "ProductionVariants": {
+                    "RoutingConfig": {
+                        "RoutingStrategy": "PREFIX_AWARE",
+                        "PrefixAwareRoutingConfig": {"PrefixLength": 4096},
+                    },
+                    "VolumeSizeInGB": 200,
+                },
+                "DataCaptureConfig": {
+                    "EnableCapture": True,
+                    "InitialSamplingPercentage": 20,
+                    "DestinationS3Uri": "s3://captured/",
+                    "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+                },
+            },
         },
-        "capture": {"destination": "s3://captured/", "percent": 20},
-        "routing": "PREFIX_AWARE",
-        "prefix_length": 4096,
     },
     "everything": {
         **{key: value for key, value in _BASE.items() if key not in ("instance_type", "role")},
         **_COMPONENT,
         **_ZERO,
         "push": "slipway:gpu",
-        "pools": [
-            {"instance_type": "ml.g6e.xlarge", "priority": 1},
-            {"instance_type": "ml.g5.2xlarge", "priority": 2},
-        ],
         "component": {"gpus": 1, "cpus": 2.0},
         "adapters": [{"name": "french", "source": "s3://adapters/french.tar.gz"}],
-        "provision_timeout": 900,
+        "properties": {
+            "EndpointConfiguration": {
+                "ProductionVariants": {
+                    "InstancePools": [
+                        {"InstanceType": "ml.g6e.xlarge", "Priority": 1},
+                        {"InstanceType": "ml.g5.2xlarge", "Priority": 2},
+                    ],
+                    "VariantInstanceProvisionTimeoutInSeconds": 900,
+                }
+            },
+            "Role": {"ManagedPolicyArns": ["arn:aws:iam::aws:policy/AmazonS3ReadOnlyAccess"]},
+        },
     },
 }
 

@@ -148,12 +148,6 @@ def test_a_failure_is_rolled_back_and_its_exit_code_says_so(formation: Formation
     assert "  log: 1970-01-01 00:00:01 CUDA out of memory" in done.stderr
     assert "Traceback" not in done.output
     assert formation.status is None
-    formation.outcomes = [[NOT_HEALTHY, of_stack("CREATE_FAILED")]]
-    kept = _run("deploy", *SHORT, "--no-rollback")
-    assert kept.exit_code == 1
-    assert formation.called("CreateChangeSet")[-1]["OnStackFailure"] == "DO_NOTHING"
-    assert _run("destroy", "my-llm").exit_code == 0
-    assert formation.status is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -187,7 +181,7 @@ def test_an_update_of_what_is_not_there_is_in_the_way(formation: Formation) -> N
         (["deploy", *SHORT, "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
         (["deploy", "none.toml"], "none.toml: No such file"),
         (["invoke", "e"], "--prompt: missing"),
-        (["template", *SHORT, "--set", "metrics.path=/other"], "metrics: Object contains unknown field `path`"),
+        (["template", *SHORT, "--set", "component.path=/other"], "component: Object contains unknown field `path`"),
     ],
 )
 def test_what_is_wrong_is_exit_code_two_and_a_line(arguments: list[str], said: str) -> None:

@@ -34,15 +34,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"push": "slipway:gpu", "image": "docker.io/slipway"}, "push: expected an image of ECR in the field image"),
     ({"instance_type": "g5.xlarge"}, "instance_type: Expected `str` matching regex '^(ml"),
-    ({"pools": [{"instance_type": "ml.g5.xlarge"}]}, "instance_type: expected one instance type, or [[pools]]"),
-    ({"instance_type": None}, "instance_type: expected one instance type, or [[pools]]"),
-    ({"pools": ["ml.g5.xlarge"]}, "pools[0]: Expected `object`, got `str`"),
+    ({"instance_type": None}, "instance_type: missing; expected a type such as ml.g6e.xlarge"),
+    ({"properties": {"Model": 1}}, "properties[...]: Expected `object`, got `int`"),
     ({"startup_timeout": 10}, "startup_timeout: Expected `int` >= 60"),
     ({"instances": True}, "instances: Expected `int`, got `bool`"),
     ({"component": {"gpus": 1, "cpus": float("nan")}}, "component.cpus: Expected `float` > 0.0"),
     ({"component": {"copies": 1}}, "component: Object missing required field `gpus`"),
-    ({"network_isolation": "yes"}, "network_isolation: Expected `bool`, got `str`"),
-    ({"network_isolation": True}, "as network_isolation keeps the container from reaching a hub"),
     ({"env": ["X"]}, "env: Expected `object`, got `array`"),
     ({"autoscaling": {"min": 0, "max": 2, "target": 1}}, "only inference components"),
     ({"autoscaling": {"min": 3, "max": 2, "target": 1}}, "expected at least min, which is 3"),
@@ -56,9 +53,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "expected different names",
     ),
-    ({"metrics": {"path": "/other"}}, "metrics: Object contains unknown field `path`"),
+    ({"component": {"gpus": 1, "path": "/other"}}, "component: Object contains unknown field `path`"),
     ({"upload": "model/"}, "upload: expected an s3:// prefix as model"),
-    ({"vpc": {"subnets": ["subnet-1"]}}, "vpc: Object missing required field `security_groups`"),
     ({"rollout": {"strategy": "fast"}}, "rollout.strategy: Expected `str` matching regex '^(blue-green|canary|"),
     ({"nmae": "x"}, "Object contains unknown field `nmae`"),
 ]
@@ -78,7 +74,7 @@ def test_what_is_wrong_is_said_with_its_field_and_what_was_expected(changes: dic
 
 def test_all_fields_that_do_not_go_together_are_said_at_once() -> None:
     with pytest.raises(ConfigurationError) as raised:
-        read_configuration(_plain(instance_type=None, network_isolation=True))
+        read_configuration(_plain(instance_type=None, upload="model/"))
     assert len(raised.value.problems) == 2
 
 
@@ -103,8 +99,7 @@ def test_options_go_before_the_file() -> None:
                 "instances=2",
                 "tags.team=ads",
                 "autoscaling.max=9",
-                "routing=RANDOM",
-                'vpc={subnets=["s"], security_groups=["g"]}',
+                'properties.Model.VpcConfig={Subnets=["s"], SecurityGroupIds=["g"]}',
             ],
         }
     )
@@ -113,8 +108,8 @@ def test_options_go_before_the_file() -> None:
     environment = {"OPTION_MAX_MODEL_LEN": "8192", "HF_TOKEN": "hf_abcdefghijklmnop", "A": "1", "B": "x=y"}
     assert read.environment == environment
     assert read.autoscaling is not None
-    assert (read.autoscaling.max, read.routing, read.instances) == (9, "RANDOM", 2)
-    assert read.vpc is not None
+    assert (read.autoscaling.max, read.instances) == (9, 2)
+    assert read.properties["Model"]["VpcConfig"] == {"Subnets": ["s"], "SecurityGroupIds": ["g"]}
 
 
 @pytest.mark.parametrize("options", [{"env": ["A"]}, {"env": ["=x"]}, {"set": ["a"]}, {"set": ["a="]}])
@@ -151,7 +146,7 @@ _FIELDS = st.sampled_from(
 
 @settings(deadline=None)
 @example({"instance_type": None})
-@example({"vpc": {"subnets": None, "security_groups": ["sg-1"]}})
+@example({"properties": {"EndpointConfiguration": {"ProductionVariants": {"VolumeSizeInGB": 1}}}})
 @given(st.dictionaries(_FIELDS, _VALUES, max_size=4))
 def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str, Any]) -> None:
     problems: tuple[str, ...] = ()

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import EventStreamError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.local.invocation import payload_part
+from deploy.local.event_stream import payload_part
 from deploy.sagemaker import invoke
 from deploy.sagemaker.aws import Aws
 
@@ -109,44 +107,6 @@ def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
     assert invoke.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
 
 
-@pytest.mark.parametrize(
-    ("lines", "text"),
-    [
-        (b'{"token": {"id": 1, "text": " Paris"}}\n{"token": {"text": "."}, "generated_text": " Paris."}\n', " Paris."),
-        (b'data: {"token": {"text": "a"}}\n\ndata: {"token": {"text": "b"}}\n\n', "ab"),
-        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n\n', "a"),
-        (b'{"choices": [{"text": "a"}]}\n', "a"),
-        (b"not json", "not json\n"),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_texts_come_out_of_every_format_however_it_is_cut(lines: bytes, text: str, size: int) -> None:
-    pieces = (lines[start : start + size] for start in range(0, len(lines), size))
-    assert "".join(invoke.texts(pieces)) == text
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        b'{"error": "no", "code": 424}',
-        b'{"token": {"id": -1, "text": ""}, "details": {"finish_reason": "error"}, "error": "no", "code": 424}',
-        b'data: {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "error"}], "error": "no"}',
-        b'data: {"error": {"message": "no", "code": 500}}',
-    ],
-)
-def test_an_error_of_the_models_within_a_stream_breaks_it_after_what_came(record: bytes) -> None:
-    texts = invoke.texts(iter([b'{"token": {"text": "a"}}\n', record]))
-    assert next(texts) == "a"
-    with pytest.raises(invoke.StreamBroken, match=r'the model failed: .*"no"'):
-        next(texts)
-
-
-@settings(deadline=None)
-@given(st.lists(st.binary()))
-def test_texts_of_anything_are_texts(pieces: list[bytes]) -> None:
-    assert "".join(invoke.texts(iter(pieces))).encode("utf-8", "surrogatepass") is not None
-
-
 def _message(headers: dict[str, str], payload: bytes) -> bytes:
     """A message of AWS's event stream."""
     block = b"".join(
@@ -196,7 +156,7 @@ def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
     plain = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--max-new-tokens", "3"])
     assert plain.stdout == '{"echo": {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}}\n'
     streamed = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--stream"])
-    assert streamed.stdout == " Paris\n"
+    assert streamed.stdout == '{"token": {"text": " Paris"}}\n\n'
     refused = CliRunner().invoke(app, ["invoke", "refused", "--body", "{}"])
     assert refused.exit_code == 1
     assert "ModelError" in refused.stderr

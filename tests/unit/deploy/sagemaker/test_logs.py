@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,10 @@ class Group:
 
     def __init__(self, *looks: list[tuple[str, int]] | None) -> None:
         self.looks = list(looks)
-        self.starts: list[int] = []
         self.client: Any = SESSION.client("logs")
         self.client.meta.events.register("before-call.cloudwatch-logs", self._answer)
 
     def _answer(self, params: dict[str, Any], **more: Any) -> tuple[Any, dict[str, Any]]:
-        self.starts.append(json.loads(params["body"])["startTime"])
         events = self.looks.pop(0) if self.looks else None
         if events is None:
             return SimpleNamespace(status_code=400), {"Error": {"Code": "ResourceNotFoundException", "Message": "no"}}
@@ -40,17 +37,3 @@ def test_a_log_is_read_page_after_page() -> None:
 def test_of_a_group_that_is_not_there_it_is_said() -> None:
     with pytest.raises(logs.NoLog, match="there is no log group g: nothing has logged there yet"):
         list(logs.read(Group().client, "g", 0))
-
-
-def test_following_waits_for_a_group_that_is_not_there_yet() -> None:
-    group = Group(None, None, [("1", 1000)])
-    assert next(logs.follow(group.client, "g", 0, lambda seconds: None)).id == "1"
-
-
-def test_following_gives_each_line_once_and_late_ones_too() -> None:
-    group = Group([("1", 100_000)], [("1", 100_000), ("2", 90_000)], [("3", 101_000)])
-    slept: list[float] = []
-    lines = logs.follow(group.client, "g", 50_000, slept.append)
-    assert [next(lines).id for _ in range(3)] == ["1", "2", "3"]
-    assert group.starts == [50_000, 40_000, 40_000]
-    assert slept == [logs.FOLLOW_INTERVAL] * 2

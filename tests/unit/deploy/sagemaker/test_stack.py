@@ -38,10 +38,10 @@ def stack(formation: Formation, told: list[str]) -> Stack:
     return Stack(formation.client, "my-llm", told.append, sleep)
 
 
-def _create(stack: Stack, wanted: Configuration = WANTED, *, rollback: bool = True) -> None:
-    change = stack.propose(wanted, rollback=rollback)
+def _create(stack: Stack, wanted: Configuration = WANTED) -> None:
+    change = stack.propose(wanted)
     assert change is not None
-    stack.carry_out(change, rollback=rollback)
+    stack.carry_out(change)
 
 
 def _interrupting(formation: Formation, operation: str) -> Callable[[str], None]:
@@ -98,26 +98,24 @@ def test_what_cloudformation_cannot_do_is_said_with_its_reason(formation: Format
     assert formation.status is None
 
 
-@pytest.mark.parametrize(("rollback", "on_failure"), [(True, "DELETE"), (False, "DO_NOTHING")])
 def test_a_creation_that_fails_says_the_reasons_of_its_events(
-    rollback: bool, on_failure: str, formation: Formation, stack: Stack, told: list[str]
+    formation: Formation, stack: Stack, told: list[str]
 ) -> None:
-    last = "DELETE_COMPLETE" if rollback else "CREATE_FAILED"
     formation.outcomes = [
         [
             ("Model", "AWS::SageMaker::Model", "CREATE_COMPLETE", ""),
             ("Endpoint", ENDPOINT, "CREATE_FAILED", NOT_HEALTHY),
             ("Alarm", "AWS::CloudWatch::Alarm", "CREATE_FAILED", "Resource creation cancelled"),
             of_stack("DELETE_IN_PROGRESS", "The following resource(s) failed to create: [Endpoint]."),
-            of_stack(last),
+            of_stack("DELETE_COMPLETE"),
         ]
     ]
     with pytest.raises(Failed) as raised:
-        _create(stack, rollback=rollback)
-    assert str(raised.value) == f"the stack slipway-my-llm is {last}: Endpoint ({ENDPOINT}): {NOT_HEALTHY}"
+        _create(stack)
+    assert str(raised.value) == f"the stack slipway-my-llm is DELETE_COMPLETE: Endpoint ({ENDPOINT}): {NOT_HEALTHY}"
     assert raised.value.started
     assert f"Endpoint CREATE_FAILED: {NOT_HEALTHY}" in told
-    assert formation.called("CreateChangeSet")[0]["OnStackFailure"] == on_failure
+    assert formation.called("CreateChangeSet")[0]["OnStackFailure"] == "DELETE"
 
 
 def test_an_update_that_fails_leaves_what_was_there(formation: Formation, stack: Stack) -> None:
@@ -203,17 +201,6 @@ def test_an_interrupted_creation_is_deleted(formation: Formation, stack: Stack, 
         _create(stack)
     assert "interrupted: deleting the stack" in told
     assert formation.status is None
-
-
-def test_an_interrupted_creation_goes_on_where_nothing_is_to_be_rolled_back(
-    formation: Formation, stack: Stack, told: list[str]
-) -> None:
-    formation.outcomes = [[of_stack("CREATE_IN_PROGRESS")]]
-    formation.after = _interrupting(formation, "ExecuteChangeSet")
-    with pytest.raises(KeyboardInterrupt):
-        _create(stack, rollback=False)
-    assert told[-1] == "interrupted; CloudFormation goes on: `slipway status` shows it"
-    assert formation.status == "CREATE_IN_PROGRESS"
 
 
 def test_an_interrupted_update_goes_on(formation: Formation, stack: Stack, told: list[str]) -> None:

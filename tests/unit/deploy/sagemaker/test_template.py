@@ -12,7 +12,13 @@ from cfnlint.api import lint
 from cfnlint.config import ManualArgs
 from hypothesis import Phase, given, settings
 
-from deploy.sagemaker.configuration import Configuration, laid_over, read_configuration, read_file
+from deploy.sagemaker.configuration import (
+    Configuration,
+    ConfigurationError,
+    laid_over,
+    read_configuration,
+    read_file,
+)
 from deploy.sagemaker.template import MACHINE_IMAGE, as_yaml, secrets, template
 from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
 from tests.unit.deploy.sagemaker.matrix import configurations
@@ -145,10 +151,6 @@ def test_the_machine_image_is_one_of_sagemakers_with_a_driver_for_the_gpu_images
         ({"instance_type": "ml.g6e.xlarge"}, MACHINE_IMAGE),
         ({"instance_type": "ml.p5.48xlarge"}, MACHINE_IMAGE),
         ({"instance_type": "ml.c7i.xlarge"}, None),
-        (
-            {"instance_type": "ml.g5.xlarge", "ami": "al2-ami-sagemaker-inference-gpu-2"},
-            "al2-ami-sagemaker-inference-gpu-2",
-        ),
     ],
 )
 def test_the_machine_image_is_stated_for_gpus(changes: dict[str, str], machine_image: str | None) -> None:
@@ -157,14 +159,23 @@ def test_the_machine_image_is_stated_for_gpus(changes: dict[str, str], machine_i
     assert variant.get("InferenceAmiVersion") == machine_image
 
 
-def test_an_instance_without_disks_of_its_own_gets_a_volume_of_the_size_that_is_asked_for() -> None:
-    made = template(configuration("private", instance_type="ml.c7i.4xlarge", volume_gb=200))["Resources"]
-    assert made["EndpointConfiguration"]["Properties"]["ProductionVariants"][0]["VolumeSizeInGB"] == 200
+def test_properties_go_before_those_of_the_template() -> None:
+    made = template(configuration("private"))["Resources"]["EndpointConfiguration"]["Properties"]
+    (variant,) = made["ProductionVariants"]
+    assert (variant["VolumeSizeInGB"], variant["InstanceType"]) == (200, "ml.g6e.xlarge")
+    assert variant["RoutingConfig"]["RoutingStrategy"] == "PREFIX_AWARE"
+
+
+def test_properties_of_a_resource_that_is_not_there_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"properties.Role: there is no such resource; expected one of Model, "
+    ):
+        template(configuration("private", properties={"Role": {"Path": "/"}}))
 
 
 def test_secrets_of_similar_names_stay_apart() -> None:
     env = {"HF_TOKEN": "first", "HF__TOKEN": "second"}
-    assert _environment(configuration("private", network_isolation=False, env=env)) == env
+    assert _environment(configuration("private", env=env)) == env
 
 
 def test_a_hundred_adapters_are_short_enough() -> None:
