@@ -16,7 +16,7 @@ from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineAdapter, EngineAdapters
 from handlers.errors import AdapterFailed
-from handlers.formatters import Formatters, formatters_of, kind_fault
+from handlers.formatters.loading import Formatters, formatters_of, kind_fault
 from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)

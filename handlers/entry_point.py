@@ -24,8 +24,10 @@ from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
-from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
-from handlers.invocations import Formatting, InvocationsHandler
+from handlers.formatters.loading import Formatters, ModelImports, add_packages, load_formatters
+from handlers.formatters.reply import Formatting
+from handlers.formatters.thread import FormatterThread
+from handlers.invocations import InvocationsHandler
 from handlers.memory_release import importing
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
