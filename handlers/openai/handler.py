@@ -70,11 +70,7 @@ _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 def import_front_end(settings: ModelSettings) -> None:
-    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time.
-
-    Raises:
-        EngineStartError: it is not one that we know.
-    """
+    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time."""
     if is_vllm(settings):
         from handlers.openai import engine_client, vllm_app  # noqa: F401
 
@@ -87,7 +83,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     `aliases`: further names that a request may call the model by.
 
     Raises:
-        EngineStartError: vLLM's front end refuses an option of the model, or is not one that we know.
+        EngineStartError: vLLM's front end refuses an option of the model.
     """
     if not is_vllm(settings):
         return None

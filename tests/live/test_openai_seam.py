@@ -218,22 +218,6 @@ def test_what_a_client_causes_is_told_from_what_the_server_does() -> None:
     assert not any(_is_clients(error) for error in (EngineDeadError(), RuntimeError("x"), KeyError("x")))
 
 
-def test_a_vllm_whose_engine_has_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-
-    from handlers.engines.vllm import seam
-
-    seam.check_vllm()
-    with monkeypatch.context() as patch:
-        patch.setattr(RequestState, "__init__", lambda self, request_id: None)
-        with pytest.raises(EngineStartError, match="has no parameter external_req_id"):
-            seam.check_vllm()
-    with monkeypatch.context() as patch:
-        patch.setattr(OutputProcessor, "__init__", lambda self, tokenizer, log_stats: None)
-        with pytest.raises(EngineStartError, match="OutputProcessor has no attribute request_states"):
-            seam.check_vllm()
-
-
 @pytest.mark.asyncio
 async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_aborted() -> None:
     from vllm import SamplingParams

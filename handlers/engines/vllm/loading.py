@@ -28,7 +28,6 @@ from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import load_typical
-from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.loaded_model import copied
 from handlers.model_settings import ModelSettings
@@ -40,14 +39,6 @@ SHUTDOWN_SECONDS = 1.0
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
-_CLEAR = [
-    required_function(required_function(module, name), "cache_clear")
-    for module, name in (
-        (registry, "cached_get_tokenizer"),
-        (processor, "cached_get_processor"),
-        (func_utils, "_supports_kw"),
-    )
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +139,9 @@ async def shut_down(llm: AsyncLLM) -> None:
 
 def forget_tokenizers() -> None:
     """Clear vLLM's caches, which hold tokenizers of models that are gone."""
-    for clear in _CLEAR:
-        clear()
+    registry.cached_get_tokenizer.cache_clear()
+    processor.cached_get_processor.cache_clear()
+    func_utils._supports_kw.cache_clear()
 
 
 def own_tokenizer(config: ModelConfig) -> Any:
