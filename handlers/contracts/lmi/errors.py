@@ -92,11 +92,9 @@ def tgi_error_type(error: RequestError) -> str:
     return "overloaded" if isinstance(error, Overloaded) else "generation"
 
 
-def failure(error: RequestError, overload_status: int, body: bytes, status: int | None = None) -> Reply:
-    """The reply to a request that failed before its first byte: `body`, or the front end's own for a full queue."""
-    if isinstance(error, Overloaded):
-        return overloaded(error, overload_status)
-    return Reply(status_of(error) if status is None else status, JSON, body)
+def failure(error: RequestError, body: bytes) -> Reply:
+    """The reply to a request that failed before its first byte."""
+    return Reply(status_of(error), JSON, body)
 
 
 def overloaded(error: Overloaded, status: int) -> Reply:

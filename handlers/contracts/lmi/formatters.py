@@ -62,7 +62,6 @@ class FormatterContract:
         write: Formatter | None,
         writes_tokens: bool = False,
         tokenizer: Any = None,
-        overload_status: int = 503,
     ) -> None:
         """Wrap `contract`.
 
@@ -71,7 +70,6 @@ class FormatterContract:
         """
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
-        self._overload_status = overload_status
         self._tokenizer = tokenizer
         self._keywords = _accepted(read, self._offered()) if read is not None else {}
         self._ids = itertools.count()
@@ -120,8 +118,7 @@ class FormatterContract:
         asked = msgspec.structs.replace(
             exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
         )
-        answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
-        return Exchange((asked,), answer, exchange.notes)
+        return Exchange((asked,), FormatterAnswer(write, request, stream, self._writes_tokens))
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
         try:
@@ -214,11 +211,8 @@ class FormatterAnswer:
     headers: tuple[tuple[str, str], ...] = ()
     content_type = ""
 
-    def __init__(
-        self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool, overload_status: int
-    ) -> None:
+    def __init__(self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool) -> None:
         self._write, self._request, self._stream, self._by_token = write, request, stream, by_token
-        self._overload_status = overload_status
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -235,7 +229,7 @@ class FormatterAnswer:
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status, payload_error(error.message, status_of(error)))
+        return failure(error, self.fail_midway(error))
 
     def fail_midway(self, error: RequestError) -> bytes:
         return payload_error(error.message, status_of(error))
@@ -297,7 +291,7 @@ class PayloadFormatters:
         self, contract: LmiAsyncContract, *, read: Formatter | None, write: Formatter | None, tokenizer: Any = None
     ) -> None:
         """`read` and `write`: the input and the output formatter. `tokenizer`: what `read` gets under this name."""
-        self._contract, self._read, self._write = contract, read, write
+        self.contract, self._read, self._write = contract, read, write
         self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
         self.writes = write is not None
         """There is an output formatter."""
@@ -325,17 +319,6 @@ class PayloadFormatters:
             logger.exception("the input formatter failed", extra={"request_id": call.request_id})
             raise failed_dependency(f"{FAILED}: {error}") from None
         return replace(call, body=body, content_type=JSON)
-
-    def as_completion(self, call: Call) -> Call:
-        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
-
-        Raises:
-            ContractError: the call is refused.
-        """
-        completion, notes = self._contract.as_completion(call)
-        for note in notes:
-            logger.info("%s", note, extra={"request_id": call.request_id})
-        return completion
 
     def written(self, response: Any) -> bytes:
         """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.

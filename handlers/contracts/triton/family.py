@@ -42,8 +42,7 @@ class TritonContract:
             answer: Answer = EventAnswer(model, request)
         else:
             answer = CollectedAnswer(model, request, events=self._events)
-        notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
-        return Exchange((request.for_engine(call.request_id),), answer, notes)
+        return Exchange((request.for_engine(call.request_id),), answer)
 
 
 JSON, EVENTS = "application/json", "text/event-stream"
