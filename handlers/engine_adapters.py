@@ -14,7 +14,7 @@ from handlers.adapters import Adapter
 from handlers.contracts.lmi.adapters import named_adapter
 from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.protocol import EngineAdapter, EngineAdapters
+from handlers.engines.protocol import EngineAdapters
 from handlers.errors import AdapterFailed
 from handlers.formatters.loading import Formatters, formatters_of, kind_fault
 from handlers.workers.runtime.main import described
@@ -37,7 +37,7 @@ class EngineAdapterHost:
     async def register(self, adapter: Adapter) -> str:
         loaded = await self._formatters.load(adapter)
         try:
-            await self._engine.add(_for_engine(adapter), preload=adapter.preload)
+            await self._engine.add(adapter)
         except BaseException:
             if loaded is not None:
                 loaded.forget()
@@ -49,7 +49,7 @@ class EngineAdapterHost:
         return ""
 
     async def update(self, adapter: Adapter) -> str:
-        await self._engine.change(_for_engine(adapter), preload=adapter.preload)
+        await self._engine.change(adapter)
         return ""
 
     async def unregister(self, adapter: Adapter) -> str:
@@ -62,10 +62,6 @@ class EngineAdapterHost:
         """Release the formatters; the engine releases its adapters when it stops."""
         for name in self._current:
             self._formatters.put(name, None)
-
-
-def _for_engine(adapter: Adapter) -> EngineAdapter:
-    return EngineAdapter(adapter.name, adapter.id, adapter.path, adapter.pin)
 
 
 class AdapterInvocations:

@@ -340,16 +340,14 @@ async def _load_handler_before_engine(
     engine = await both.start()
     if engine is None:
         return Service(both.handler_settings, both.custom, both, custom=both.custom)
-    return Service(
-        engine.settings,
-        both.custom,
-        both,
-        generation=engine.generation,
-        openai=engine.openai,
-        queue=engine.queue,
-        engine=engine.engine,
+    return replace(
+        engine,
+        invocations=both.custom,
+        runtime=both,
         custom=both.custom,
-        adapters=engine.adapters,
+        sessions=None,
+        imports=None,
+        formatter_thread=None,
     )
 
 

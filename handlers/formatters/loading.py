@@ -162,9 +162,6 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
         return None
     if fault := kind_fault(found, async_mode=settings.async_mode):
         raise EngineStartError(f"{path.name}: {fault}")
-    for kind, formatter in (("input", found.input), ("output", found.output)):
-        if formatter is not None:
-            logger.info("%s formatter: %s of %s", kind, getattr(formatter, "__name__", formatter), path.name)
     return found
 
 

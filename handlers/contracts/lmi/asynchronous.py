@@ -22,7 +22,7 @@ from handlers.contracts.lmi.body import read_body, stream_of
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
-from handlers.contracts.protocol import Call, Exchange, Reply
+from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
@@ -195,10 +195,8 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
         raise
 
 
-class _Answer:
+class _Answer(Answer):
     """What both forms of answer share."""
-
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
         self._parameters = parameters

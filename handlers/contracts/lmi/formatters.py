@@ -35,7 +35,7 @@ from handlers.contracts.lmi.errors import (
     status_of,
 )
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
-from handlers.contracts.protocol import Call, Contract, Exchange, Reply
+from handlers.contracts.protocol import Answer, Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import Token, TokenDelta
@@ -201,14 +201,13 @@ def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in offered.items() if name in names}
 
 
-class FormatterAnswer:
+class FormatterAnswer(Answer):
     """What an output formatter makes of the deltas; without a content type, as in LMI.
 
     The newer kind of formatter is called with the whole output: while it has unread tokens if the answer is streamed,
     else once for each engine step. The older kind is called with each token.
     """
 
-    headers: tuple[tuple[str, str], ...] = ()
     content_type = ""
 
     def __init__(self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool) -> None:

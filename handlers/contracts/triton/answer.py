@@ -14,7 +14,7 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Answer, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
 from handlers.contracts.triton.request import TritonRequest
 from handlers.errors import RequestError
@@ -58,10 +58,8 @@ class _Piece:
         self.text, self.tokens, self.new_tokens = "", [], 0
 
 
-class _Answer:
+class _Answer(Answer):
     """What both answers share: writing a response."""
-
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
@@ -132,9 +130,6 @@ class CollectedAnswer(_Answer):
             return b""
         document = self._response(delta.prompt_token_count)
         return (f"data: {document}\n\n" if self._events else document).encode()
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
 
 
 class EventAnswer(_Answer):
