@@ -319,7 +319,6 @@ class AdapterRegistry:
         return await asyncio.shield(task)
 
     def _is_remote(self, src: str) -> bool:
-        """Whether an adapter has to be downloaded."""
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:

@@ -215,7 +215,6 @@ class RunningCall:
         self._generations.clear()
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
-        """Send what a delta adds to the body."""
         if delta.last:
             self._prompt_ended(prompt)
             if self._open_prompts == 0:

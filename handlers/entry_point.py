@@ -157,7 +157,6 @@ async def _serving(
     sessions: Sessions,
     imports: ModelImports,
 ) -> Service:
-    """The service of an engine that has started."""
     queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
@@ -211,11 +210,6 @@ def _formatting(
     openai: OpenAIHandler | None,
     thread: FormatterThread,
 ) -> Formatting:
-    """The formatters of the asynchronous mode.
-
-    Raises:
-        EngineStartError: vLLM is not the engine, whose answers an output formatter gets.
-    """
     formatters = PayloadFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
     if openai is None:
         if formatters.writes:
@@ -227,11 +221,6 @@ def _formatting(
 
 
 async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:
-    """The registry, with the adapters that come with the model.
-
-    Raises:
-        EngineStartError: one of them cannot be used.
-    """
     names = {*limits.model_aliases, settings.name, *settings.public_names}
     registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults, limits.adapter_downloads)
     model = Path(settings.model_id)
@@ -304,7 +293,6 @@ class _EngineBehindHandler:
 
     @property
     def service(self) -> Service | None:
-        """The engine's; None while it is not loaded."""
         loading = self._loading
         if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
             return None

@@ -209,8 +209,6 @@ class EngineOutOfMemory(EngineStartError):
 
 
 class _FirstDelta:
-    """A sink for the first delta."""
-
     def __init__(self) -> None:
         self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 

@@ -166,7 +166,6 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
 
 
 def _import(path: Path, model: str) -> ModuleType:
-    """The module, under a name of the model's own."""
     directory = str(path.parent)
     try:
         return load_model_service(directory, path.name, namespace=model).module

@@ -114,7 +114,6 @@ class FormattedReply:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """End the reply with an error, and the generation."""
         self._ended = True
         self._queue.close()
         if self.running is not None:
@@ -132,8 +131,6 @@ class FormattedReply:
 
 
 class _VllmFailed(Exception):
-    """A stream of vLLM's ends with this error event."""
-
     def __init__(self, event: bytes) -> None:
         super().__init__(event)
         self.event = event

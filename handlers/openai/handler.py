@@ -275,7 +275,6 @@ class _RunningCall:
                     self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     async def _receive(self) -> dict[str, Any]:
-        """The body, and after it nothing but a disconnect."""
         if not self._body_read:
             self._body_read = True
             return {"type": "http.request", "body": self._call.body, "more_body": False}
@@ -311,7 +310,6 @@ class _RunningCall:
         self._complete = last
 
     def _finish(self, reply: Reply) -> None:
-        """Complete the reply, if the front end has not."""
         if self._complete or self._gone.is_set():
             return
         self._complete = True

@@ -29,8 +29,6 @@ _ABORTED = _FINISH_REASONS[FinishReason.ABORT]
 
 
 class _Style(NamedTuple):
-    """One way to write JSON."""
-
     comma: str
     colon: str
     quote: Callable[[str], str]

@@ -118,7 +118,6 @@ class LmiAsyncContract:
 
 
 def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """The constraint as vLLM's API has it."""
     kinds = {
         "json": constraint.json_schema,
         "regex": constraint.regex,
@@ -185,7 +184,6 @@ def read_async_parameters(values: Mapping[str, Any], model_defaults: Mapping[str
 
 
 def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
-    """vLLM's parameters; an error calls them what the client does."""
     try:
         return read_vllm_parameters(passed)
     except InvalidParameter as error:

@@ -75,7 +75,6 @@ class FormatterContract:
         self._ids = itertools.count()
 
     def _offered(self) -> dict[str, Any]:
-        """The keywords that LMI hands to an input formatter."""
         settings = self._settings
         configs = SimpleNamespace(
             model_id_or_path=settings.model_id,
@@ -193,7 +192,6 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, own_an
 
 
 def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered keywords that a function takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(offered)

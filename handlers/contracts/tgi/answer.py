@@ -49,8 +49,6 @@ class AnswerOptions:
 
 
 class _WholeAnswer(Answer):
-    """One JSON document when all sequences have finished."""
-
     content_type = JSON
 
     def __init__(self, count: int) -> None:

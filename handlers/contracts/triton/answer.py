@@ -59,8 +59,6 @@ class _Piece:
 
 
 class _Answer(Answer):
-    """What both answers share: writing a response."""
-
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
         self._pieces = [_Piece() for _ in range(request.vllm.request.sequences)]

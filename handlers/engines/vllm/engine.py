@@ -188,7 +188,6 @@ class VllmEngine:
             params,
             supported_tasks=self._tasks,
             lora_request=adapter,
-            priority=request.priority,
         )
         try:
             # vLLM checks a constraint again, which may take tenths of a second.
@@ -226,7 +225,6 @@ class VllmEngine:
             sampling_params=params,
             arrival_time=time.time(),
             lora_request=adapter,
-            priority=request.priority,
         )
 
     async def _add(

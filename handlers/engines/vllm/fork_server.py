@@ -28,8 +28,6 @@ _PRELOAD = "handlers.engines.vllm.preload"
 
 
 class _ForkServer:
-    """The fork server of this process."""
-
     def __init__(self) -> None:
         self._wanted: bool | None = None
         self._started = False

@@ -96,8 +96,6 @@ class Claim:
 
 
 class _Held:
-    """One adapter."""
-
     __slots__ = ("adapter", "claims", "loading", "request", "resident", "used")
 
     def __init__(self, adapter: Adapter) -> None:

@@ -190,7 +190,6 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _plain_shapes(path: Path) -> Shapes:
-    """Return names and shapes. Raises OSError, and SafetensorError for what is no safetensors file."""
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: tuple(t.get_shape()) for name, t in tensors.items() if t.get_dtype() in _PLAIN_TYPES}
