@@ -113,8 +113,9 @@ class EngineHandler:
             await running.submit()
         except RequestError as error:
             queue.engine.meter.calls.count(0.0, failed=True)
-            full = self._refuse_full if isinstance(error, Overloaded) else None
-            raise ContractError((full or exchange.answer.fail)(error), error.message) from None
+            if isinstance(error, Overloaded) and self._refuse_full is not None:
+                raise ContractError(self._refuse_full(error), error.message) from None
+            raise ContractError(exchange.answer.fail(error), error.message) from None
         return running
 
     async def _parse_in_thread(self, call: Call) -> Exchange:
