@@ -86,7 +86,7 @@ def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCapture
     settings = replace(SETTINGS, engine_arguments={"response_role": "assistant", "enable_auto_tool_chioce": "true"})
     with caplog.at_level(logging.WARNING):
         assert "response_role" not in engine_arguments(settings, on_cpu=True)
-    assert "did you mean option.enable_auto_tool_choice?" in caplog.text
+    assert "option.enable_auto_tool_chioce is none of LMI's and not of vLLM's engine" in caplog.text
     assert "response_role" not in caplog.text
 
 
