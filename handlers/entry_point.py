@@ -76,24 +76,16 @@ class Service:
     custom: CustomHandler | None = None
     adapters: AdapterRegistry | None = None
     """None where `option.enable_lora` is off."""
-    sessions: Sessions | None = None
-    """None where a custom handler has its own."""
-    imports: ModelImports | None = None
-    """What the model's own code is from, where an engine generates."""
-    formatter_thread: FormatterThread | None = None
-    """Where they run, and those of its adapters."""
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    """Frees what loading has taken."""
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
         if self.adapters is not None:
             await self.adapters.stop()
-        await (self.runtime.stop() if self.engine is None else self.engine.stop(why))
-        if self.sessions is not None:
-            await self.sessions.stop()
-        if self.formatter_thread is not None:
-            self.formatter_thread.stop()
-        if self.imports is not None:
-            self.imports.remove()
+        if self.engine is not None:
+            await self.engine.stop(why)
+        await self.held.aclose()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -110,27 +102,26 @@ async def load_service(settings: ModelSettings, limits: Limits, times: StartupTi
         EngineStartError: the model cannot be loaded.
     """
     times = times or StartupTimes()
-    async with contextlib.AsyncExitStack() as undo:
+    async with contextlib.AsyncExitStack() as held:
         if settings.handler_before_engine is not None:
-            service = await _load_handler_before_engine(settings, limits, times, undo)
+            service = await _load_handler_before_engine(settings, limits, times, held)
         elif settings.handler is not None:
             with times.phase("workers"):
-                service = await _load_custom(settings, limits, undo)
+                service = await _load_custom(settings, limits, held)
         else:
-            service = await _load_engine(settings, limits, times, undo)
-        undo.pop_all()
-    return service
+            service = await _load_engine(settings, limits, times, held)
+        return replace(service, held=held.pop_all())
 
 
 async def _load_engine(
-    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
+    settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
     imports = ModelImports()
-    undo.callback(imports.remove)
+    held.callback(imports.remove)
     await add_packages(settings, imports)
     formatters = await asyncio.to_thread(load_formatters, settings, imports)
     sessions = await load_sessions(settings, limits.overload_status)
-    undo.push_async_callback(sessions.stop)
+    held.push_async_callback(sessions.stop)
     settings = choose_engine(settings)
     if settings.enable_lora and not is_vllm(settings):
         raise EngineStartError(
@@ -144,9 +135,9 @@ async def _load_engine(
     with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()
-    undo.push_async_callback(engine.stop)
+    held.push_async_callback(engine.stop)
     with times.phase("front end"):
-        return await _serving(settings, limits, engine, formatters, sessions, imports)
+        return await _serving(settings, limits, engine, formatters, sessions, held)
 
 
 async def _serving(
@@ -155,11 +146,12 @@ async def _serving(
     engine: Engine,
     formatters: Formatters | None,
     sessions: Sessions,
-    imports: ModelImports,
+    held: contextlib.AsyncExitStack,
 ) -> Service:
     queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
+    held.callback(thread.stop)
 
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
@@ -197,9 +189,6 @@ async def _serving(
         queue=queue,
         engine=engine,
         adapters=adapters,
-        sessions=sessions,
-        imports=imports,
-        formatter_thread=thread,
     )
 
 
@@ -321,28 +310,20 @@ class _EngineBehindHandler:
 
 
 async def _load_handler_before_engine(
-    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
+    settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
     both = _EngineBehindHandler(settings, limits, times)
-    undo.push_async_callback(both.stop)
+    held.push_async_callback(both.stop)
     engine = await both.start()
     if engine is None:
         return Service(both.handler_settings, both.custom, both, custom=both.custom)
-    return replace(
-        engine,
-        invocations=both.custom,
-        runtime=both,
-        custom=both.custom,
-        sessions=None,
-        imports=None,
-        formatter_thread=None,
-    )
+    return replace(engine, invocations=both.custom, runtime=both, custom=both.custom)
 
 
-async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
+async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib.AsyncExitStack) -> Service:
     custom = _custom_handler(settings, limits)
     await custom.start()
-    undo.push_async_callback(custom.stop)
+    held.push_async_callback(custom.stop)
     adapters = None
     if settings.enable_lora:
         custom.adapters = adapters = await _adapters(settings, custom.adapter_host, limits)
