@@ -128,12 +128,12 @@ class AdapterFormatters:
         if module is None:
             return None
         own = formatters_of(module)
-        if own.input is None and own.output is None:
+        fault = kind_fault(own, async_mode=self._async_mode)
+        if fault or own.input is own.output is None:
             sys.modules.pop(module.__name__, None)
+            if fault:
+                raise AdapterFailed(f"{MODEL_FILE} of the adapter: {fault}")
             return None
-        if fault := kind_fault(own, async_mode=self._async_mode):
-            sys.modules.pop(module.__name__, None)
-            raise AdapterFailed(f"{MODEL_FILE} of the adapter: {fault}")
         formatters = Formatters(own.input or self._base.input, own.output or self._base.output)
         return LoadedFormatters(self._make(formatters), module.__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.body import read_body, request_ids
-from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
+from handlers.contracts.lmi.errors import JSON, handler_failure, status_of
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
@@ -201,4 +201,4 @@ def _record(entries: Sequence[str]) -> str:
 
 
 def _failure(error: RequestError) -> Reply:
-    return failure(error, handler_failure(error.message, status_of(error)))
+    return Reply(status_of(error), JSON, handler_failure(error.message, status_of(error)))

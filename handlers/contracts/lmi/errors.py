@@ -92,11 +92,6 @@ def tgi_error_type(error: RequestError) -> str:
     return "overloaded" if isinstance(error, Overloaded) else "generation"
 
 
-def failure(error: RequestError, body: bytes) -> Reply:
-    """The reply to a request that failed before its first byte."""
-    return Reply(status_of(error), JSON, body)
-
-
 def overloaded(error: Overloaded, status: int) -> Reply:
     """The reply to a request for which the queue has no place."""
     return front_end_reply(status, "WlmCapacityException", error.message)

@@ -29,7 +29,6 @@ from handlers.contracts.lmi.body import decode, input_of, is_form, media_type, r
 from handlers.contracts.lmi.errors import (
     JSON,
     failed_dependency,
-    failure,
     payload_error,
     payload_refused,
     status_of,
@@ -226,7 +225,7 @@ class FormatterAnswer(Answer):
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        return failure(error, self.fail_midway(error))
+        return Reply(status_of(error), JSON, self.fail_midway(error))
 
     def fail_midway(self, error: RequestError) -> bytes:
         return payload_error(error.message, status_of(error))

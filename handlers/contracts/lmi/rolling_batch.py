@@ -17,7 +17,6 @@ from handlers.contracts.lmi.adapters import adapters_of
 from handlers.contracts.lmi.body import Body, read_body, request_ids, stream_of
 from handlers.contracts.lmi.errors import (
     JSON,
-    failure,
     payload_refused,
     request_error,
     status_of,
@@ -280,7 +279,7 @@ class RecordAnswer(Answer):
 def _failure(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> Reply:
     if isinstance(error, UnknownAdapter):
         return unknown_adapter(error)
-    return failure(error, _error(error, options, write).encode())
+    return Reply(status_of(error), JSON, _error(error, options, write).encode())
 
 
 def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> str:
