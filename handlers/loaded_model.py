@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 
 from handlers.meter import Meter
 from handlers.request import Token
+from handlers.segments import by_segments, encode_all
 
-LONG_TEXT = 4096
-"""Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
 _LONG_IDS = 4096
 _CHARACTERS_PER_TOKEN = 256
 """The most characters that a token has, where the tokenizer does not say it."""
@@ -41,6 +40,7 @@ class ModelTexts:
             # A tokenizer file may have kept them from training; the wrapper would switch them off as well.
             fast.no_truncation()
             fast.no_padding()
+        self._segments = by_segments(fast) if fast is not None else None
         self.special_ids = frozenset(tokenizer.all_special_ids)
 
     @cached_property
@@ -72,11 +72,10 @@ class ModelTexts:
         if fast is None:
             tokenizer = self.tokenizer
             return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
+        if self._segments is not None:
+            return self._segments.encode(text, special=special)
         # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
-        if len(text) <= LONG_TEXT:
-            return fast.encode(text, add_special_tokens=special).ids
-        # `encode` would hold the interpreter's lock, and every other thread with it.
-        return fast.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return encode_all(fast, [text], special=special)[0]
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
         """Return token ids, and the characters of the text that each spans; None if the tokenizer does not know."""

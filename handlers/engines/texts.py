@@ -10,8 +10,9 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from handlers.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
-from handlers.loaded_model import LONG_TEXT, ModelTexts, fast_tokenizer
+from handlers.loaded_model import ModelTexts, fast_tokenizer
 from handlers.request import GenerationRequest, SamplingParameters, Token
+from handlers.segments import LONG_TEXT
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from handlers.engines.texts import PromptTokenizer
 from handlers.errors import ContextExceeded
-from handlers.loaded_model import LONG_TEXT, ModelTexts, copied, fast_tokenizer
+from handlers.loaded_model import ModelTexts, copied, fast_tokenizer
 from handlers.request import GenerationRequest
+from handlers.segments import LONG_TEXT
 
 LONG = "one two three " * 60_000
 

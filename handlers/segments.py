@@ -1,0 +1,108 @@
+"""Tokenizes a prompt by the segments between its added tokens, and knows again those that it has seen.
+
+A conversation is sent whole with each of its turns, and many begin with the same system prompt. A tokenizer of the
+library `tokenizers` cuts a text at its added tokens (`<|im_end|>`) before it does anything else, so that the token ids
+of a segment do not depend on what is around it.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+
+from tokenizers import Tokenizer
+
+LONG_TEXT = 4096
+"""Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
+_MOST_CHARACTERS = 16 * 1024 * 1024
+"""Of all segments that are kept; their ids take about as many bytes."""
+_TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    """Return the token ids of each text. `special`: with the special tokens that the model wants around it."""
+    if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and every other thread with it
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+    else:
+        encodings = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    return [encoding.ids for encoding in encodings]
+
+
+class SegmentTokenizer:
+    """Token ids of texts, as the tokenizer itself finds them. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """The tokenizer must not be changed afterwards, and must be one that `by_segments` accepts."""
+        self._tokenizer = tokenizer
+        self._before, self._after = _around(tokenizer)
+        cut = _cutting_tokens(tokenizer)
+        self._added = {text: array("I", [token_id]) for text, token_id in cut.items()}
+        # At each place the longest, as the tokenizer does.
+        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(cut, key=len, reverse=True))) + ")").split
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return token ids. `special`: with the special tokens that the model wants around a text.
+
+        Whatever the tokenizer raises passes through.
+        """
+        segments = [segment for segment in self._cut(text) if segment]
+        found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}
+        if unknown := [segment for segment in dict.fromkeys(segments) if segment not in found]:
+            found |= self._tokenized(unknown)
+        token_ids: list[int] = [*self._before] if special else []
+        for segment in segments:
+            token_ids.extend(found[segment])
+        return token_ids + self._after if special else token_ids
+
+    def _find(self, segment: str) -> array[int] | None:
+        if (ids := self._added.get(segment)) is not None:
+            return ids
+        with self._lock:
+            if (ids := self._known.get(segment)) is not None:
+                self._known.move_to_end(segment)
+            return ids
+
+    def _tokenized(self, segments: list[str]) -> dict[str, array[int]]:
+        tokenized = encode_all(self._tokenizer, segments, special=False)
+        found = {segment: array("I", ids) for segment, ids in zip(segments, tokenized, strict=True)}
+        with self._lock:
+            for segment, ids in found.items():
+                if self._known.setdefault(segment, ids) is ids:
+                    self._characters += len(segment)
+            while self._characters > _MOST_CHARACTERS:
+                self._characters -= len(self._known.popitem(last=False)[0])
+        return found
+
+
+def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
+    """Return what tokenizes by segments; None where a segment's tokens could depend on what is around it."""
+    cut = _cutting_tokens(tokenizer)
+    if not cut or any(
+        token.lstrip or token.rstrip or token.single_word for token in tokenizer.get_added_tokens_decoder().values()
+    ):
+        return None
+    found, token = SegmentTokenizer(tokenizer), next(iter(cut))
+    for text in ("", *(f"{first}{token}{second}" for first in _TRIALS for second in _TRIALS)):
+        for special in (True, False):
+            if found.encode(text, special=special) != tokenizer.encode(text, add_special_tokens=special).ids:
+                return None
+    return found
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens before and after a text with special tokens."""
+    plain, whole = [tokenizer.encode(_TRIALS[0], add_special_tokens=special).ids for special in (False, True)]
+    start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    return whole[:start], whole[start + len(plain) :]
+
+
+def _cutting_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids by texts. Tokens that are looked for in the normalized text are found within a segment."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {token.content: token_id for token_id, token in added if not token.normalized and token.content}
