@@ -86,23 +86,25 @@ class EngineHandler:
         contract: Contract,
         thread: FormatterThread | None = None,
         long_body: int = LONG_BODY,
-        refuse_full: Callable[[Overloaded], Reply] | None = None,
+        refuse_unread: Callable[[Overloaded], Reply] | None = None,
     ) -> None:
         """`thread`: where LMI's contract runs, if a customer's formatters are part of it; others understand a body of
-        `long_body` bytes and more in a thread. `refuse_full`: the reply to a call for which the queue has no
-        place, whatever its body says; None where the body says what form a refusal has."""
+        `long_body` bytes and more in a thread. `refuse_unread`: the reply to a call where the queue has no place at
+        all, so that its body need not be understood; None where the body says what form a refusal has."""
         self._queue, self._contract, self._thread, self._long_body = queue, contract, thread, long_body
-        self._refuse_full = refuse_full
+        self._refuse_unread = refuse_unread
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
         queue = self._queue
-        if queue.open_sequences >= queue.limit and self._refuse_full is not None:
+        if queue.open_sequences >= queue.limit and self._refuse_unread is not None:
             queue.engine.meter.calls.count(0.0, failed=True)
-            raise ContractError(self._refuse_full(full := queue.overloaded()), full.message)
+            raise ContractError(self._refuse_unread(full := queue.overloaded()), full.message)
         if self._thread is None and len(call.body) < self._long_body:
             exchange = self._contract.parse(call)
         else:
             exchange = await self._parse_in_thread(call)
+        for note in exchange.notes:
+            logger.info("%s", note, extra={"request_id": call.request_id})
         if exchange.cumulative is not None:
             running: RunningCall = _CumulativeCall(queue, exchange, writer, call.request_id, exchange.cumulative)
         elif self._thread is not None:
@@ -113,8 +115,6 @@ class EngineHandler:
             await running.submit()
         except RequestError as error:
             queue.engine.meter.calls.count(0.0, failed=True)
-            if isinstance(error, Overloaded) and self._refuse_full is not None:
-                raise ContractError(self._refuse_full(error), error.message) from None
             raise ContractError(exchange.answer.fail(error), error.message) from None
         return running
 

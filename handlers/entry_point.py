@@ -155,9 +155,9 @@ async def _serving(
 
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
-        contract = _contract(settings, engine)
-        refuse_full = partial(overloaded, status=limits.overload_status)
-        lmi, formatting = EngineHandler(queue, contract, refuse_full=refuse_full), None
+        contract = _contract(settings, limits, engine)
+        refuse_unread = partial(overloaded, status=limits.overload_status)
+        lmi, formatting = EngineHandler(queue, contract, refuse_unread=refuse_unread), None
         if given is not None and isinstance(contract, LmiAsyncContract):
             formatting = _formatting(contract, given, engine, openai, thread)
         elif given is not None:
@@ -168,8 +168,9 @@ async def _serving(
                 write=given.output,
                 writes_tokens=given.output_takes_tokens,
                 tokenizer=engine.tokenizer,
+                overload_status=limits.overload_status,
             )
-            lmi = EngineHandler(queue, contract, thread, refuse_full=refuse_full)
+            lmi = EngineHandler(queue, contract, thread, refuse_unread=refuse_unread)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
@@ -232,7 +233,7 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
                     queue,
                     route.contract(setting),
                     long_body=route.long_body,
-                    refuse_full=None if route.streams_refusals else family.refuse,
+                    refuse_unread=None if route.streams_refusals else family.refuse,
                 )
                 for route in routes
             }
@@ -330,9 +331,9 @@ async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib
     return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 
-def _contract(settings: ModelSettings, engine: Engine) -> Contract:
+def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:
     if settings.async_mode:
-        return LmiAsyncContract(settings, getattr(engine, "default_sampling", None))
+        return LmiAsyncContract(settings, limits.overload_status, getattr(engine, "default_sampling", None))
     if settings.rolling_batch == "disable":
-        return LmiDynamicContract(settings, pad_text=engine.tokenizer.pad_token or "")
-    return LmiContract(settings)
+        return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
+    return LmiContract(settings, limits.overload_status)

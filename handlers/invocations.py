@@ -192,7 +192,7 @@ class InvocationsHandler:
         assert self._openai is not None, "the model has not loaded without it"
         shape = AsyncShape(self._overload_status)
         if body.kind == "lmi":
-            call = await formatting.of_call(formatting.formatters.contract.as_completion, call)
+            call = await formatting.of_call(formatting.formatters.as_completion, call)
             body = Body("completion")
             shape = AsyncShape(self._overload_status, FAILED_DEPENDENCY)
         reply = FormattedReply(writer, formatting, shape, _PATHS[body.kind])

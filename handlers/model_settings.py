@@ -84,6 +84,8 @@ class ModelSettings:
     """Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later)."""
     token_logprobs: bool = True
     """Tokens carry their log probability, which costs time to compute; otherwise `log_prob` is null."""
+    strict_parameters: bool = False
+    """Refuse unknown generation parameters instead of ignoring them."""
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None: only the model's context limits them."""
     max_stop_sequences: int = 4

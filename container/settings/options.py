@@ -261,6 +261,7 @@ SERVED = (
         "true",
         "Compute `log_prob` for each token; false: it is null, and generation is faster",
     ),
+    Option("option.strict_parameters", BOOLEAN, "false", "Refuse unknown generation parameters"),
     Option(
         "option.max_prompt_tokens",
         integer(1),

@@ -104,6 +104,8 @@ class Exchange:
     requests: tuple[GenerationRequest, ...]
     """One for each prompt; `Answer.feed` names them by their place here."""
     answer: Answer
+    notes: tuple[str, ...] = ()
+    """For the log: parameters that were ignored."""
     comment: bytes = b""
     """What the stream sends while it has nothing to say. A stream with a comment begins before its first token."""
     cumulative: CumulativeAnswer | None = None

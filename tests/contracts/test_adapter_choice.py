@@ -23,6 +23,7 @@ HEADER = (("X-Amzn-SageMaker-Adapter-Identifier", "h"),)
 def test_the_asynchronous_schema_takes_a_name_or_an_array_of_one(value: Any) -> None:
     parsed = test_lmi_async.parse({"inputs": "x", "adapters": value}, enable_lora=True)
     assert parsed.requests[0].adapter == "a"
+    assert parsed.notes == ()
     reply = parsed.answer.fail(UnknownAdapter("a"))
     assert (reply.status, reply.body) == (424, b'{"error":"the adapter \\u0027a\\u0027 is not registered","code":424}')
 

@@ -210,14 +210,16 @@ def test_a_rolling_batch_request_has_the_adapter_that_it_names() -> None:
     assert parse({"inputs": "x", "adapters": ""}, enable_lora=True).requests[0].adapter is None
     several = parse({"inputs": ["x", "y"], "adapters": ["a", "b"]}, enable_lora=True)
     assert [request.adapter for request in several.requests] == ["a", "b"]
+    assert several.notes == ()
     form = b"inputs=x&adapter=a"
     assert parse(form, "application/x-www-form-urlencoded", enable_lora=True).requests[0].adapter == "a"
 
 
-def test_adapters_are_ignored_where_they_are_off() -> None:
+def test_adapters_are_ignored_with_a_note_where_they_are_off() -> None:
     for value in ("a", ["a", "b"], 5):
         exchange = parse({"inputs": "x", "adapters": value})
         assert exchange.requests[0].adapter is None
+        assert exchange.notes == ("fields without effect: adapters",)
 
 
 def test_adapters_of_the_wrong_kind_are_refused() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest
+from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded
 from handlers.request import FinishReason, Token
 from tests.contracts.exchange import a_joke, answer, parse, whole
 
@@ -235,3 +235,11 @@ def test_a_failure_under_tgi_compat_has_tgis_error_type() -> None:
 
 def test_a_dead_engine_is_500() -> None:
     assert parse(PROMPT).answer.fail(EngineDead()).status == 500
+
+
+def test_a_full_queue_is_the_front_ends_503() -> None:
+    reply = parse(PROMPT).answer.fail(Overloaded("the queue is full"))
+    assert (reply.status, reply.body) == (
+        503,
+        b'{\n  "code": 503,\n  "type": "WlmCapacityException",\n  "message": "the queue is full"\n}\n',
+    )

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.protocol import ContractError, Exchange, Reply
-from handlers.errors import EngineDead, GenerationFailed, InvalidParameter
+from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, a_joke, call, whole
 
 
 def parse(document: Any, defaults: dict[str, Any] | None = None, **settings: Any) -> Exchange:
-    return LmiAsyncContract(replace(MODEL, **settings), defaults).parse(call(document))
+    return LmiAsyncContract(replace(MODEL, **settings), model_defaults=defaults).parse(call(document))
 
 
 def request_of(parameters: dict[str, Any], defaults: dict[str, Any] | None = None, **more: Any) -> GenerationRequest:
@@ -139,10 +139,13 @@ def test_truncation_and_streaming_reach_the_engine() -> None:
     assert request_of({"stream": True}).stream
 
 
-def test_parameters_without_effect_are_ignored() -> None:
+def test_parameters_without_effect_are_noted_and_refused_when_strict() -> None:
     document = {"inputs": "x", "parameters": {"num_beams": 2, "top_n_tokens": 3}, "adapters": "a"}
-    (request,) = parse(document).requests
-    assert (request.beam_search, request.top_tokens, request.adapter) == (None, 0, None)
+    assert parse(document).notes == (
+        "parameters without effect: num_beams, top_n_tokens",
+        "fields without effect: adapters",
+    )
+    assert refusal(document, strict_parameters=True).status == 424
 
 
 def test_an_array_of_one_prompt_is_that_prompt() -> None:
@@ -185,6 +188,9 @@ def test_errors_before_the_first_token_have_a_status() -> None:
     )
     assert answer.fail(GenerationFailed("no token")).body == b'{"error":"no token","code":500}'
     assert answer.fail(EngineDead()).status == 500
+    assert answer.fail(Overloaded("full")).body == (
+        b'{\n  "code": 503,\n  "type": "WlmCapacityException",\n  "message": "full"\n}\n'
+    )
 
 
 def test_an_error_midway_is_vllms_error_object() -> None:

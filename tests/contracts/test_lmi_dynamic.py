@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
 from handlers.model_settings import Streaming
 from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.contracts.exchange import MODEL, call, whole
@@ -138,6 +138,7 @@ def test_do_sample_decides_or_is_inferred(parameters: dict[str, Any], inferred: 
 def test_manual_seed_is_another_name_of_seed() -> None:
     assert request_of(with_parameters(manual_seed=7)).sampling.seed == 7
     assert request_of(with_parameters(manual_seed=7, seed=8)).sampling.seed == 8
+    assert parse(with_parameters(manual_seed=7), strict_parameters=True).notes == ()
 
 
 def test_beam_search_and_several_candidates_are_asked_of_the_engine() -> None:
@@ -149,11 +150,15 @@ def test_beam_search_and_several_candidates_are_asked_of_the_engine() -> None:
     assert (request.sequences, request.candidates) == (1, 1)
 
 
-def test_what_has_no_effect_here_is_ignored() -> None:
+def test_what_has_no_effect_here_is_noted() -> None:
     document = {"inputs": "x", "stream": True, "parameters": {"details": True, "no_repeat_ngram_size": 2}}
-    (request,) = parse(document).requests
-    assert not request.stream
-    assert not request.want_tokens
+    exchange = parse(document)
+    assert exchange.notes == (
+        "parameters without effect: no_repeat_ngram_size, details",
+        "fields without effect: stream",
+    )
+    assert not exchange.requests[0].stream
+    assert not exchange.requests[0].want_tokens
 
 
 def test_text_plain_is_the_prompt_itself() -> None:
@@ -199,6 +204,10 @@ def test_beam_search_cannot_be_streamed() -> None:
     assert reply.body == e3("`num_beams` above 1 cannot be streamed: no token is final before the last")
 
 
+def test_strict_parameters_refuse_unknown_ones() -> None:
+    assert b"`no_repeat_ngram_size`" in refusal(with_parameters(no_repeat_ngram_size=2), strict_parameters=True).body
+
+
 @pytest.mark.parametrize("streaming", ["false", "true"])
 @pytest.mark.parametrize(
     ("error", "status", "body"),
@@ -206,12 +215,17 @@ def test_beam_search_cannot_be_streamed() -> None:
         (InvalidRequest('too "long"'), 424, e3('too \\"long\\"')),
         (GenerationFailed("it's <broken> 壊"), 424, e3("it's <broken> 壊")),
         (EngineDead("gone"), 500, e3("gone", 500)),
+        (
+            Overloaded("the queue is full"),
+            429,
+            b'{\n  "code": 429,\n  "type": "WlmCapacityException",\n  "message": "the queue is full"\n}\n',
+        ),
     ],
 )
 def test_a_failure_before_the_first_byte_has_its_status_and_object(
     streaming: Streaming, error: RequestError, status: int, body: bytes
 ) -> None:
-    contract = LmiDynamicContract(replace(MODEL, enable_streaming=streaming))
+    contract = LmiDynamicContract(replace(MODEL, enable_streaming=streaming), overload_status=429)
     answer = contract.parse(Call(body=b'{"inputs":["x"]}', request_id="r")).answer
     reply = answer.fail(error)
     assert (reply.status, reply.content_type, reply.body) == (status, "application/json", body)

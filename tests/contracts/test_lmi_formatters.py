@@ -15,7 +15,7 @@ from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.errors import EngineDead, GenerationFailed
+from handlers.errors import EngineDead, GenerationFailed, Overloaded
 from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import MODEL, a_joke, call
 
@@ -210,6 +210,7 @@ def test_errors_of_a_formatted_answer_have_lmis_bytes() -> None:
     assert failed == Reply(424, "application/json", b'{"error":"Custom formatter failed: x","code":424}')
     assert answer.fail_midway(GenerationFailed("y")) == b'{"error":"y","code":424}'
     assert answer.fail(EngineDead("gone")).status == 500
+    assert answer.fail(Overloaded("full")).status == 503
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_a_request_with_inputs_becomes_a_completion_for_an_output_formatter() ->
         "model": "m",
         "parameters": {"max_new_tokens": 2, "do_sample": False, "stop_sequences": ["."], "return_full_text": True},
     }
-    completion = payload_formatters(write=str).contract.as_completion(call(asked))
+    completion = payload_formatters(write=str).as_completion(call(asked))
     assert completion.body == (
         b'{"prompt":"Tell me","stream":false,"max_tokens":2,"min_tokens":0,"temperature":0.0,"top_k":0,"top_p":1.0,'
         b'"min_p":0.0,"repetition_penalty":1.0,"presence_penalty":0.0,"frequency_penalty":0.0,"stop":["."],'
@@ -331,7 +332,7 @@ def test_a_request_with_inputs_becomes_a_completion_for_an_output_formatter() ->
 def test_details_and_streams_ask_vllm_for_tokens_and_usage_as_lmi_does() -> None:
     def completion(**more: Any) -> dict[str, Any]:
         given = {"inputs": "x", "parameters": {"details": True, "decoder_input_details": True}, **more}
-        document: dict[str, Any] = json.loads(payload_formatters(write=str).contract.as_completion(call(given)).body)
+        document: dict[str, Any] = json.loads(payload_formatters(write=str).as_completion(call(given)).body)
         return document
 
     shown = {"logprobs": 1, "return_tokens_as_token_ids": True}
@@ -353,15 +354,21 @@ def test_details_and_streams_ask_vllm_for_tokens_and_usage_as_lmi_does() -> None
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_a_constraint_stays_one(name: str, outputs: dict[str, Any], expected: dict[str, Any]) -> None:
     asked = {"inputs": "x", "parameters": {name: outputs}}
-    document = json.loads(payload_formatters(write=str).contract.as_completion(call(asked)).body)
+    document = json.loads(payload_formatters(write=str).as_completion(call(asked)).body)
     one_line = "disable_any_whitespace" in outputs
     assert document["structured_outputs"] == {**expected, "disable_any_whitespace": one_line}
     assert "guided_decoding" not in document
 
 
+def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"watermark": True}}))
+    assert "parameters without effect: watermark" in caplog.text
+
+
 def test_a_request_that_lmi_refuses_is_refused_before_it_becomes_a_completion() -> None:
     with pytest.raises(ContractError, match="`max_new_tokens` must be at least 1"):
-        payload_formatters(write=str).contract.as_completion(call({"inputs": "x", "parameters": {"max_new_tokens": 0}}))
+        payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"max_new_tokens": 0}}))
 
 
 class Dumped:

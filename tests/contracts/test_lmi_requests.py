@@ -189,7 +189,7 @@ def test_length_penalty_on_tensorrt_llm_belongs_to_beam_search() -> None:
 
 def test_a_boolean_stop_has_no_effect_on_tensorrt_llm_and_is_refused_elsewhere() -> None:
     parameters = read_parameters({"stop": True}, TRTLLM)
-    assert parameters.sampling.stop == ()
+    assert (parameters.sampling.stop, parameters.ignored) == ((), ("stop",))
     with pytest.raises(InvalidParameter, match="`stop` must be a list of strings, got true"):
         read_parameters({"stop": True}, ParameterRules())
 
@@ -198,7 +198,7 @@ def test_a_boolean_stop_has_no_effect_on_tensorrt_llm_and_is_refused_elsewhere()
 def test_what_constrains_on_tensorrt_llm_alone_is_refused_elsewhere(name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"`{name}` constrains the text by a name that is not read here"):
         read_parameters({name: 1}, ParameterRules())
-    read_parameters({name: None}, ParameterRules())
+    assert read_parameters({name: None}, ParameterRules()).ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,15 @@ def test_a_bad_parameter_is_refused_on_tensorrt_llm_too(parameters: dict[str, An
     assert refused.value.message.startswith(message)
 
 
-def test_unknown_parameters_and_fields_are_ignored() -> None:
+def test_unknown_parameters_and_fields_are_ignored_and_noted() -> None:
     exchange = parse({"inputs": "x", "watermark": 1, "parameters": {"foo": 1, "typical_p": 0.5, "max_new_tokens": 2}})
     assert exchange.requests[0].sampling == SamplingParameters(max_tokens=2)
+    assert exchange.notes == ("parameters without effect: foo, typical_p", "fields without effect: watermark")
+
+
+def test_unknown_parameters_are_refused_in_strict_mode() -> None:
+    reply = refusal({"inputs": "x", "parameters": {"foo": 1}}, strict_parameters=True)
+    assert "`foo` is not a parameter" in json.loads(reply.body)["error"]
 
 
 @pytest.mark.parametrize(

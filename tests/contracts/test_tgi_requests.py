@@ -316,9 +316,11 @@ def test_a_wrong_method_is_405_without_a_body() -> None:
     assert TGI.wrong_method(call(b"")) == Reply(405, "", b"")
 
 
-def test_unknown_fields_have_no_effect() -> None:
-    (request,) = parse("/generate", {"inputs": "x", "parameters": {"n": 2}, "model": "tgi"}).requests
-    assert (request.sequences, request.adapter) == (1, None)
+def test_unknown_fields_have_no_effect_but_a_note_or_are_refused_where_the_model_is_strict() -> None:
+    document = {"inputs": "x", "parameters": {"n": 2}, "model": "tgi"}
+    assert parse("/generate", document).notes == ("fields without effect: n, model",)
+    reply = refusal("/generate", document, strict_parameters=True)
+    assert b"`n` is not known to this server" in reply.body
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from handlers.contracts.protocol import Exchange, Reply
 from handlers.request import BeamSearch, Constraint, SamplingParameters
-from tests.contracts.triton_exchange import PROMPT, attempt, refused, request_of
+from tests.contracts.triton_exchange import PROMPT, attempt, parse, refused, request_of
 
 GREEDY = SamplingParameters(max_tokens=16)
 
@@ -71,9 +71,9 @@ def test_the_engine_is_asked_only_for_what_the_answer_shows() -> None:
     assert not any((nothing.want_logprobs, nothing.want_ranks))
 
 
-def test_names_that_triton_keeps_for_itself_have_no_effect() -> None:
-    request = request_of(PROMPT | {"priority": 1, "timeout": 5, "parameters": {"sequence_id": 7, "id": "x"}})
-    assert request == request_of(PROMPT)
+def test_names_that_triton_keeps_for_itself_have_no_effect_and_are_noted() -> None:
+    exchange = parse(PROMPT | {"priority": 1, "timeout": 5, "parameters": {"sequence_id": 7, "id": "x"}})
+    assert exchange.notes == ("parameters without effect: id, priority, sequence_id, timeout",)
 
 
 @pytest.mark.parametrize("route", ["generate", "generate_stream"])

@@ -18,8 +18,8 @@ from handlers.contracts.constraints import FORMS, refuse_unread
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import read_body, stream_of
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_error, payload_refused
+from handlers.contracts.lmi.body import notes_of, read_body, stream_of
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Answer, Call, Exchange, Reply
@@ -28,6 +28,7 @@ from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import Constraint, FinishReason, Token, TokenDelta
 
+_FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {
     "max_new_tokens": "max_tokens",
     "truncate": "truncate_prompt_tokens",
@@ -55,9 +56,12 @@ class LmiAsyncContract:
     `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
     """
 
-    def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: ModelSettings, overload_status: int = 503, model_defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self._settings, self._overload_status = settings, overload_status
         self._model_defaults = model_defaults or {}
+        self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
 
     def parse(self, call: Call) -> Exchange:
         try:
@@ -76,10 +80,12 @@ class LmiAsyncContract:
             want_prompt_tokens=parameters.prompt_details and not stream,
             adapter=adapter,
         )
-        return Exchange((request,), (StreamAnswer if stream else WholeAnswer)(prompt, parameters))
+        answer = StreamAnswer if stream else WholeAnswer
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return Exchange((request,), answer(prompt, parameters, self._overload_status), notes)
 
-    def as_completion(self, call: Call) -> Call:
-        """The same request as one to vLLM's completions, which is what LMI makes of it.
+    def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
+        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
 
         Raises:
             ContractError: as `parse`.
@@ -107,14 +113,16 @@ class LmiAsyncContract:
         if parameters.prompt_details:
             completion["prompt_logprobs"] = 1
         completion |= {name: document[name] for name in ("model", "adapters") if name in document}
-        return replace(call, body=msgspec.json.encode(completion), content_type=JSON)
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return replace(call, body=msgspec.json.encode(completion), content_type=JSON), notes
 
     def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
         """Document, prompt, whether it is streamed, and parameters. Raises InvalidRequest."""
         body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
         document, values = body.document, body.parameters
         stream = stream_of(document.get("stream", values.get("stream")))
-        return document, body.prompts[0], stream, read_async_parameters(values, self._model_defaults)
+        parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+        return document, body.prompts[0], stream, parameters
 
 
 def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
@@ -152,12 +160,15 @@ class AsyncParameters:
     details: bool
     prompt_details: bool
     full_text: bool
+    ignored: tuple[str, ...]
 
 
-def read_async_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any]) -> AsyncParameters:
+def read_async_parameters(
+    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool
+) -> AsyncParameters:
     """Validate and translate a request's parameters; null is absent.
 
-    `model_defaults`: vLLM's default sampling parameters for the model.
+    `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
 
     Raises:
         InvalidParameter: naming the parameter, its value and what is allowed.
@@ -172,7 +183,10 @@ def read_async_parameters(values: Mapping[str, Any], model_defaults: Mapping[str
         passed["temperature"] = 0.0
     if stop := own.strings("stop_sequences"):
         passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
-    refuse_unread(given, given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"}, NOT_READ)
+    ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
+    refuse_unread(given, ignored, NOT_READ)
+    if ignored and strict:
+        raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
     parameters = _named_as_sent(passed, given)
     details = own.boolean("details", False)
     return AsyncParameters(
@@ -180,6 +194,7 @@ def read_async_parameters(values: Mapping[str, Any], model_defaults: Mapping[str
         details=details,
         prompt_details=details and own.boolean("decoder_input_details", False),
         full_text=own.boolean("return_full_text", False),
+        ignored=tuple(ignored),
     )
 
 
@@ -196,8 +211,8 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
 class _Answer(Answer):
     """What both forms of answer share."""
 
-    def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
-        self._parameters = parameters
+    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
+        self._parameters, self._overload_status = parameters, overload_status
         self._text = [prompt] if parameters.full_text else []
         seed = parameters.vllm.request.sampling.seed
         self._seed = "null" if seed is None else str(seed)
@@ -205,7 +220,7 @@ class _Answer(Answer):
     def fail(self, error: RequestError) -> Reply:
         # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
         status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-        return Reply(status, JSON, payload_error(error.message, status))
+        return failure(error, self._overload_status, payload_error(error.message, status), status)
 
     def fail_midway(self, error: RequestError) -> bytes:
         """vLLM's error object as the last record."""
@@ -218,8 +233,8 @@ class WholeAnswer(_Answer):
 
     content_type = JSON
 
-    def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
-        super().__init__(prompt, parameters)
+    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
+        super().__init__(prompt, parameters, overload_status)
         self._tokens: list[Token] = []
         self._prompt_tokens: list[Token] = []
 

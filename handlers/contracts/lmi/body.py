@@ -177,6 +177,16 @@ def request_ids(call: Call, prompts: int) -> tuple[str, ...]:
     return (call.request_id,) if prompts == 1 else tuple(f"{call.request_id}-{place}" for place in range(prompts))
 
 
+def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[str]) -> tuple[str, ...]:
+    """What the log says of a request: `ignored` parameters, and fields of the body beside the known `fields`."""
+    notes = []
+    if names := ", ".join(ignored):
+        notes.append(f"parameters without effect: {names}")
+    if unknown := document.keys() - fields:
+        notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
+    return tuple(notes)
+
+
 def input_of(call: Call) -> HandlerInput:
     """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties.
 

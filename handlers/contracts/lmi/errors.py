@@ -92,6 +92,13 @@ def tgi_error_type(error: RequestError) -> str:
     return "overloaded" if isinstance(error, Overloaded) else "generation"
 
 
+def failure(error: RequestError, overload_status: int, body: bytes, status: int | None = None) -> Reply:
+    """The reply to a request that failed before its first byte: `body`, or the front end's own for a full queue."""
+    if isinstance(error, Overloaded):
+        return overloaded(error, overload_status)
+    return Reply(status_of(error) if status is None else status, JSON, body)
+
+
 def overloaded(error: Overloaded, status: int) -> Reply:
     """The reply to a request for which the queue has no place."""
     return front_end_reply(status, "WlmCapacityException", error.message)

@@ -29,6 +29,7 @@ from handlers.contracts.lmi.body import decode, input_of, is_form, media_type, r
 from handlers.contracts.lmi.errors import (
     JSON,
     failed_dependency,
+    failure,
     payload_error,
     payload_refused,
     status_of,
@@ -61,6 +62,7 @@ class FormatterContract:
         write: Formatter | None,
         writes_tokens: bool = False,
         tokenizer: Any = None,
+        overload_status: int = 503,
     ) -> None:
         """Wrap `contract`.
 
@@ -69,6 +71,7 @@ class FormatterContract:
         """
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
+        self._overload_status = overload_status
         self._tokenizer = tokenizer
         self._keywords = _accepted(read, self._offered()) if read is not None else {}
         self._ids = itertools.count()
@@ -116,7 +119,8 @@ class FormatterContract:
         asked = msgspec.structs.replace(
             exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
         )
-        return Exchange((asked,), FormatterAnswer(write, request, stream, self._writes_tokens))
+        answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
+        return Exchange((asked,), answer, exchange.notes)
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
         try:
@@ -207,8 +211,11 @@ class FormatterAnswer(Answer):
 
     content_type = ""
 
-    def __init__(self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool) -> None:
+    def __init__(
+        self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool, overload_status: int
+    ) -> None:
         self._write, self._request, self._stream, self._by_token = write, request, stream, by_token
+        self._overload_status = overload_status
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -225,7 +232,7 @@ class FormatterAnswer(Answer):
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        return Reply(status_of(error), JSON, self.fail_midway(error))
+        return failure(error, self._overload_status, payload_error(error.message, status_of(error)))
 
     def fail_midway(self, error: RequestError) -> bytes:
         return payload_error(error.message, status_of(error))
@@ -287,7 +294,7 @@ class PayloadFormatters:
         self, contract: LmiAsyncContract, *, read: Formatter | None, write: Formatter | None, tokenizer: Any = None
     ) -> None:
         """`read` and `write`: the input and the output formatter. `tokenizer`: what `read` gets under this name."""
-        self.contract, self._read, self._write = contract, read, write
+        self._contract, self._read, self._write = contract, read, write
         self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
         self.writes = write is not None
         """There is an output formatter."""
@@ -315,6 +322,17 @@ class PayloadFormatters:
             logger.exception("the input formatter failed", extra={"request_id": call.request_id})
             raise failed_dependency(f"{FAILED}: {error}") from None
         return replace(call, body=body, content_type=JSON)
+
+    def as_completion(self, call: Call) -> Call:
+        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
+
+        Raises:
+            ContractError: the call is refused.
+        """
+        completion, notes = self._contract.as_completion(call)
+        for note in notes:
+            logger.info("%s", note, extra={"request_id": call.request_id})
+        return completion
 
     def written(self, response: Any) -> bytes:
         """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.

@@ -42,6 +42,8 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     top_n_tokens: int
     token_logprobs: bool
     output_formatter: str | None
+    ignored: tuple[str, ...]
+    """Parameters without effect: unknown ones, and those that this mode of the engine does not have."""
 
     @property
     def several(self) -> bool:
@@ -59,6 +61,7 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
     trtllm: bool = False
     """TensorRT-LLM's names and defaults."""
     max_sequences: int = 256
+    strict: bool = False
     token_logprobs: bool = True
 
 
@@ -71,7 +74,8 @@ def read_parameters(
         InvalidParameter: naming the parameter, its value and what is allowed.
     """
     # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
-    read = reader({**values, "stop": None} if rules.trtllm and isinstance(values.get("stop"), bool) else values)
+    stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)
+    read = reader({**values, "stop": None} if stop_ignored else values)
     sequences, candidates = _sequences(read, rules)
     beam_search = _beam_search(read, rules)
     sampling = _sampling(read, rules)
@@ -95,9 +99,11 @@ def read_parameters(
         top_n_tokens=read.integer("top_n_tokens", 0, minimum=0),
         token_logprobs=read.boolean("token_logprobs", rules.token_logprobs),
         output_formatter=read.optional_string("output_formatter"),
+        ignored=(),
     )
     refuse_unread(values, read.unread(), NOT_READ)
-    return parameters
+    ignored = _ignored(read, rules)
+    return msgspec.structs.replace(parameters, ignored=(*ignored, "stop") if stop_ignored else ignored)
 
 
 def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
@@ -179,3 +185,14 @@ def _samples(read: ParameterReader, rules: ParameterRules) -> bool:
     if read.has("do_sample") or not rules.do_sample_inferred:
         return asked
     return any(read.has(name) for name in _SAMPLING_SWITCHES) or (rules.typical_p and read.has("typical_p"))
+
+
+def _ignored(read: ParameterReader, rules: ParameterRules) -> tuple[str, ...]:
+    unknown = read.unread() - {"stream", "cached_prompt"}
+    if unknown and rules.strict:
+        name = min(unknown)
+        raise InvalidParameter(name, "is not a parameter that this server knows (option.strict_parameters is on)")
+    ignored = sorted(unknown)
+    if read.has("typical_p") and not rules.typical_p:
+        ignored.append("typical_p")
+    return tuple(ignored)

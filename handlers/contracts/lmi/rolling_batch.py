@@ -14,9 +14,10 @@ import msgspec
 
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.adapters import adapters_of
-from handlers.contracts.lmi.body import Body, read_body, request_ids, stream_of
+from handlers.contracts.lmi.body import Body, notes_of, read_body, request_ids, stream_of
 from handlers.contracts.lmi.errors import (
     JSON,
+    failure,
     payload_refused,
     request_error,
     status_of,
@@ -38,6 +39,7 @@ FINISH_REASONS = {
     FinishReason.ERROR: "error",
 }
 _FORMATTERS = ("json", "jsonlines", "sse")
+_FIELDS = frozenset({"inputs", "parameters", "stream"})
 _CACHED_PLANS, _CACHED_KEY_BYTES = 1000, 500
 _NO_TOKEN = Token(-1, "")
 
@@ -50,6 +52,7 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
         typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
         trtllm=settings.rolling_batch == "trtllm",
         max_sequences=settings.rolling_batch_size,
+        strict=settings.strict_parameters,
         token_logprobs=settings.token_logprobs,
     )
 
@@ -65,6 +68,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The answer has several sequences; it has details then."""
     tgi: bool = False
     """TGI's names of fields (`option.tgi_compat`)."""
+    overload_status: int = 503
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -74,13 +78,16 @@ class _Plan(msgspec.Struct, frozen=True):
     options: AnswerOptions
     request: GenerationRequest
     """Without its id and its prompt."""
+    notes: tuple[str, ...]
 
 
 class LmiContract:
     """Parses LMI bodies for one model."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, overload_status: int = 503) -> None:
         self._settings = settings
+        self._overload_status = overload_status
+        self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
         self._plans: dict[tuple[bytes, bool], _Plan] = {}
         """By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again."""
@@ -119,7 +126,10 @@ class LmiContract:
             msgspec.structs.replace(plan.request, request_id=request_id, prompt=prompt, adapter=adapter)
             for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
         ]
-        return Exchange(tuple(requests), answer)
+        notes = plan.notes
+        if body.document.keys() - self._fields:
+            notes += notes_of(body.document, self._fields, ())
+        return Exchange(tuple(requests), answer, notes)
 
     def _plan(self, key: tuple[bytes, bool], values: dict[str, Any]) -> _Plan:
         encoded, stream = key
@@ -134,8 +144,12 @@ class LmiContract:
             top_tokens=parameters.top_n_tokens > 0,
             several=several,
             tgi=self._settings.tgi_compat,
+            overload_status=self._overload_status,
         )
-        plan = _Plan(formatter, options, _request(parameters, options, records))
+        notes = notes_of({}, (), parameters.ignored)
+        if parameters.output_formatter not in (None, formatter):
+            notes += (f"unknown output_formatter, {formatter} used instead",)
+        plan = _Plan(formatter, options, _request(parameters, options, records), notes)
         if len(encoded) <= _CACHED_KEY_BYTES:
             if len(self._plans) >= _CACHED_PLANS:
                 self._plans.clear()
@@ -279,7 +293,7 @@ class RecordAnswer(Answer):
 def _failure(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> Reply:
     if isinstance(error, UnknownAdapter):
         return unknown_adapter(error)
-    return Reply(status_of(error), JSON, _error(error, options, write).encode())
+    return failure(error, options.overload_status, _error(error, options, write).encode())
 
 
 def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> str:

@@ -34,7 +34,7 @@ from handlers.contracts.tgi.request import (
     Unsigned32,
     Unsigned64,
     read,
-    refuse_unread_names,
+    unread_names,
     validate,
 )
 from handlers.errors import InvalidRequest
@@ -59,7 +59,7 @@ class TgiContract:
         body, document = read(call, Body)
         streams = bool(body.stream) if self._streams is None else self._streams
         try:
-            refuse_unread_names(document, Body)
+            notes = self._notes(document)
             parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
         except InvalidRequest as error:
             if not streams:
@@ -95,8 +95,16 @@ class TgiContract:
             compute_type=self._setting.settings.rolling_batch,
         )
         if streams:
-            return Exchange(requests, StreamAnswer(options), comment=_COMMENT)
-        return Exchange(requests, GenerationAnswer(options))
+            return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
+        return Exchange(requests, GenerationAnswer(options), notes)
+
+    def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
+        unknown = unread_names(document, Body)
+        if not unknown:
+            return ()
+        if self._setting.settings.strict_parameters:
+            raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
+        return (f"fields without effect: {', '.join(unknown)}",)
 
 
 class _TextInstance(msgspec.Struct, frozen=True):
@@ -146,7 +154,7 @@ class VertexContract:
             instance = msgspec.convert(document, shape)
         except msgspec.ValidationError as error:
             raise does_not_fit(f"instances: {error}") from None
-        refuse_unread_names(document, shape)
+        unread_names(document, shape)
         if isinstance(instance, _TextInstance):
             prompt, given = instance.inputs, instance.parameters or Parameters()
         else:

@@ -274,13 +274,15 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
     return msgspec.structs.replace(constraint, parameter="grammar")
 
 
-def refuse_unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> None:
-    """Refuse what would constrain the text, but is read neither in a request of this shape nor in its `parameters`.
+def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
+    """Names in a request of this shape, and in its `parameters`, that nothing reads.
 
     Raises:
-        InvalidParameter: naming the first.
+        InvalidParameter: one of them would constrain the text.
     """
     given = document.get("parameters")
     values = given if isinstance(given, dict) else {}
-    names = {*values} - set(Parameters.__struct_fields__) | {*document} - set(shape.__struct_fields__)
+    names = sorted(values.keys() - set(Parameters.__struct_fields__))
+    names += sorted(document.keys() - set(shape.__struct_fields__))
     refuse_unread({**document, **values}, names, _NOT_READ)
+    return names

@@ -42,7 +42,8 @@ class TritonContract:
             answer: Answer = EventAnswer(model, request)
         else:
             answer = CollectedAnswer(model, request, events=self._events)
-        return Exchange((request.for_engine(call.request_id),), answer)
+        notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
+        return Exchange((request.for_engine(call.request_id),), answer, notes)
 
 
 JSON, EVENTS = "application/json", "text/event-stream"

@@ -115,6 +115,8 @@ class TritonRequest:
     """Those that the request asks for beside `text_output`."""
     adapter: str | None
     """`lora_name`."""
+    ignored: tuple[str, ...]
+    """Names that were given and have no effect."""
 
     @property
     def shows_logprobs(self) -> bool:
@@ -155,6 +157,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
         parameters = _document(sampling_parameters)
+    ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
     tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
         name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in values
@@ -182,6 +185,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         repeat_prompt=not leaves_out_prompt,
         outputs=outputs,
         adapter=adapter,
+        ignored=ignored,
     )
 
 

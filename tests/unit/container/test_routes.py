@@ -85,7 +85,7 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
 def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
     engine = ScriptedEngine()
     queue = EngineQueue(engine, 4)
-    handler = EngineHandler(queue, LmiContract(MODEL), refuse_full=partial(overloaded, status=503))
+    handler = EngineHandler(queue, LmiContract(MODEL), refuse_unread=partial(overloaded, status=503))
     lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
     return engine
 

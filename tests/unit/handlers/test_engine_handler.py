@@ -169,7 +169,7 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b", "c"]}), Writer())
     with pytest.raises(ContractError) as full:
         await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "parameters": sampling | {"n": 2}}), Writer())
-    assert "the queue is full" in full.value.reason
+    assert full.value.reply.status == 503
     with pytest.raises(ContractError) as never:
         await EngineHandler(queue, CONTRACT).handle(
             call({"inputs": ["a", "b"], "parameters": sampling | {"n": 3}}), Writer()
@@ -180,19 +180,14 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
 
 
 async def test_where_no_place_is_left_a_call_is_refused_before_its_body_is_understood(queue: EngineQueue) -> None:
-    handler = EngineHandler(queue, CONTRACT, refuse_full=partial(overloaded, status=429))
-    await handler.handle(call({"inputs": ["a", "b", "c"]}), Writer())
-    with pytest.raises(ContractError) as understood:
-        await handler.handle(call({"inputs": ["a", "b"]}), Writer())
-    await handler.handle(call({"inputs": "d"}), Writer())
+    handler = EngineHandler(queue, CONTRACT, refuse_unread=partial(overloaded, status=503))
+    await handler.handle(call({"inputs": ["a", "b", "c", "d"]}), Writer())
     with pytest.raises(ContractError) as full:
         await handler.handle(call(b"{"), Writer())
-    for refused, taken in ((understood, 3), (full, 4)):
-        message = f"the queue is full: {taken} of 4 places are taken; try again later"
-        assert refused.value.reply.status == 429
-        assert refused.value.reply.body == (
-            f'{{\n  "code": 429,\n  "type": "WlmCapacityException",\n  "message": "{message}"\n}}\n'.encode()
-        )
+    with pytest.raises(ContractError) as understood:
+        await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), Writer())
+    assert full.value.reply == understood.value.reply
+    assert full.value.reply.status == 503
     assert queue.engine.meter.calls.failed == 2
 
 

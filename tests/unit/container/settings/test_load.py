@@ -79,6 +79,7 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
         ("option.output_formatter=jsonlines", "output_formatter", "jsonlines"),
         ("option.tgi_compat=on", "tgi_compat", True),
         ("option.do_sample_inferred=0", "do_sample_inferred", False),
+        ("option.strict_parameters=yes", "strict_parameters", True),
         ("option.dtype=fp16", "dtype", "float16"),
         ("option.tensor_parallel_degree=2", "tensor_parallel_degree", 2),
         ("option.tensor_parallel_size=2", "tensor_parallel_degree", 2),
