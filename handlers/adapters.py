@@ -55,11 +55,6 @@ class AdapterOrder:
     options: Mapping[str, str] = field(default_factory=dict)
     """All other parameters, for a custom handler."""
 
-    @property
-    def shown(self) -> str:
-        """Its name in messages."""
-        return self.alias or self.name
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
@@ -219,7 +214,8 @@ class AdapterRegistry:
                 f"src of a registered adapter cannot be changed: it is {adapter.src!r}; unregister it first"
             )
         if adapter.pin and order.pin is False:
-            raise AdapterFailed(f"the adapter {order.shown!r} is pinned, which cannot be undone; unregister it first")
+            shown = order.alias or order.name
+            raise AdapterFailed(f"the adapter {shown!r} is pinned, which cannot be undone; unregister it first")
         changed = replace(
             adapter,
             src=src,
@@ -300,7 +296,6 @@ class AdapterRegistry:
         return await asyncio.shield(task)
 
     def _is_remote(self, src: str) -> bool:
-        """Whether an adapter has to be downloaded."""
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:

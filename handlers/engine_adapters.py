@@ -14,9 +14,9 @@ from handlers.adapters import Adapter
 from handlers.contracts.lmi.adapters import named_adapter
 from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.protocol import EngineAdapter, EngineAdapters
+from handlers.engines.protocol import EngineAdapters
 from handlers.errors import AdapterFailed
-from handlers.formatters import Formatters, formatters_of, kind_fault
+from handlers.formatters.loading import Formatters, formatters_of, kind_fault
 from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class EngineAdapterHost:
     async def register(self, adapter: Adapter) -> str:
         loaded = await self._formatters.load(adapter)
         try:
-            await self._engine.add(_for_engine(adapter), preload=adapter.preload)
+            await self._engine.add(adapter)
         except BaseException:
             if loaded is not None:
                 loaded.forget()
@@ -49,7 +49,7 @@ class EngineAdapterHost:
         return ""
 
     async def update(self, adapter: Adapter) -> str:
-        await self._engine.change(_for_engine(adapter), preload=adapter.preload)
+        await self._engine.change(adapter)
         return ""
 
     async def unregister(self, adapter: Adapter) -> str:
@@ -62,10 +62,6 @@ class EngineAdapterHost:
         """Release the formatters; the engine releases its adapters when it stops."""
         for name in self._current:
             self._formatters.put(name, None)
-
-
-def _for_engine(adapter: Adapter) -> EngineAdapter:
-    return EngineAdapter(adapter.name, adapter.id, adapter.path, adapter.pin)
 
 
 class AdapterInvocations:
@@ -132,12 +128,12 @@ class AdapterFormatters:
         if module is None:
             return None
         own = formatters_of(module)
-        if own.input is None and own.output is None:
+        fault = kind_fault(own, async_mode=self._async_mode)
+        if fault or own.input is own.output is None:
             sys.modules.pop(module.__name__, None)
+            if fault:
+                raise AdapterFailed(f"{MODEL_FILE} of the adapter: {fault}")
             return None
-        if fault := kind_fault(own, async_mode=self._async_mode):
-            sys.modules.pop(module.__name__, None)
-            raise AdapterFailed(f"{MODEL_FILE} of the adapter: {fault}")
         formatters = Formatters(own.input or self._base.input, own.output or self._base.output)
         return LoadedFormatters(self._make(formatters), module.__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -26,7 +25,7 @@ from handlers.contracts.protocol import (
 )
 from handlers.engines.protocol import Engine, Generation
 from handlers.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
-from handlers.formatters import FormatterThread
+from handlers.formatters.thread import FormatterQueue, FormatterThread
 from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ KEEP_ALIVE_SECONDS = 15.0
 """Between the comments of a stream that has nothing to say; TGI's interval."""
 _SUBMITS_PER_TURN = 16
 """After so many prompts of one call others get their turn on the event loop."""
-_FORMATTED_PER_JOB = 16
-"""Deltas; other requests' formatters have their turn after so many."""
 _LONG = 64 * 1024
 """Bytes; parts of a cumulative answer up to this length come as often as there is something new."""
 _BYTES_PER_SECOND = 32 * 1024 * 1024
@@ -219,7 +216,6 @@ class RunningCall:
         self._generations.clear()
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
-        """Send what a delta adds to the body."""
         if delta.last:
             self._prompt_ended(prompt)
             if self._open_prompts == 0:
@@ -362,10 +358,6 @@ class _CumulativeCall(RunningCall):
             self._timer.cancel()
 
 
-_Formatted = tuple[list[tuple[int, TokenDelta, bytes]], BaseException | None]
-"""What became of some deltas, up to an error."""
-
-
 class _FormattedCall(RunningCall):
     """A call whose answer may block, as customers' formatters may: it is fed in a thread, in order."""
 
@@ -373,39 +365,21 @@ class _FormattedCall(RunningCall):
         self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, thread: FormatterThread
     ) -> None:
         super().__init__(queue, exchange, writer, request_id)
-        self._thread = thread
-        self._deltas: deque[tuple[int, TokenDelta]] = deque()
-        self._formatting = False
+        self._deltas: FormatterQueue[tuple[int, TokenDelta]] = FormatterQueue(
+            thread, lambda item: self._answer.feed(*item), self._take
+        )
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
         if not self.answered:
-            self._deltas.append((prompt, delta))
-            self._format_next()
+            self._deltas.put((prompt, delta))
 
-    def _format_next(self) -> None:
-        """Begin a job, one at a time, so that a formatter that lags finds all that has come meanwhile."""
-        if not self._formatting and self._deltas and not self.answered:
-            self._formatting = True
-            self._thread.submit(self._format, self._formatted)
-
-    def _format(self) -> _Formatted:
-        """On the formatters' thread; does nothing for a client that has gone."""
-        done: list[tuple[int, TokenDelta, bytes]] = []
-        while self._deltas and not self.answered and len(done) < _FORMATTED_PER_JOB:
-            prompt, delta = self._deltas[0]
-            try:
-                done.append((prompt, delta, self._answer.feed(prompt, delta)))
-            except Exception as error:
-                return done, error
-            self._deltas.popleft()
-        return done, None
-
-    def _formatted(self, outcome: _Formatted | BaseException) -> None:
-        self._formatting = False
-        done, error = ([], outcome) if isinstance(outcome, BaseException) else outcome
-        for prompt, delta, data in done:
+    def _take(self, done: list[tuple[tuple[int, TokenDelta], bytes]], error: Exception | None) -> None:
+        for (prompt, delta), data in done:
             if not self.answered:
                 self._write(prompt, delta, data)
         if error is not None:
             self.on_error(error if isinstance(error, RequestError) else GenerationFailed(f"internal error: {error}"))
-        self._format_next()
+
+    def _close(self) -> None:
+        super()._close()
+        self._deltas.close()

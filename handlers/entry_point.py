@@ -24,8 +24,10 @@ from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
 from handlers.errors import RequestError
-from handlers.formatters import Formatters, FormatterThread, ModelImports, add_packages, load_formatters
-from handlers.invocations import Formatting, InvocationsHandler
+from handlers.formatters.loading import Formatters, ModelImports, add_packages, load_formatters
+from handlers.formatters.reply import Formatting
+from handlers.formatters.thread import FormatterThread
+from handlers.invocations import InvocationsHandler
 from handlers.memory_release import importing
 from handlers.meter import StartupTimes
 from handlers.model_settings import ModelSettings
@@ -74,24 +76,16 @@ class Service:
     custom: CustomHandler | None = None
     adapters: AdapterRegistry | None = None
     """None where `option.enable_lora` is off."""
-    sessions: Sessions | None = None
-    """None where a custom handler has its own."""
-    imports: ModelImports | None = None
-    """What the model's own code is from, where an engine generates."""
-    formatter_thread: FormatterThread | None = None
-    """Where they run, and those of its adapters."""
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    """Frees what loading has taken."""
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
         if self.adapters is not None:
             await self.adapters.stop()
-        await (self.runtime.stop() if self.engine is None else self.engine.stop(why))
-        if self.sessions is not None:
-            await self.sessions.stop()
-        if self.formatter_thread is not None:
-            self.formatter_thread.stop()
-        if self.imports is not None:
-            self.imports.remove()
+        if self.engine is not None:
+            await self.engine.stop(why)
+        await self.held.aclose()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -108,27 +102,26 @@ async def load_service(settings: ModelSettings, limits: Limits, times: StartupTi
         EngineStartError: the model cannot be loaded.
     """
     times = times or StartupTimes()
-    async with contextlib.AsyncExitStack() as undo:
+    async with contextlib.AsyncExitStack() as held:
         if settings.handler_before_engine is not None:
-            service = await _load_handler_before_engine(settings, limits, times, undo)
+            service = await _load_handler_before_engine(settings, limits, times, held)
         elif settings.handler is not None:
             with times.phase("workers"):
-                service = await _load_custom(settings, limits, undo)
+                service = await _load_custom(settings, limits, held)
         else:
-            service = await _load_engine(settings, limits, times, undo)
-        undo.pop_all()
-    return service
+            service = await _load_engine(settings, limits, times, held)
+        return replace(service, held=held.pop_all())
 
 
 async def _load_engine(
-    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
+    settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
     imports = ModelImports()
-    undo.callback(imports.remove)
+    held.callback(imports.remove)
     await add_packages(settings, imports)
     formatters = await asyncio.to_thread(load_formatters, settings, imports)
     sessions = await load_sessions(settings, limits.overload_status)
-    undo.push_async_callback(sessions.stop)
+    held.push_async_callback(sessions.stop)
     settings = choose_engine(settings)
     if settings.enable_lora and not is_vllm(settings):
         raise EngineStartError(
@@ -142,9 +135,9 @@ async def _load_engine(
     with times.phase("engine"):
         engine = make_engine(settings)
         await engine.start()
-    undo.push_async_callback(engine.stop)
+    held.push_async_callback(engine.stop)
     with times.phase("front end"):
-        return await _serving(settings, limits, engine, formatters, sessions, imports)
+        return await _serving(settings, limits, engine, formatters, sessions, held)
 
 
 async def _serving(
@@ -153,12 +146,12 @@ async def _serving(
     engine: Engine,
     formatters: Formatters | None,
     sessions: Sessions,
-    imports: ModelImports,
+    held: contextlib.AsyncExitStack,
 ) -> Service:
-    """The service of an engine that has started."""
     queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
+    held.callback(thread.stop)
 
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
@@ -197,9 +190,6 @@ async def _serving(
         queue=queue,
         engine=engine,
         adapters=adapters,
-        sessions=sessions,
-        imports=imports,
-        formatter_thread=thread,
     )
 
 
@@ -210,11 +200,6 @@ def _formatting(
     openai: OpenAIHandler | None,
     thread: FormatterThread,
 ) -> Formatting:
-    """The formatters of the asynchronous mode.
-
-    Raises:
-        EngineStartError: vLLM is not the engine, whose answers an output formatter gets.
-    """
     formatters = PayloadFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
     if openai is None:
         if formatters.writes:
@@ -226,11 +211,6 @@ def _formatting(
 
 
 async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:
-    """The registry, with the adapters that come with the model.
-
-    Raises:
-        EngineStartError: one of them cannot be used.
-    """
     names = {*limits.model_aliases, settings.name, *settings.public_names}
     registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults, limits.adapter_downloads)
     model = Path(settings.model_id)
@@ -303,7 +283,6 @@ class _EngineBehindHandler:
 
     @property
     def service(self) -> Service | None:
-        """The engine's; None while it is not loaded."""
         loading = self._loading
         if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
             return None
@@ -332,30 +311,20 @@ class _EngineBehindHandler:
 
 
 async def _load_handler_before_engine(
-    settings: ModelSettings, limits: Limits, times: StartupTimes, undo: contextlib.AsyncExitStack
+    settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
     both = _EngineBehindHandler(settings, limits, times)
-    undo.push_async_callback(both.stop)
+    held.push_async_callback(both.stop)
     engine = await both.start()
     if engine is None:
         return Service(both.handler_settings, both.custom, both, custom=both.custom)
-    return Service(
-        engine.settings,
-        both.custom,
-        both,
-        generation=engine.generation,
-        openai=engine.openai,
-        queue=engine.queue,
-        engine=engine.engine,
-        custom=both.custom,
-        adapters=engine.adapters,
-    )
+    return replace(engine, invocations=both.custom, runtime=both, custom=both.custom)
 
 
-async def _load_custom(settings: ModelSettings, limits: Limits, undo: contextlib.AsyncExitStack) -> Service:
+async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib.AsyncExitStack) -> Service:
     custom = _custom_handler(settings, limits)
     await custom.start()
-    undo.push_async_callback(custom.stop)
+    held.push_async_callback(custom.stop)
     adapters = None
     if settings.enable_lora:
         custom.adapters = adapters = await _adapters(settings, custom.adapter_host, limits)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -17,12 +15,9 @@ from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_o
 from handlers.contracts.lmi.errors import (
     FAILED_DEPENDENCY,
     JSON,
-    failed_dependency,
-    payload_error,
     payload_refused,
     unknown_adapter,
 )
-from handlers.contracts.lmi.formatters import PayloadFormatters
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import (
     LONG_BODY,
@@ -34,8 +29,8 @@ from handlers.contracts.protocol import (
     Running,
     adapter_header,
 )
-from handlers.errors import GenerationFailed, InvalidRequest, RequestError, UnknownAdapter
-from handlers.formatters import FormatterThread
+from handlers.errors import InvalidRequest, UnknownAdapter
+from handlers.formatters.reply import FormattedReply, Formatting
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler
 from handlers.sessions import SESSION_ID, Sessions
@@ -95,162 +90,6 @@ class ShapedReply:
     def _begin(self) -> None:
         self._started = True
         self._writer.start(self._status, self.shape.stream_type, self._headers)
-
-
-@dataclass(frozen=True, slots=True)
-class Formatting:
-    """A customer's formatters of LMI's asynchronous mode, and the thread on which they run."""
-
-    formatters: PayloadFormatters
-    thread: FormatterThread
-    answer_object: Callable[[str, bytes], Any] | None = None
-    """vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter."""
-
-    async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """The call as one of the formatters' methods changes it.
-
-        Raises:
-            ContractError: the call is refused.
-        """
-        try:
-            return await self.thread.run(partial(change, call))
-        except RequestError as error:
-            raise failed_dependency(error.message) from None
-
-
-class FormattedReply:
-    """Implements `ReplyWriter`: passes vLLM's replies on to another writer, as a customer's output formatter has them.
-
-    The formatter gets vLLM's object for a whole answer, and each event of a stream as vLLM has sent it. Errors are not
-    the formatter's.
-    """
-
-    def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncShape, path: str) -> None:
-        self._writer, self._formatting, self._shape, self._path = writer, formatting, shape, path
-        self._events: deque[bytes] = deque()
-        """Those that have not been formatted."""
-        self._status = 0
-        self._headers: tuple[tuple[str, str], ...] = ()
-        self._formatting_now = self._all_there = self._started = self._ended = False
-        self._caught_up = asyncio.Event()
-        self._caught_up.set()
-        self.running: Running | None = None
-        """What ends the generation if the formatter fails."""
-
-    def reply(self, reply: Reply) -> None:
-        if reply.status >= 400:
-            self._ended = True
-            self._writer.reply(self._shape.reply(reply))
-            return
-        self._status, self._headers = reply.status, reply.headers
-        self._formatting.thread.submit(partial(self._format_answer, reply.body), self._on_answer)
-
-    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Wait for the first event: if that is an error, the reply is no stream."""
-        self._status, self._headers = status, headers
-
-    def write(self, data: bytes) -> None:
-        self._events.extend(events(data))
-        if len(self._events) > _MOST_UNFORMATTED:
-            self._caught_up.clear()
-        self._format_next()
-
-    def write_latest(self, part: Callable[[], bytes]) -> None:
-        self.write(part())
-
-    def end(self, data: bytes) -> None:
-        self._all_there = True
-        self.write(data)
-
-    async def drain(self) -> None:
-        await self._caught_up.wait()
-        await self._writer.drain()
-
-    def _format_answer(self, body: bytes) -> bytes:
-        assert self._formatting.answer_object is not None
-        return self._formatting.formatters.written(self._formatting.answer_object(self._path, body))
-
-    def _on_answer(self, outcome: bytes | BaseException) -> None:
-        if isinstance(outcome, BaseException):
-            self._fail(outcome)
-        else:
-            self._writer.reply(Reply(self._status, JSON, outcome, self._headers))
-
-    def _format_next(self) -> None:
-        """Begin a job, one at a time, so that a formatter that lags finds all that has come meanwhile."""
-        if self._formatting_now or self._ended:
-            return
-        if self._events:
-            self._formatting_now = True
-            self._formatting.thread.submit(self._format_events, self._on_events)
-        elif self._all_there:
-            self._ended = True
-            self._begin()
-            self._writer.end(b"\n")
-
-    def _format_events(self) -> tuple[list[bytes], BaseException | None]:
-        """On the formatters' thread: the lines of some events, up to an error."""
-        lines: list[bytes] = []
-        while self._events and len(lines) < _FORMATTED_PER_JOB:
-            event = self._events.popleft()
-            try:
-                if is_error(event):
-                    return lines, _VllmFailed(event)
-                lines.append(self._formatting.formatters.written(f"data: {event.decode()}\n\n"))
-            except Exception as error:
-                return lines, error
-        return lines, None
-
-    def _on_events(self, outcome: tuple[list[bytes], BaseException | None] | BaseException) -> None:
-        self._formatting_now = False
-        lines, error = ([], outcome) if isinstance(outcome, BaseException) else outcome
-        if lines:
-            self._begin()
-            self._writer.write(b"".join(lines))
-        if len(self._events) <= _MOST_UNFORMATTED:
-            self._caught_up.set()
-        if error is not None:
-            self._fail(error)
-        self._format_next()
-
-    def _begin(self) -> None:
-        if not self._started:
-            self._started = True
-            self._writer.start(self._status, self._shape.stream_type, self._headers)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the reply with an error, and the generation."""
-        self._ended = True
-        self._events.clear()
-        self._caught_up.set()
-        if self.running is not None:
-            self.running.cancel()
-        if isinstance(error, _VllmFailed):
-            event = error.event
-            refusal = self._shape.reply(Reply(error_of(event).code, JSON, event))
-            last = self._shape.event(event)
-        else:
-            message = error.message if isinstance(error, GenerationFailed) else f"internal error: {error}"
-            last = payload_error(message)
-            refusal = Reply(FAILED_DEPENDENCY, JSON, last)
-        if self._started:
-            self._writer.end(last)
-        else:
-            self._writer.reply(refusal)
-
-
-_FORMATTED_PER_JOB = 16
-"""Events; other requests' formatters have their turn after so many."""
-_MOST_UNFORMATTED = 64
-"""Events that may wait for the formatter before vLLM's front end has to wait."""
-
-
-class _VllmFailed(Exception):
-    """A stream of vLLM's ends with this error event."""
-
-    def __init__(self, event: bytes) -> None:
-        super().__init__(event)
-        self.event = event
 
 
 Kind = Literal["chat", "completion", "lmi", "session"]

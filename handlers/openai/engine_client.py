@@ -6,7 +6,7 @@ a token. For each step of a request vLLM's output processor calls `logprobs_proc
 where its tokens are counted, at the price of one call.
 
 When `AsyncLLM.add_request` has returned a request's queue, `output_processor.request_states` has a state with that
-queue for each sequence that has not ended (`handlers.engines.vllm.seam`, tests/live/test_openai_seam.py).
+queue for each sequence that has not ended (tests/live/test_openai_seam.py).
 """
 
 from __future__ import annotations
@@ -201,7 +201,6 @@ class EngineClient:
             raise
 
     def _sequences(self, request_id: str) -> Sequence[str]:
-        """vLLM's own ids of what runs for a request."""
         ids: Sequence[str] = self._llm.output_processor.external_req_ids.get(request_id, ())
         return ids
 
@@ -248,19 +247,16 @@ class _Request:
             self._timer = asyncio.get_running_loop().call_later(self._limit - idle, self._check)
 
     def succeeded(self) -> None:
-        """Its last output has come."""
         if self._open:
             self._meter.finished_requests += 1
             self._close()
 
     async def abandon(self) -> None:
-        """Nobody waits for it any more."""
         if self._open:
             self._meter.aborted_requests += 1
             await self._abort()
 
     async def give_up(self) -> None:
-        """It has failed."""
         if self._open:
             self._meter.failed_requests += 1
             await self._abort()
@@ -290,7 +286,6 @@ def _check_end(output: Any, params: Any) -> None:
 
 
 def _ended(output: Any) -> bool:
-    """Whether the output that waits for us says that a request has ended already."""
     return output is not None and (isinstance(output, Exception) or output.finished)
 
 

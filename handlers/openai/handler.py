@@ -70,11 +70,7 @@ _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 def import_front_end(settings: ModelSettings) -> None:
-    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time.
-
-    Raises:
-        EngineStartError: it is not one that we know.
-    """
+    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time."""
     if is_vllm(settings):
         from handlers.openai import engine_client, vllm_app  # noqa: F401
 
@@ -87,7 +83,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     `aliases`: further names that a request may call the model by.
 
     Raises:
-        EngineStartError: vLLM's front end refuses an option of the model, or is not one that we know.
+        EngineStartError: vLLM's front end refuses an option of the model.
     """
     if not is_vllm(settings):
         return None
@@ -279,7 +275,6 @@ class _RunningCall:
                     self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     async def _receive(self) -> dict[str, Any]:
-        """The body, and after it nothing but a disconnect."""
         if not self._body_read:
             self._body_read = True
             return {"type": "http.request", "body": self._call.body, "more_body": False}
@@ -315,7 +310,6 @@ class _RunningCall:
         self._complete = last
 
     def _finish(self, reply: Reply) -> None:
-        """Complete the reply, if the front end has not."""
         if self._complete or self._gone.is_set():
             return
         self._complete = True

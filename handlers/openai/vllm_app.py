@@ -4,7 +4,7 @@ vLLM's `build_app` would bring its own listener, health, metrics and management 
 the parts that answer OpenAI's clients, and leave the rest to `container`: the routers, the exception handlers, and
 the state that `init_app_state` makes around an engine client.
 
-It relies on internals of vLLM, which are looked for as the model is loaded, and by tests/live/test_openai_live.py:
+It relies on internals of vLLM, which tests/live/test_openai_seam.py looks for:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;
@@ -54,7 +54,6 @@ from handlers.contracts.openai.contract import FrontEnd
 from handlers.contracts.openai.family import error_reply
 from handlers.contracts.protocol import Reply
 from handlers.engines.protocol import EngineStartError
-from handlers.engines.vllm.seam import unknown_vllm
 from handlers.openai.current_call import current_call
 
 logger = logging.getLogger(__name__)
@@ -120,15 +119,8 @@ def client_error_filter(record: logging.LogRecord) -> bool:
 
 
 def routers() -> list[Any]:
-    """vLLM's routers, which are imported first.
-
-    Raises:
-        EngineStartError: this vLLM has them elsewhere.
-    """
-    try:
-        return [importlib.import_module(name).router for name in _ROUTERS]
-    except (ImportError, AttributeError) as error:
-        raise unknown_vllm(f"its front end has moved ({error})") from error
+    """vLLM's routers, which are imported first."""
+    return [importlib.import_module(name).router for name in _ROUTERS]
 
 
 async def build(
@@ -144,7 +136,7 @@ async def build(
     it will do as well. `adapters`: vLLM's requests for adapters by their names, as they come and go.
 
     Raises:
-        EngineStartError: this vLLM is not one that we know, or refuses an argument.
+        EngineStartError: this vLLM refuses an argument.
     """
     lower_client_errors()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -173,8 +165,6 @@ async def build(
         models.is_base_model = lambda name: served(name) or accepts(name)
         if adapters is not None:
             models.lora_requests = adapters
-    except (ImportError, AttributeError) as error:
-        raise unknown_vllm(f"its front end has moved ({error})") from error
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
@@ -186,33 +176,27 @@ def front_end(
     """What an application of `build` makes of common requests; None where its answers have more than ours show.
 
     `config`: vLLM's whole configuration. The rest as in `build`.
-
-    Raises:
-        EngineStartError: this vLLM is not one that we know.
     """
-    try:
-        chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
-        if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
-            return None
-        if getattr(app.state.args, "sse_keep_alive_interval", 0):
-            return None
-        return FrontEnd(
-            model=model,
-            accepts=accepts,
-            adapters=adapters,
-            fingerprint=completions.system_fingerprint,
-            role=chat.response_role,
-            default_sampling=completions.default_sampling_params,
-            most_new_tokens=completions.override_max_tokens,
-            max_model_len=completions.model_config.max_model_len,
-            most_prompts=envs.VLLM_MAX_COMPLETION_PROMPTS,
-            most_sequences=envs.VLLM_MAX_N_SEQUENCES,
-            most_stop_strings=envs.VLLM_MAX_STOP_STRINGS,
-            # An answer that is parsed, for tool calls or reasoning, is more than its text.
-            render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
-        )
-    except AttributeError as error:
-        raise unknown_vllm(f"its front end has moved ({error})") from error
+    chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
+    if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
+        return None
+    if getattr(app.state.args, "sse_keep_alive_interval", 0):
+        return None
+    return FrontEnd(
+        model=model,
+        accepts=accepts,
+        adapters=adapters,
+        fingerprint=completions.system_fingerprint,
+        role=chat.response_role,
+        default_sampling=completions.default_sampling_params,
+        most_new_tokens=completions.override_max_tokens,
+        max_model_len=completions.model_config.max_model_len,
+        most_prompts=envs.VLLM_MAX_COMPLETION_PROMPTS,
+        most_sequences=envs.VLLM_MAX_N_SEQUENCES,
+        most_stop_strings=envs.VLLM_MAX_STOP_STRINGS,
+        # An answer that is parsed, for tool calls or reasoning, is more than its text.
+        render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
+    )
 
 
 def _shows_more(serving: Any, config: Any) -> bool:

@@ -16,7 +16,7 @@ from tests.contracts.exchange import MODEL, a_joke, call, whole
 
 
 def parse(document: Any, defaults: dict[str, Any] | None = None, **settings: Any) -> Exchange:
-    return LmiAsyncContract(replace(MODEL, **settings), 503, defaults).parse(call(document))
+    return LmiAsyncContract(replace(MODEL, **settings), model_defaults=defaults).parse(call(document))
 
 
 def request_of(parameters: dict[str, Any], defaults: dict[str, Any] | None = None, **more: Any) -> GenerationRequest:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from handlers.adapters import AdapterOrder, AdapterRegistry
+from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
 from handlers.engine_handler import EngineQueue
-from handlers.engines.protocol import EngineAdapter
 from handlers.errors import UnknownAdapter
 from handlers.meter import Meter
 from handlers.model_settings import ModelSettings
@@ -63,7 +62,7 @@ async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Pat
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)
     before = bytes_read()
-    await adapters.add(EngineAdapter("a", 1, source), preload=False)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=False))
     assert bytes_read() - before < size
     llm.answers.clear()
     claim = asyncio.create_task(adapters.claim("a"))
@@ -104,9 +103,9 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)
-    await adapters.add(EngineAdapter("a", 1, source), preload=True)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
     looked_up = adapters.public["a"]  # by vLLM's front end, before it reads the prompt
-    await adapters.add(EngineAdapter("a", 2, source), preload=True)
+    await adapters.add(Adapter(name="a", src="", path=source, id=2, preload=True))
     await adapters.remove(1)
     engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters)
     client = EngineClient(engine, ModelSettings(name="model", model_dir=source, model_id="m"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from handlers.contracts.happy_vllm.errors import JSON, refuse
 from handlers.contracts.happy_vllm.request import Generation
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Answer, Reply
 from handlers.errors import RequestError
 from handlers.request import FinishReason, TokenDelta
 
@@ -29,8 +29,6 @@ _ABORTED = _FINISH_REASONS[FinishReason.ABORT]
 
 
 class _Style(NamedTuple):
-    """One way to write JSON."""
-
     comma: str
     colon: str
     quote: Callable[[str], str]
@@ -40,13 +38,12 @@ _COMPACT = _Style(",", ":", encode_basestring)
 _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
-class _Answer:
+class _Answer(Answer):
     """All sequences of one answer, as far as they have been generated.
 
     The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
     """
 
-    headers: tuple[tuple[str, str], ...] = ()
     _style: _Style
 
     def __init__(self, generation: Generation) -> None:
@@ -104,9 +101,6 @@ class WholeAnswer(_Answer):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         self.add(prompt, delta)
         return self._document().encode() if delta.last else b""
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
 
 
 class StreamAnswer(_Answer):

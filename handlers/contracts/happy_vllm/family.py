@@ -107,7 +107,6 @@ _REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
 
 def _generating(summary: str, texts: tuple[str, Mapping[str, Schema]]) -> Operation:
-    """A route that generates, for the API description. `texts`: what its answer is."""
     return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={"200": texts, **_WRONG})
 
 

@@ -132,7 +132,6 @@ def _check_model(read: BodyReader, view: ModelView) -> None:
 
 
 def _chat_prompt(texts: ModelTexts, messages: Any, add_generation_prompt: bool) -> str:
-    """The prompt that the model's template makes of the messages."""
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages", "must be an array of at least one message")
     conversation = [_message(f"messages.{index}", message) for index, message in enumerate(messages)]

@@ -22,7 +22,7 @@ from handlers.contracts.lmi.body import notes_of, read_body, stream_of
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
-from handlers.contracts.protocol import Call, Exchange, Reply
+from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
@@ -126,7 +126,6 @@ class LmiAsyncContract:
 
 
 def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """The constraint as vLLM's API has it."""
     kinds = {
         "json": constraint.json_schema,
         "regex": constraint.regex,
@@ -200,7 +199,6 @@ def read_async_parameters(
 
 
 def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
-    """vLLM's parameters; an error calls them what the client does."""
     try:
         return read_vllm_parameters(passed)
     except InvalidParameter as error:
@@ -210,10 +208,8 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
         raise
 
 
-class _Answer:
+class _Answer(Answer):
     """What both forms of answer share."""
-
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
         self._parameters, self._overload_status = parameters, overload_status

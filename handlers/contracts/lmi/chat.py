@@ -57,8 +57,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """A completion or a chunk of one."""
-
     id: str
     created: int
     choices: list[_Choice]

@@ -126,11 +126,10 @@ def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
     return given
 
 
-class ListAnswer:
+class ListAnswer(Answer):
     """One text for each prompt, in the prompts' order; sent when all have finished."""
 
     content_type = JSON
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, lead: Sequence[str], overload_status: int) -> None:
         """`lead`: what each text begins with; the prompt, or nothing."""
@@ -150,11 +149,8 @@ class ListAnswer:
     def fail(self, error: RequestError) -> Reply:
         return _failure(error, self._overload_status)
 
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
 
-
-class RecordListAnswer:
+class RecordListAnswer(Answer):
     """A record for each step, with an entry for each prompt.
 
     A record is complete when every unfinished prompt has its entry. When a prompt has a second entry before that, the
@@ -162,7 +158,6 @@ class RecordListAnswer:
     """
 
     content_type = "application/jsonlines"
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
         """`first_record`: what is sent before anything was generated; nothing if empty."""

@@ -35,7 +35,7 @@ from handlers.contracts.lmi.errors import (
     status_of,
 )
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
-from handlers.contracts.protocol import Call, Contract, Exchange, Reply
+from handlers.contracts.protocol import Answer, Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import Token, TokenDelta
@@ -77,7 +77,6 @@ class FormatterContract:
         self._ids = itertools.count()
 
     def _offered(self) -> dict[str, Any]:
-        """The keywords that LMI hands to an input formatter."""
         settings = self._settings
         configs = SimpleNamespace(
             model_id_or_path=settings.model_id,
@@ -196,7 +195,6 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, own_an
 
 
 def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered keywords that a function takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(offered)
@@ -204,14 +202,13 @@ def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in offered.items() if name in names}
 
 
-class FormatterAnswer:
+class FormatterAnswer(Answer):
     """What an output formatter makes of the deltas; without a content type, as in LMI.
 
     The newer kind of formatter is called with the whole output: while it has unread tokens if the answer is streamed,
     else once for each engine step. The older kind is called with each token.
     """
 
-    headers: tuple[tuple[str, str], ...] = ()
     content_type = ""
 
     def __init__(

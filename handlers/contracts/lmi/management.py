@@ -72,12 +72,9 @@ class WorkerShown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class Described(Listed):
     """A model in full."""
 
-    name: str
-    version: str | None
-    url: str
     batch_size: int
     max_batch_delay: float
     """Seconds."""
@@ -85,7 +82,6 @@ class Described:
     """Seconds."""
     queue_size: int
     waiting: int
-    status: str
     at_startup: bool
     on_gpu: bool
     min_workers: int

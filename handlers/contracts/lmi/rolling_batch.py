@@ -199,11 +199,10 @@ def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -
     )
 
 
-class JsonAnswer:
+class JsonAnswer(Answer):
     """One JSON document when everything has finished; an array of them where the client sent an array of prompts."""
 
     content_type = JSON
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompts: Sequence[str], options: AnswerOptions, in_array: bool) -> None:
         self._prompts = prompts
@@ -223,9 +222,6 @@ class JsonAnswer:
     def fail(self, error: RequestError) -> Reply:
         return _failure(error, self._options, request_error)
 
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
-
     def _document(self, prompt: str, sequences: dict[int, GeneratedSequence]) -> str:
         options, (best, *others) = self._options, [sequences[rank] for rank in sorted(sequences)]
         text = f'{{"generated_text": {_text(prompt, best, options)}'
@@ -244,10 +240,8 @@ class JsonAnswer:
         return f'{{{_counts(sequence)}, {_token_lists(sequence, self._options)}, "generated_text": {text}}}'
 
 
-class RecordAnswer:
+class RecordAnswer(Answer):
     """A record for each token, as a line or as a server-sent event; the last one carries the whole text."""
-
-    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, prompt: str, options: AnswerOptions, sse: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"

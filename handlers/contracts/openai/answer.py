@@ -7,14 +7,14 @@ are spelled differently (0.00002 in a stream is 2e-05 in a whole answer).
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from json.encoder import encode_basestring as quote
 from typing import ClassVar
 
 import msgspec
 
 from handlers.contracts.openai.family import refuse
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Answer, Reply
 from handlers.errors import EngineFault, GenerationFailed, RequestError
 from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
@@ -55,11 +55,10 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Each of its records has the usage so far."""
 
 
-class StreamAnswer:
+class StreamAnswer(Answer):
     """A record for each step of a sequence. The sequences of all prompts are numbered through."""
 
     content_type = EVENTS
-    headers: tuple[tuple[str, str], ...] = ()
     kind: ClassVar[str]
     """`object` of a record."""
 
@@ -85,11 +84,10 @@ class StreamAnswer:
         return f'{self._head}],"usage":{usage_of(prompt_tokens, self._tokens)}}}{end}}}\n\n{_DONE}'
 
 
-class DocumentAnswer(ABC):
+class DocumentAnswer(Answer):
     """One JSON document when everything has finished."""
 
     content_type = "application/json"
-    headers: tuple[tuple[str, str], ...] = ()
     kind: ClassVar[str]
     """`object` of the document."""
     further: ClassVar[str]
@@ -111,9 +109,6 @@ class DocumentAnswer(ABC):
 
     def fail(self, error: RequestError) -> Reply:
         return _failure(error)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
 
     @abstractmethod
     def _choice(self, index: int) -> str:

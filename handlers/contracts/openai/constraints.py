@@ -97,7 +97,6 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _forced(body: Mapping[str, Any]) -> bool:
-    """Whether the model has to call a tool."""
     choice = body.get("tool_choice")
     kind = choice.get("type", "function") if isinstance(choice, dict) else choice
     return kind not in (None, "", "auto", "none")
@@ -147,7 +146,6 @@ def _check_output_config(body: Mapping[str, Any]) -> None:
 
 
 def _is_vllms(form: Any) -> bool:
-    """Whether vLLM reads all that a `response_format` says."""
     if not isinstance(form, dict):
         return False
     kind, members = (
@@ -183,7 +181,6 @@ def _checked(given: Any) -> dict[str, Any]:
 
 
 def _spelled(constraint: Constraint) -> dict[str, Any]:
-    """vLLM's `structured_outputs` for a constraint."""
     if constraint.json_schema is not None:
         return {
             "json": constraint.json_schema,

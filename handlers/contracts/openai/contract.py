@@ -135,7 +135,6 @@ class OpenAIContract:
         return Exchange((request,), (ChatStream if body.stream else ChatDocument)(options))
 
     def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
-        """The adapter that a call names, if it names one."""
         name = body.model if adapter is None else adapter
         if name and name in self._front_end.adapters:
             return name

@@ -14,30 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from handlers import errors
 from handlers.adapters import AdapterOrder
 from handlers.contracts.family import Family, Forwards, ModelView, Operation, Tells, error_body
 from handlers.contracts.json_fields import json_fault
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.schemas import OBJECT
-from handlers.errors import (
-    AdapterConflict,
-    AdapterError,
-    AdapterMissing,
-    AdapterTaken,
-    BodyTimeout,
-    BodyTooLarge,
-    EngineDead,
-    GenerationFailed,
-    InvalidParameter,
-    InvalidRequest,
-    NoRoomForAdapter,
-    NotReady,
-    NotServed,
-    Overloaded,
-    RequestError,
-    UnknownAdapter,
-    UnknownModel,
-)
 
 JSON = "application/json"
 ALIASED = "/openai"
@@ -70,7 +52,7 @@ def model(call: Call, views: Sequence[ModelView]) -> Reply:
     for card in (card for view in views for card in _cards(view, created)):
         if card["id"] == wanted:
             return Reply(200, JSON, msgspec.json.encode(card))
-    raise UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
+    raise errors.UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
 
 
 def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
@@ -117,22 +99,22 @@ def error_reply(message: str, kind: str, status: int, parameter: str | None = No
     return Reply(status, JSON, error_body(safe, kind, status, parameter))
 
 
-def refuse(error: RequestError) -> Reply:
+def refuse(error: errors.RequestError) -> Reply:
     """The reply to an error, with the status and type that vLLM has for it."""
     match error:
-        case UnknownModel() | UnknownAdapter():
+        case errors.UnknownModel() | errors.UnknownAdapter():
             return error_reply(error.message, "NotFoundError", 404, "model")
-        case NotServed():
+        case errors.NotServed():
             return error_reply(error.message, "NotImplementedError", 501)
-        case NotReady() | Overloaded():
+        case errors.NotReady() | errors.Overloaded():
             return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
-        case BodyTooLarge():
+        case errors.BodyTooLarge():
             return error_reply(error.message, _TOO_LARGE, 413)
-        case BodyTimeout():
+        case errors.BodyTimeout():
             return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
-        case InvalidParameter():
+        case errors.InvalidParameter():
             return error_reply(error.message, "BadRequestError", 400, error.parameter)
-        case EngineDead() | GenerationFailed():
+        case errors.EngineDead() | errors.GenerationFailed():
             return error_reply(error.message, "InternalServerError", 500)
         case _:
             return error_reply(error.message, "BadRequestError", 400)
@@ -181,9 +163,9 @@ def read_load(call: Call) -> LoadOrder:
     """
     body = _read(call, LoadOrder)
     if not body.lora_name or not body.lora_path:
-        raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
+        raise errors.InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
-        raise InvalidParameter("is_3d_lora_weight", "cannot be true: adapters of that layout are not served")
+        raise errors.InvalidParameter("is_3d_lora_weight", "cannot be true: adapters of that layout are not served")
     return body
 
 
@@ -195,7 +177,7 @@ def read_unload(call: Call) -> UnloadOrder:
     """
     body = _read(call, UnloadOrder)
     if not body.lora_name:
-        raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
+        raise errors.InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
     return body
 
 
@@ -213,35 +195,35 @@ def _read(call: Call, shape: type[T]) -> T:
     try:
         return msgspec.json.decode(call.body, type=shape)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from None
+        raise errors.InvalidRequest(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
+        raise errors.InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
 
 
-def refuse_adapter(error: RequestError) -> Reply:
+def refuse_adapter(error: errors.RequestError) -> Reply:
     """The reply to an error on these routes."""
     match error:
-        case UnknownAdapter():
+        case errors.UnknownAdapter():
             return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
-        case NotServed():
+        case errors.NotServed():
             return error_reply(error.message, "NotFoundError", 404)
-        case InvalidParameter(parameter="src"):
+        case errors.InvalidParameter(parameter="src"):
             message = f"`lora_path`{error.message.removeprefix('`src`')}"
             return error_reply(message, "BadRequestError", 400, "lora_path")
-        case AdapterMissing():
+        case errors.AdapterMissing():
             return error_reply(error.message, "NotFoundError", 404)
-        case AdapterTaken():
+        case errors.AdapterTaken():
             return error_reply(
                 f"The lora adapter '{error.name}' has already been loaded. "
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "InvalidUserInput",
                 400,
             )
-        case AdapterConflict():
+        case errors.AdapterConflict():
             return error_reply(error.message, "InvalidUserInput", 400)
-        case NoRoomForAdapter():
+        case errors.NoRoomForAdapter():
             return error_reply(error.message, "ServiceUnavailableError", 503)
-        case AdapterError():
+        case errors.AdapterError():
             return error_reply(error.message, "BadRequestError", 400)
         case _:
             return refuse(error)

@@ -13,7 +13,7 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from struct import Struct
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Answer, Reply
 from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incomplete, event, refuse, refuse_stream
 from handlers.errors import RequestError
 from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
@@ -48,18 +48,12 @@ class AnswerOptions:
     compute_type: str
 
 
-class _WholeAnswer:
-    """One JSON document when all sequences have finished."""
-
+class _WholeAnswer(Answer):
     content_type = JSON
 
     def __init__(self, count: int) -> None:
         self._sequences = [GeneratedSequence() for _ in range(count)]
         self._open = count
-
-    @property
-    def headers(self) -> Headers:
-        return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         self._sequences[prompt].add(delta)
@@ -72,9 +66,6 @@ class _WholeAnswer:
 
     def fail(self, error: RequestError) -> Reply:
         return refuse(error)
-
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
 
     def _body(self) -> str:
         raise NotImplementedError
@@ -153,10 +144,11 @@ def stream_headers(compute_type: str, characters: int) -> Headers:
     )
 
 
-class StreamAnswer:
+class StreamAnswer(Answer):
     """An event for each token; the last one carries the whole text."""
 
     content_type = EVENTS
+    headers: Headers = ()
 
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options

@@ -14,11 +14,11 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
-from handlers.contracts.protocol import Reply
+from handlers.contracts.protocol import Answer, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
 from handlers.contracts.triton.request import TritonRequest
 from handlers.errors import RequestError
-from handlers.request import FinishReason, Token, TokenDelta
+from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
 
@@ -34,38 +34,12 @@ _FINISH_REASONS = {
 _FLOAT32 = struct.Struct("f")
 
 
-class _Piece:
-    """One sequence's part of one response."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.tokens: list[Token] = []
-        self.finish_reason: FinishReason | None = None
-        self.cumulative: float | None = None
-        self.new_tokens = self.seen = 0
-
-    def add(self, delta: TokenDelta) -> None:
-        self.text += delta.text
-        self.tokens += delta.tokens
-        self.finish_reason = delta.finish_reason
-        self.new_tokens += delta.token_count - self.seen
-        self.seen = delta.token_count
-        if delta.cumulative_logprob is not None:
-            self.cumulative = delta.cumulative_logprob
-
-    def begin(self) -> None:
-        """Begin the next response, in which nothing is new yet."""
-        self.text, self.tokens, self.new_tokens = "", [], 0
-
-
-class _Answer:
-    """What both answers share: writing a response."""
-
-    headers: tuple[tuple[str, str], ...] = ()
-
+class _Answer(Answer):
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
-        self._pieces = [_Piece() for _ in range(request.vllm.request.sequences)]
+        self._pieces = [GeneratedSequence() for _ in range(request.vllm.request.sequences)]
+        """What this response has of each sequence."""
+        self._counts_before = [0] * len(self._pieces)
         self._lead = request.prompt if request.repeat_prompt else ""
         self._members = {"id": quote(request.id)} if request.id else {}
         self._members |= {"model_name": quote(model), "model_version": f'"{VERSION}"'}
@@ -86,7 +60,7 @@ class _Answer:
         match name:
             case "text_output":
                 shows_text = self._request.vllm.detokenize
-                return _tensor(quote(self._lead + piece.text if shows_text else self._lead) for piece in pieces)
+                return _tensor(quote(self._lead + "".join(piece.text if shows_text else ())) for piece in pieces)
             case "finish_reason":
                 return _tensor(quote(_FINISH_REASONS[piece.finish_reason]) for piece in pieces)
             case "logprobs":
@@ -94,13 +68,14 @@ class _Answer:
             case "num_input_tokens":
                 return str(prompt_token_count)
             case "num_output_tokens":
-                return _tensor(str(piece.new_tokens) for piece in pieces)
+                before = self._counts_before
+                return _tensor(str(piece.count - seen) for piece, seen in zip(pieces, before, strict=True))
             case "output_log_probs":
                 return _tensor(_rectangle(pieces))
             case _:  # cumulative_logprob, and TensorRT-LLM's cum_log_probs
-                return _tensor(_float32(piece.cumulative) for piece in pieces)
+                return _tensor(_float32(piece.logprob) for piece in pieces)
 
-    def _logprobs(self, piece: _Piece) -> str:
+    def _logprobs(self, piece: GeneratedSequence) -> str:
         """JSON in a string, as Python's own writer makes it, which the backend uses."""
         return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
 
@@ -133,9 +108,6 @@ class CollectedAnswer(_Answer):
         document = self._response(delta.prompt_token_count)
         return (f"data: {document}\n\n" if self._events else document).encode()
 
-    def fail_midway(self, error: RequestError) -> bytes:
-        return b""  # the body is sent whole
-
 
 class EventAnswer(_Answer):
     """An event for each step of the engine; nothing marks the last one."""
@@ -153,8 +125,8 @@ class EventAnswer(_Answer):
         """The event of this delta. The hot path: called for each token of each stream."""
         if self._plain is not None:
             return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
-        for piece in self._pieces:
-            piece.begin()
+        for place, piece in enumerate(self._pieces):
+            piece.text, piece.tokens, self._counts_before[place] = [], [], piece.count
         self._pieces[delta.sequence].add(delta)
         return f"data: {self._response(delta.prompt_token_count)}\n\n".encode()
 
@@ -175,7 +147,7 @@ def _float32(value: float | None) -> str:
     return repr(_FLOAT32.unpack(_FLOAT32.pack(value))[0]) if isfinite(value) else "null"
 
 
-def _rectangle(pieces: Sequence[_Piece]) -> Iterable[str]:
+def _rectangle(pieces: Sequence[GeneratedSequence]) -> Iterable[str]:
     """Log probabilities of all sequences' tokens, row by row; short rows are filled up with 0."""
     longest = max(len(piece.tokens) for piece in pieces)
     for piece in pieces:

@@ -97,7 +97,6 @@ def _about(summary: str, answer: Schema | None = OBJECT, kind: str = JSON, reque
 
 
 def _probe(question: str) -> Operation:
-    """A route that answers by its status."""
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
@@ -106,7 +105,6 @@ _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}
 
 
 def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
-    """A route of one model, with and without a version in its path."""
     return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
 
 

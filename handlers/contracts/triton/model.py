@@ -226,7 +226,6 @@ def _backend(view: ModelView) -> str:
 
 
 def _tensors(view: ModelView) -> tuple[Mapping[str, Kind], Mapping[str, str]]:
-    """The kinds of inputs, and the data types of outputs."""
     if view.settings.handler is not None:
         return {}, {}
     if view.settings.rolling_batch == "trtllm":

@@ -45,8 +45,6 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
         check_beams(s)
     if request.adapter is not None:
         raise InvalidParameter("adapter", "cannot be used: the dynamic batch serves no adapters")
-    if request.priority:
-        raise InvalidParameter("priority", "cannot be used: the dynamic batch serves requests in their order")
     if request.top_tokens > MAX_TOP_TOKENS:
         raise InvalidParameter("top_n_tokens", f"must be at most {MAX_TOP_TOKENS}, got {request.top_tokens}")
     if s.allowed_token_ids is not None and not s.allowed_token_ids:

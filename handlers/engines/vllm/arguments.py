@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import logging
 import os
@@ -33,11 +32,6 @@ EMPTY_SLOTS_ON_CPU = 1
 They add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
 """vLLM's own handling of streams and logs, which Slipway does not use."""
-_INSTEAD = {
-    "api_key": "; requests are served without a key: let a proxy ask for it",
-    "root_path": "; let a proxy take the prefix off",
-}
-"""What there is in place of an argument of vLLM's own server."""
 
 FRONT_END = frozenset(
     {
@@ -50,7 +44,6 @@ FRONT_END = frozenset(
     }
 )
 """Arguments of vLLM's OpenAI front end."""
-_OF_SERVER = {field.name for field in dataclasses.fields(FrontendArgs)} - FRONT_END
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
@@ -162,17 +155,10 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
     parsed: dict[str, Any] = {}
     for name, text in given.items():
         source = settings.engine_argument_sources.get(name, f"option.{name}")
-        if name in _WITHOUT_EFFECT:
-            logger.warning("%s: option.%s has no effect here", source, name)
-        elif name in actions:
+        if name in actions and name not in _WITHOUT_EFFECT:
             parsed |= _parse_one(parser, actions[name], text.strip(), source)
-        elif name in _OF_SERVER:
-            instead = _INSTEAD.get(name, "")
-            logger.warning("%s: option.%s is of vLLM's own server and has no effect here%s", source, name, instead)
         else:
-            close = difflib.get_close_matches(name, [*actions, *FRONT_END], n=1)
-            hint = f"; did you mean option.{close[0]}?" if close else ""
-            logger.warning("%s: neither LMI nor vLLM has an option %s; it has no effect%s", source, name, hint)
+            logger.warning("%s: option.%s is none of LMI's and not of vLLM's engine; it has no effect", source, name)
     return parsed
 
 

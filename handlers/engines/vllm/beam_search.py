@@ -138,7 +138,6 @@ class BeamSearchTask:
             top_tokens=2 * self._options.width,
             want_prompt_tokens=first and self._request.want_prompt_tokens,
             adapter=self._request.adapter,
-            priority=self._request.priority,
         )
         delta = await first_delta(self._submit, request)
         if first:

@@ -32,7 +32,6 @@ from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
 from handlers.engines.vllm.output import PushedState, TokensApart, use_lean_decoder
 from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
-from handlers.engines.vllm.seam import check_vllm
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.loaded_model import EngineStatus, ModelTexts
 from handlers.meter import Meter
@@ -66,7 +65,6 @@ class VllmEngine:
         """Requests that vLLM has checked, without their prompts, by what others may have in common with them."""
 
     async def start(self) -> None:
-        check_vllm()
         fork_server.start()
         try:
             loaded = await VllmLoader(self._settings, self._thread).load()
@@ -190,7 +188,6 @@ class VllmEngine:
             params,
             supported_tasks=self._tasks,
             lora_request=adapter,
-            priority=request.priority,
         )
         try:
             # vLLM checks a constraint again, which may take tenths of a second.
@@ -228,7 +225,6 @@ class VllmEngine:
             sampling_params=params,
             arrival_time=time.time(),
             lora_request=adapter,
-            priority=request.priority,
         )
 
     async def _add(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,14 @@ from vllm.utils import func_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
-from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
-from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
+from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits
+from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import load_typical
-from handlers.engines.vllm.seam import required_function
 from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
 from handlers.loaded_model import copied
 from handlers.model_settings import ModelSettings
@@ -41,14 +39,6 @@ SHUTDOWN_SECONDS = 1.0
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
-_CLEAR = [
-    required_function(required_function(module, name), "cache_clear")
-    for module, name in (
-        (registry, "cached_get_tokenizer"),
-        (processor, "cached_get_processor"),
-        (func_utils, "_supports_kw"),
-    )
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +96,9 @@ class VllmLoader:
         choose_backend(config)
         refusal = load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
-            llm = self._start_on_cpu(config)
-        else:
-            llm = self._start(config)
+            limits = memory_limits(config.parallel_config.local_world_size)
+            config.cache_config.kv_cache_memory_bytes = kv_cache_size(cache_demand(config), limits)
+        llm = self._start(config)
         if self._abandoned:
             end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
@@ -124,21 +114,6 @@ class VllmLoader:
                 raise failure.error(self._cannot) from error
         return llm
 
-    def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
-        """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
-        demand = cache_demand(config)
-        limits = memory_limits(config.parallel_config.local_world_size)
-        config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
-        try:
-            return self._start(config)
-        except EngineOutOfMemory as error:
-            smaller = smaller_size(demand, str(error))
-            if smaller is None or self._abandoned:
-                raise
-            logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
-        config.cache_config.kv_cache_memory_bytes = smaller
-        return self._start(config)
-
 
 async def shut_down(llm: AsyncLLM) -> None:
     """End vLLM's processes, and free what the model had here."""
@@ -149,8 +124,9 @@ async def shut_down(llm: AsyncLLM) -> None:
 
 def forget_tokenizers() -> None:
     """Clear vLLM's caches, which hold tokenizers of models that are gone."""
-    for clear in _CLEAR:
-        clear()
+    registry.cached_get_tokenizer.cache_clear()
+    processor.cached_get_processor.cache_clear()
+    func_utils._supports_kw.cache_clear()
 
 
 def own_tokenizer(config: ModelConfig) -> Any:
@@ -192,7 +168,7 @@ def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> Non
     if settings.devices == ():
         raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
     if settings.tensor_parallel_degree is None:
-        share_layers(engine_args, devices, settings.tensor_parallel_max)
+        share_layers(engine_args, len(devices))
     if settings.devices is None or engine_args.device_ids:
         return
     replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
@@ -206,41 +182,19 @@ def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> Non
         logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), len(visible))
 
 
-def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
-    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
-    platform = vllm.platforms.current_platform
-    gpus = len(devices)
-    stages = engine_args.pipeline_parallel_size
+def share_layers(engine_args: AsyncEngineArgs, gpus: int) -> None:
+    """Have as many GPUs share each layer as its attention heads allow: a power of two, as vLLM's other layers do."""
     replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
-    if gpus // (stages * replicas) <= 1:
+    most = gpus // (engine_args.pipeline_parallel_size * replicas)
+    if most <= 1:
         return
-    model = engine_args.create_model_config()
-    config = model.hf_config.to_dict()
-    sizes = tensor_parallel_sizes(config, gpus // (stages * replicas))
-    if most:
-        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
-    else:
-        memory = ModelMemory(
-            config,
-            weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision),
-            stages=stages,
-            memory_share=engine_args.gpu_memory_utilization,
-            # With -1 vLLM itself fits the length to the memory.
-            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
-            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
-        )
-        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
-        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
-    logger.info(
-        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas): %s; the model allows %s; "
-        "option.tensor_parallel_degree sets it by hand",
-        engine_args.tensor_parallel_size,
-        gpus,
-        stages,
-        replicas,
-        why,
-        ", ".join(map(str, sizes)),
-    )
+    model = engine_args.create_model_config().model_arch_config
+    heads, kv_heads = model.total_num_attention_heads, model.total_num_kv_heads or 1
+    size = 1
+    while 2 * size <= most and heads % (2 * size) == 0 and 0 in (kv_heads % (2 * size), 2 * size % kv_heads):
+        size *= 2
+    engine_args.tensor_parallel_size = size
+    logger.info("%d of %d GPUs share each layer; option.tensor_parallel_degree sets it by hand", size, gpus)
 
 
 def cache_demand(config: VllmConfig) -> Demand:
@@ -250,16 +204,11 @@ def cache_demand(config: VllmConfig) -> Demand:
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
     files = weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision)
     weights = files if model.quantization else files * item // stored
-    memory = ModelMemory(
-        model.hf_config.to_dict(),
-        weights,
-        stages=parallel.pipeline_parallel_size,
-        max_model_len=model.max_model_len,
-        cache_element_bytes=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
-    )
+    element = 1 if config.cache_config.cache_dtype.startswith("fp8") else item
+    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size() * element
     return Demand(
         model.model,
         weights // parallel.world_size,
-        memory.sequence_bytes(parallel.tensor_parallel_size),
+        per_token * model.max_model_len,
         parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
     )

@@ -30,7 +30,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from handlers.engines.protocol import EngineAdapter
+from handlers.adapters import Adapter
 from handlers.engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
 from handlers.errors import (
     AdapterFailed,
@@ -96,11 +96,9 @@ class Claim:
 
 
 class _Held:
-    """One adapter."""
-
     __slots__ = ("adapter", "claims", "loading", "request", "resident", "used")
 
-    def __init__(self, adapter: EngineAdapter) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.request = LoRARequest(f"{adapter.name}#{adapter.id}", adapter.id, str(adapter.path))
         self.claims = 0
@@ -129,13 +127,13 @@ class VllmAdapters:
     def _base(self) -> Shapes:
         return base_shapes(Path(self._llm.model_config.model))
 
-    async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
+    async def add(self, adapter: Adapter) -> None:
         await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
         held = self._held[adapter.id] = _Held(adapter)
         try:
             if adapter.pin:
                 self._check_pins(held)
-            if preload:
+            if adapter.preload:
                 await self._loaded(held)
         except asyncio.CancelledError:
             await self.remove(adapter.id, wait=False)  # whoever cancels is not to wait until it is loaded
@@ -145,13 +143,13 @@ class VllmAdapters:
             raise
         self.public[adapter.name] = LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
-    async def change(self, adapter: EngineAdapter, *, preload: bool) -> None:
+    async def change(self, adapter: Adapter) -> None:
         held = self._held[adapter.id]
         before, held.adapter = held.adapter, adapter
         try:
             if adapter.pin:
                 self._check_pins(held)
-            if preload or adapter.pin:
+            if adapter.preload or adapter.pin:
                 await self._loaded(held)
         except BaseException:
             held.adapter = before

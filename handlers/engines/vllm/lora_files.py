@@ -47,10 +47,6 @@ def check_adapter(directory: Path, max_rank: int) -> None:
     Raises:
         AdapterFailed: the file that is missing or broken is named.
     """
-    if os.path.isfile(directory):
-        raise AdapterFailed(
-            f"src: {directory} is a file; expected the directory of an adapter, and an archive is not unpacked"
-        )
     if not os.path.isdir(directory):
         raise AdapterMissing(f"src: there is no directory {directory}")
     config = _config(directory / CONFIG)
@@ -94,18 +90,10 @@ def _config(path: Path) -> _Config:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=_Config)
-    except FileNotFoundError as error:
-        raise AdapterFailed(f"{path} cannot be read: {error.strerror}{_elsewhere(path.parent)}") from None
     except OSError as error:
         raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterFailed(f"{path} is not a configuration of LoRA: {error}") from None
-
-
-def _elsewhere(directory: Path) -> str:
-    """Name the folder that holds the adapter instead: an archive may have been made of the adapter's directory."""
-    inner = next(iter(sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))), None)
-    return "" if inner is None else f"; there is one in {inner}"
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) -> None:
@@ -190,7 +178,6 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _plain_shapes(path: Path) -> Shapes:
-    """Return names and shapes. Raises OSError, and SafetensorError for what is no safetensors file."""
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: tuple(t.get_shape()) for name, t in tensors.items() if t.get_dtype() in _PLAIN_TYPES}

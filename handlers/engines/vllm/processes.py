@@ -53,16 +53,11 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from handlers.engines.cpu_memory import page_cache
 from handlers.engines.start_failure import StartFailure, failure_of
 from handlers.engines.vllm import fork_server
-from handlers.engines.vllm.seam import required_function
 
-_run_in_subprocess = required_function(registry, "_run_in_subprocess")
-_vllms_context, _, _ = (
-    required_function(module, "get_mp_context") for module in (engine_utils, coordinator, multiproc_executor)
-)
-_await_workers = required_function(MultiprocExecutor, "_ensure_worker_termination")
-for _executor in (multiproc_executor, uniproc_executor):
-    required_function(_executor, "get_file_store_init_method")
-_cgroup_usage = required_function(cpu_resource_utils, "get_cgroup_memory_usage")
+_run_in_subprocess = registry._run_in_subprocess
+_vllms_context = engine_utils.get_mp_context
+_await_workers = MultiprocExecutor._ensure_worker_termination
+_cgroup_usage = cpu_resource_utils.get_cgroup_memory_usage
 
 
 class _Tied:

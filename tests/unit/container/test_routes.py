@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,6 +26,7 @@ from container.settings.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates, Tells
+from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, Contract, ReplyWriter, Running
 from handlers.engine_handler import EngineHandler, EngineQueue
@@ -87,7 +89,8 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
 def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
     engine = ScriptedEngine()
     queue = EngineQueue(engine, 4)
-    lifecycle.service = Service(MODEL, EngineHandler(queue, LmiContract(MODEL)), engine, engine=engine, queue=queue)
+    handler = EngineHandler(queue, LmiContract(MODEL), refuse_unread=partial(overloaded, status=503))
+    lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
     return engine
 
 

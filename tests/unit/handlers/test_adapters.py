@@ -11,7 +11,6 @@ import pytest
 
 from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
 from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
-from handlers.engines.protocol import EngineAdapter
 from handlers.errors import AdapterConflict, AdapterFailed, InvalidParameter, InvalidRequest, UnknownAdapter
 from tests.waiting import until
 
@@ -332,11 +331,11 @@ class Engine:
 
     refuses = False
 
-    async def add(self, adapter: EngineAdapter, *, preload: bool) -> None:
+    async def add(self, adapter: Adapter) -> None:
         if self.refuses:
             raise AdapterFailed("it does not fit")
 
-    async def change(self, adapter: EngineAdapter, *, preload: bool) -> None: ...
+    async def change(self, adapter: Adapter) -> None: ...
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None: ...
 

@@ -23,7 +23,7 @@ from handlers.contracts.triton.family import TritonContract
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.protocol import EngineHealth, Generation, Sink
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
-from handlers.formatters import FormatterThread
+from handlers.formatters.thread import FormatterThread
 from handlers.loaded_model import EngineStatus
 from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta

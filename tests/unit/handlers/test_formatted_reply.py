@@ -15,8 +15,9 @@ from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.chat import AsyncShape
 from handlers.contracts.lmi.formatters import PayloadFormatters
 from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.formatters import FormatterThread
-from handlers.invocations import FormattedReply, Formatting, InvocationsHandler
+from handlers.formatters.reply import FormattedReply, Formatting
+from handlers.formatters.thread import FormatterThread
+from handlers.invocations import InvocationsHandler
 from handlers.sessions import Sessions
 from tests.contracts.exchange import MODEL, call
 from tests.unit.collected_reply import CollectedReply

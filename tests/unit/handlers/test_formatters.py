@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,8 @@ import pytest
 
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import GenerationFailed
-from handlers.formatters import (
-    Formatters,
-    FormatterThread,
-    ModelImports,
-    add_packages,
-    kind_fault,
-    load_formatters,
-)
+from handlers.formatters.loading import Formatters, ModelImports, add_packages, kind_fault, load_formatters
+from handlers.formatters.thread import FormatterThread
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.workers.test_packages import make_wheel
 from tests.waiting import until
@@ -300,13 +295,16 @@ def boom() -> str:
 
 @pytest.mark.asyncio
 async def test_work_runs_off_the_event_loop_in_order() -> None:
-    thread, results = FormatterThread(5), []
-    done = asyncio.Event()
-    for number in range(100):
-        thread.submit(lambda number=number: (number, threading.current_thread().name), results.append)
-    thread.submit(lambda: 0, lambda _: done.set())
-    await done.wait()
-    assert results == [(number, "formatters") for number in range(100)]
+    thread, seen, threads = FormatterThread(5), [], set()
+
+    def work(number: int) -> None:
+        seen.append(number)
+        threads.add(threading.current_thread())
+
+    await asyncio.gather(*(thread.run(partial(work, number)) for number in range(100)))
+    assert seen == list(range(100))
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.asyncio

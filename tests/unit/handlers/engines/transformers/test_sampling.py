@@ -231,7 +231,6 @@ def test_parameters_that_forbid_every_token_are_an_error() -> None:
     ("fields", "parameter"),
     [
         ({"adapter": "a"}, "adapter"),
-        ({"priority": 1}, "priority"),
         ({"top_tokens": 21}, "top_n_tokens"),
         ({"stop_token_ids": (SIZE,)}, "stop_token_ids"),
         ({"allowed_token_ids": ()}, "allowed_token_ids"),

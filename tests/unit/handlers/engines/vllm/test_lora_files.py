@@ -101,19 +101,6 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
         read_ahead(adapter, 8, {})
 
 
-def test_an_archive_and_an_adapter_one_folder_further_down_are_told_of(tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").touch()
-    with pytest.raises(
-        AdapterFailed, match=r"a\.tar\.gz is a file; expected the directory .* an archive is not unpacked"
-    ):
-        read_ahead(tmp_path / "a.tar.gz", 8, {})
-    write(tmp_path / "a")
-    with pytest.raises(
-        AdapterFailed, match=f"cannot be read: No such file or directory; there is one in {tmp_path}/a$"
-    ):
-        read_ahead(tmp_path, 8, {})
-
-
 def test_shapes_of_the_base_model_are_those_of_its_plain_weights(tmp_path: Path) -> None:
     half, packed = np.zeros((6, 4), dtype=np.float16), np.zeros((6, 1), dtype=np.uint8)
     save_file({"a.weight": half, "b.weight": packed}, tmp_path / "model-1.safetensors")

@@ -1,38 +1,29 @@
-"""A customer's input and output formatters: imported from `model.py` into this process, and run in a thread."""
+"""A customer's input and output formatters, imported from `model.py` into this process."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import logging
 import os
-import queue
 import re
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from djl_python.output_formatter import takes_request_output
 from djl_python.service_loader import find_decorated_function, load_model_service
 from handlers.engines.protocol import EngineStartError
-from handlers.errors import GenerationFailed
 from handlers.model_settings import HandlerSettings, ModelSettings
 from handlers.workers.packages import needs_packages, prepare_interpreter
 from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Formatter = Callable[..., Any]
-
-_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +162,10 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
         return None
     if fault := kind_fault(found, async_mode=settings.async_mode):
         raise EngineStartError(f"{path.name}: {fault}")
-    for kind, formatter in (("input", found.input), ("output", found.output)):
-        if formatter is not None:
-            logger.info("%s formatter: %s of %s", kind, getattr(formatter, "__name__", formatter), path.name)
     return found
 
 
 def _import(path: Path, model: str) -> ModuleType:
-    """The module, under a name of the model's own."""
     directory = str(path.parent)
     try:
         return load_model_service(directory, path.name, namespace=model).module
@@ -250,119 +237,3 @@ def _own_directory_of(module: ModuleType | None) -> str | None:
 def _is_there(name: str, directory: Path) -> bool:
     top = name.partition(".")[0]
     return (directory / f"{top}.py").is_file() or (directory / top).is_dir()
-
-
-class FormatterThread:
-    """A thread that calls formatters one at a time, as LMI does. For the event loop alone.
-
-    A call that takes longer than `time_limit` seconds fails. Its thread cannot be stopped; it is abandoned, and another
-    one continues with the calls that wait.
-    """
-
-    def __init__(self, time_limit: float) -> None:
-        self._time_limit = time_limit
-        self._open: deque[_FormatterCall] = deque()
-        """Calls that are not done, in order."""
-        self._inbox: _Inbox | None = None
-        """Of the thread; None: there is none."""
-        self._checking = False
-
-    def stop(self) -> None:
-        """End the thread once it has done the calls that wait; a later call gets a thread of its own."""
-        if self._inbox is not None:
-            self._inbox.put(None)
-            self._inbox = None
-
-    def submit(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
-        """Run `work` after all that was submitted before; `done` gets its result or error on the event loop."""
-        loop = asyncio.get_running_loop()
-        if self._inbox is None:
-            self._inbox = self._start_thread(loop)
-        call = _FormatterCall(work, done, self._inbox)
-        self._open.append(call)
-        self._inbox.put(call)
-        if not self._checking:
-            self._checking = True
-            loop.call_later(_CHECK_SECONDS, self._check, loop)
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run `work`, and wait for its result.
-
-        Raises:
-            GenerationFailed: it took too long.
-        """
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def done(outcome: T | BaseException) -> None:
-            if future.cancelled():
-                return
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        self.submit(work, done)
-        return await future
-
-    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
-        inbox: _Inbox = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(inbox, loop, self._finish), name="formatters", daemon=True).start()
-        return inbox
-
-    def _finish(self, call: _FormatterCall, outcome: Any) -> None:
-        if call in self._open:  # it is the first one; not there if it was abandoned
-            self._open.remove(call)
-            call.done(outcome)
-
-    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Abandon the thread if its call has taken too long."""
-        started = self._open[0].started if self._open else None
-        if started is not None and time.monotonic() - started > self._time_limit:
-            self._abandon(self._open.popleft(), loop)
-        self._checking = bool(self._open)
-        if self._checking:
-            loop.call_later(_CHECK_SECONDS, self._check, loop)
-
-    def _abandon(self, stuck: _FormatterCall, loop: asyncio.AbstractEventLoop) -> None:
-        message = f"did not return within predict_timeout ({self._time_limit:g} s)"
-        logger.error("a formatter %s; going on without it", message)
-        old, new = stuck.inbox, self._start_thread(loop)
-        if self._inbox is old:
-            self._inbox = new
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting = old.get_nowait()
-                if waiting is not None:
-                    waiting.inbox = new
-                new.put(waiting)
-        old.put(None)
-        stuck.done(GenerationFailed(f"the formatter {message}"))
-
-
-@dataclass(slots=True, eq=False)
-class _FormatterCall:
-    work: Callable[[], Any]
-    done: Callable[[Any], None]
-    inbox: _Inbox
-    """Of the thread that runs it."""
-    started: float | None = None
-
-
-_Inbox = queue.SimpleQueue[_FormatterCall | None]
-"""The calls of one thread; None ends it."""
-
-
-def _work(inbox: _Inbox, loop: asyncio.AbstractEventLoop, finish: Callable[[_FormatterCall, Any], None]) -> None:
-    while (call := inbox.get()) is not None:
-        call.started = time.monotonic()
-        try:
-            outcome = call.work()
-        except BaseException as error:
-            outcome = error
-            # A future cannot hold a StopIteration, and a formatter must neither end the server nor cancel its tasks.
-            if isinstance(error, StopIteration) or not isinstance(error, Exception):
-                outcome = GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}")
-        try:
-            loop.call_soon_threadsafe(finish, call, outcome)
-        except RuntimeError:  # the loop is closed: the process is ending
-            return
