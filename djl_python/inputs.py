@@ -32,11 +32,9 @@ class Input:
         return "\n".join([f"properties: {self.properties}", *lines])
 
     def get_function_name(self) -> str | None:
-        """The handler function that is to be called."""
         return self.function_name
 
     def get_properties(self) -> dict[str, Any]:
-        """Headers and attributes of a request; the model's configuration in the initializing call."""
         return self.properties
 
     def get_property(self, key: str) -> Any:
@@ -44,11 +42,9 @@ class Input:
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_content(self) -> PairList:
-        """The content entries; the body of a request is `data`."""
         return self.content
 
     def contains_key(self, key: str) -> bool:
-        """Whether there is content under the key; case matters."""
         return self.content.get(key) is not None
 
     def is_empty(self) -> bool:
@@ -56,7 +52,6 @@ class Input:
         return self.content.is_empty()
 
     def is_batch(self) -> bool:
-        """Whether this holds batched requests."""
         return "batch_size" in self.properties
 
     def get_batch_size(self) -> int:

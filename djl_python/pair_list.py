@@ -55,11 +55,9 @@ class PairList:
             self.add(key, value)
 
     def size(self) -> int:
-        """The number of pairs."""
         return len(self.keys)
 
     def is_empty(self) -> bool:
-        """Whether there are no pairs."""
         return not self.keys
 
     def get(self, key: str | None) -> Any:
@@ -67,19 +65,15 @@ class PairList:
         return self.values[self.keys.index(key)] if key in self.keys else None
 
     def key_at(self, index: int) -> str | None:
-        """The key of one pair. Raises IndexError."""
         return self.keys[index]
 
     def value_at(self, index: int) -> Any:
-        """The value of one pair. Raises IndexError."""
         return self.values[index]
 
     def get_keys(self) -> list[str | None]:
-        """All keys, in order."""
         return self.keys
 
     def get_values(self) -> list[Any]:
-        """All values, in order."""
         return self.values
 
     def __repr__(self) -> str:

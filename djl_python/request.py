@@ -64,11 +64,9 @@ class Request:
         return self._next_text
 
     def reset_next_token(self) -> None:
-        """Marks the text as sent."""
         self._next_text = ""
 
     def is_last_token(self) -> bool:
-        """Whether the request has finished."""
         return self.last_token
 
     def get_content_type(self) -> str | None:
@@ -76,23 +74,18 @@ class Request:
         return self.content_type
 
     def get_error_message(self) -> str | None:
-        """Why inference failed, if it did."""
         return self._error_message
 
     def set_error_message(self, error_message: str) -> None:
-        """Sets why inference failed."""
         self._error_message = error_message
 
     def get_error_code(self) -> int | None:
-        """The HTTP status of a failure."""
         return self._error_code
 
     def set_error_code(self, code: int) -> None:
-        """Sets the HTTP status of a failure."""
         self._error_code = code
 
     def get_client_request_id(self) -> str | None:
-        """The request id of the HTTP request."""
         return self.request_input.client_request_id
 
     def _format(self) -> str:

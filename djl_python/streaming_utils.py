@@ -86,7 +86,6 @@ class _Streamer:
         self.texts.put(self._tokenizer.batch_decode(rows, skip_special_tokens=self._skip_special_tokens))
 
     def end(self) -> None:
-        """No more tokens."""
         self.texts.put(None)
 
 

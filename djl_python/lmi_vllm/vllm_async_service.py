@@ -80,12 +80,6 @@ class VLLMHandler:
             self._tokenizer = auto.from_pretrained(model.pop("path"), trust_remote_code=trusted, **model)
         return self._tokenizer
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"VLLMHandler has no `{name}` here: the engine runs in the server's process. It has `initialize`, "
-            "`inference`, `initialized` and `tokenizer`"
-        )
-
     async def _call(self, inputs: Input) -> Answer:
         if _engine is None:
             raise RuntimeError("the engine can be called from async handlers only (option.async_mode=true)")
@@ -102,7 +96,6 @@ class CustomHandlerService:
 
     @property
     def initialized(self) -> bool:
-        """Whether there is such a function."""
         return self.custom_handler is not None
 
     async def handle(self, inputs: Input) -> Any:
