@@ -86,41 +86,24 @@ class VLLMHandler:
         return await _engine.call(inputs)
 
 
-class CustomHandlerService:
-    """The `handle` of the model's `model.py`."""
-
-    def __init__(self, properties: Mapping[str, Any]) -> None:
-        """Raises whatever `model.py` raises while it is run."""
-        service = load_model_service(properties.get("model_dir", "."), MODEL_FILE)
-        self.custom_handler: ModelService | None = service if has_function_in_module(service.module, "handle") else None
-
-    @property
-    def initialized(self) -> bool:
-        return self.custom_handler is not None
-
-    async def handle(self, inputs: Input) -> Any:
-        """What the function returns; the answer with status 424 where it raises, and None where there is none."""
-        if self.custom_handler is None:
-            return None
-        try:
-            return await self.custom_handler.invoke_handler_async("handle", inputs)
-        except Exception as error:
-            logger.exception("Custom handler failed")
-            return create_non_stream_output("", error=f"Custom handler failed: {error}", code=424)
-
-
 service = VLLMHandler()
-custom_service: CustomHandlerService | None = None
+_model: ModelService | None = None
+"""The customer's `model.py`, once it is loaded."""
 
 
 async def handle(inputs: Input) -> Any:
-    """The answer of the customer's `handle`; of the engine where that returns None."""
-    global custom_service
-    if custom_service is None:
-        custom_service = CustomHandlerService(inputs.get_properties())
-    result = await custom_service.handle(inputs)
-    if result is not None:
-        return result
+    """The answer of the customer's `handle`, with status 424 where that raises; of the engine where it returns None."""
+    global _model
+    if _model is None:
+        _model = load_model_service(inputs.get_properties().get("model_dir", "."), MODEL_FILE)
+    if has_function_in_module(_model.module, "handle"):
+        try:
+            result = await _model.invoke_handler_async("handle", inputs)
+        except Exception as error:
+            logger.exception("Custom handler failed")
+            return create_non_stream_output("", error=f"Custom handler failed: {error}", code=424)
+        if result is not None:
+            return result
     if not service.initialized:
         await service.initialize(inputs.get_properties())
     return None if inputs.is_empty() else await service.inference(inputs)

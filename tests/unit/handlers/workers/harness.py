@@ -104,7 +104,7 @@ class Client:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self.handler.status().workers if worker.pid is not None]
+        return [worker.pid for worker in self.handler.pool.workers if worker.pid is not None]
 
 
 def settings_for(model: str | Path, **more: Any) -> ModelSettings:

@@ -20,7 +20,7 @@ from tests.unit.handlers.workers.harness import settings_for
 async def main():
     handler = CustomHandler(settings_for(pathlib.Path(sys.argv[1])), queue_size=1, overload_status=503)
     await handler.start()
-    print(json.dumps([worker.pid for worker in handler.status().workers]), flush=True)
+    print(json.dumps([worker.pid for worker in handler.pool.workers]), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -63,7 +63,7 @@ def test_a_killed_server_takes_its_workers_and_their_children_with_it(tmp_path: 
             everything += [child for worker in tuple(everything) for child in worker.children(recursive=True)]
             commands = [process.name() for process in everything]
             assert "sleep" in commands
-            assert len(everything) >= 4, "worker, guardian, and a child of each kind"
+            assert len(everything) >= 3, "worker, and a child of each kind"
         finally:
             server.kill()
     wait_until(
@@ -82,9 +82,9 @@ async def main():
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do of process 1
     handler = CustomHandler(settings_for(pathlib.Path(sys.argv[1])), queue_size=1, overload_status=503)
     await handler.start()
-    first = handler.status().workers[0].pid
+    first = handler.pool.workers[0].pid
     os.kill(first, signal.SIGKILL)
-    await until(lambda: {w.pid for w in handler.status().workers if w.state == "READY"} - {first})
+    await until(lambda: {w.pid for w in handler.pool.workers if w.state == "READY"} - {first})
     await handler.stop()
     print([(child.name(), child.status()) for child in psutil.Process().children()])
 
