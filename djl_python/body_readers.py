@@ -32,44 +32,32 @@ class Kind(Enum):
     TEXT = auto()
     """Any other `text/*`."""
     IMAGE = auto()
-    AUDIO = auto()
     NPZ = auto()
     ND_LIST = auto()
-    NPY = auto()
+    """An npy file, too."""
     FORM = auto()
     BYTES = auto()
 
 
-_EXACT = {
-    "tensor/ndlist": Kind.ND_LIST,
-    "application/x-npy": Kind.NPY,
-    "application/x-www-form-urlencoded": Kind.FORM,
-}
-_CONTAINED = {
+_KINDS = {
     "application/json": Kind.JSON,
     "text/csv": Kind.CSV,
     "text/plain": Kind.PLAIN,
     "tensor/npz": Kind.NPZ,
-}
-_PREFIXES = {
+    "tensor/ndlist": Kind.ND_LIST,
+    "application/x-npy": Kind.ND_LIST,
+    "application/x-www-form-urlencoded": Kind.FORM,
     "text/": Kind.TEXT,
     "image/": Kind.IMAGE,
-    "audio/": Kind.AUDIO,
 }
+"""By what a content type contains, the first that fits."""
 
 
 def kind_of(content_type: str | None) -> Kind:
     """The kind of content; parameters such as `; charset=utf-8` and the case of letters do not matter."""
     if not content_type:
         return Kind.UNKNOWN
-    text = content_type.strip().lower()
-    exact = _EXACT.get(text.partition(";")[0].rstrip())
-    if exact:
-        return exact
-    for part, kind in _CONTAINED.items():
-        if part in text:
-            return kind
-    return next((kind for prefix, kind in _PREFIXES.items() if text.startswith(prefix)), Kind.BYTES)
+    return next((kind for part, kind in _KINDS.items() if part in content_type.lower()), Kind.BYTES)
 
 
 def read_text(body: Body) -> str:
@@ -99,8 +87,7 @@ def read_csv(body: Body) -> list[dict[str, str]]:
 def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
     """The names of the header, and rows by them. A cell that a row lacks is None.
 
-    Raises:
-        ValueError: it is not CSV, or too many cells are missing: short rows below a long header would fill memory.
+    Raises ValueError: it is not CSV, or too many cells are missing: short rows below a long header would fill memory.
     """
     try:
         reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))

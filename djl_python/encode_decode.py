@@ -23,7 +23,7 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
         ValueError: the body is broken.
         ImportError: the package that reads such a body is not installed.
     """
-    match kind_of(content_type):
+    match kind := kind_of(content_type):
         case Kind.UNKNOWN:
             return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
         case Kind.JSON:
@@ -33,23 +33,16 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
             return decode_csv(inputs, require_headers=require_csv_headers, **which)
         case Kind.PLAIN:
             return {"inputs": [inputs.get_as_string(key=key)]}
-        case Kind.FORM:
-            return {"inputs": inputs.get_as_string(key=key)}
-        case Kind.IMAGE:
-            return {"inputs": inputs.get_as_image(key=key)}
-        case Kind.NPZ:
-            return {"inputs": inputs.get_as_npz(key=key)}
-        case Kind.ND_LIST | Kind.NPY:
-            return {"inputs": inputs.get_as_numpy(key=key)}
-        case _:
+        case Kind.TEXT:
             return {"inputs": inputs.get_as_bytes(key=key)}
+        case _:
+            return {"inputs": inputs.read_as(kind, key)}
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
     """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList.
 
-    Raises:
-        ValueError, TypeError: the prediction cannot be written in that form.
+    Raises ValueError, TypeError: the prediction cannot be written in that form.
     """
     match kind_of(content_type):
         case Kind.UNKNOWN | Kind.JSON:
@@ -89,8 +82,7 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 def encode_csv(content: Any) -> str:
     """CSV of a list of mappings, which a header with all their keys precedes, or of rows of values.
 
-    Raises:
-        ValueError: the content is neither.
+    Raises ValueError: the content is neither.
     """
     rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):

@@ -41,8 +41,7 @@ _TASK_OF_SUFFIX = {
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
     """The class of a rolling batch, called with the model and its properties; tests put their own function here.
 
-    Raises:
-        ValueError: always; rolling batches run in the server's engine.
+    Raises ValueError: always; rolling batches run in the server's engine.
     """
     raise ValueError(f"The rolling batch {rolling_batch_type!r} runs in the server's engine, not in a handler")
 
@@ -208,8 +207,7 @@ def infer_task(settings: HuggingFaceProperties) -> str:
 def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
     """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`.
 
-    Raises:
-        ValueError: transformers knows no such task.
+    Raises ValueError: transformers knows no such task.
     """
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:
@@ -220,7 +218,7 @@ def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
     if task not in known:
         raise ValueError(f"Unknown task {task!r}; transformers {transformers.__version__} knows {', '.join(known)}")
     loading = settings.loading
-    arguments = {name: loading.pop(name) for name in ("dtype", "device_map") if name in loading}
+    arguments: dict[str, Any] = {name: loading.pop(name) for name in ("dtype", "device_map") if name in loading}
     if "device_map" not in arguments:
         arguments["device"] = settings.device
     return transformers.pipeline(

@@ -94,8 +94,12 @@ class Input:
             ValueError: the content is broken.
             ImportError: the package that reads such content is not installed.
         """
-        match kind_of(self.get_property("content-type")):
-            case Kind.ND_LIST | Kind.NPY:
+        return self.read_as(kind_of(self.get_property("content-type")), key)
+
+    def read_as(self, kind: Kind, key: str | None = None) -> Any:
+        """The content in a form. Errors as for `get_data`."""
+        match kind:
+            case Kind.ND_LIST:
                 return self.get_as_numpy(key)
             case Kind.NPZ:
                 return self.get_as_npz(key)
@@ -111,8 +115,7 @@ class Input:
     def get_as_bytes(self, key: str | None = None) -> Any:
         """The bytes under the key; without a key those of `data`, else of the first entry. None without any content.
 
-        Raises:
-            KeyError: there is nothing under the key.
+        Raises KeyError: there is nothing under the key.
         """
         if self.content.is_empty():
             return None

@@ -171,8 +171,7 @@ class Output:
     def encode_value(value: Any) -> bytes:
         """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON.
 
-        Raises:
-            ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
+        Raises ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
         """
         if isinstance(value, str):
             return value.encode("utf-8")

@@ -16,11 +16,7 @@ class PairList:
         pair_list: Iterable[tuple[str | None, Any]] | None = None,
         pair_map: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes keys and values, or pairs, or a mapping.
-
-        Raises:
-            ValueError: keys and values differ in length.
-        """
+        """Takes keys and values, or pairs, or a mapping. Raises ValueError: keys and values differ in length."""
         self.keys: list[str | None] = list(keys or ())
         self.values: list[Any] = list(values or ())
         if len(self.keys) != len(self.values):

@@ -46,11 +46,7 @@ class VLLMHandler:
         self._tokenizer: Any = None
 
     async def initialize(self, properties: Mapping[str, Any]) -> None:
-        """Loads the engine, unless it is loaded.
-
-        Raises:
-            RuntimeError: that failed, or the model has no engine.
-        """
+        """Loads the engine, unless it is loaded. Raises RuntimeError: that failed, or the model has no engine."""
         self._model = {"path": properties.get("model_id") or properties.get("model_dir")}
         for name in ("revision", "trust_remote_code"):
             if properties.get(name):

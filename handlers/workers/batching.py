@@ -290,8 +290,7 @@ def joined(messages: Sequence[Message], *more: tuple[str, str]) -> Message:
 def split_output(output: Message, size: int) -> list[Message]:
     """One output for each request. An error, and an output without content, is the answer to all of them.
 
-    Raises:
-        BatchMismatch: it does not answer each request once.
+    Raises BatchMismatch: it does not answer each request once.
     """
     if output.streams:
         raise BatchMismatch("a batch of requests cannot be answered with a stream")

@@ -148,11 +148,7 @@ class WorkerAdapters:
         """Do nothing: there is no background work."""
 
     async def introduce(self, worker: Worker) -> None:
-        """Tell a worker that has just started of all adapters.
-
-        Raises:
-            EngineStartError: it has refused one.
-        """
+        """Tell a worker that has just started of all adapters. Raises EngineStartError: it has refused one."""
         async with self._telling:
             try:
                 for adapter in self._known.values():

@@ -68,8 +68,7 @@ class Pool:
     async def start(self, plan: WorkerPlan) -> None:
         """Start the smallest number of workers.
 
-        Raises:
-            EngineStartError: one of them cannot be started; none is left.
+        Raises EngineStartError: one of them cannot be started; none is left.
         """
         self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
@@ -107,8 +106,7 @@ class Pool:
     def submit(self, request: Request) -> None:
         """Give a request to a worker, or have it wait for one.
 
-        Raises:
-            ContractError: the queue is full, or there will be no worker.
+        Raises ContractError: the queue is full, or there will be no worker.
         """
         if self._stopping:
             raise self._unavailable(_STOPPING)

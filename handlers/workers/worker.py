@@ -40,7 +40,6 @@ _TERMINATION_PATIENCE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_PATIENCE = 0.5
 """Seconds for the rest of the output after the process has ended."""
-_REAPINGS, _REAPING_SECONDS = 100, 0.02
 _TAIL_LINES = 20
 _MAX_LINE = 32 * 1024
 """Bytes after which a line is logged although it has not ended."""
@@ -203,8 +202,7 @@ class Worker:
     async def start(self) -> None:
         """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
 
-        Raises:
-            EngineStartError: that failed, or took too long.
+        Raises EngineStartError: that failed, or took too long.
         """
         await self._spawn()
         self._send(
@@ -348,7 +346,6 @@ class Worker:
         reading.cancel()
         # A process that has left the group may still hold the pipe.
         await asyncio.wait({log}, timeout=_PIPE_PATIENCE)
-        await _reap_orphans(process.pid)
         self._close_connection()
         self._finish(f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}")
 
@@ -375,14 +372,3 @@ class Worker:
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
                 self._tail.append(text)
                 logger.info("%s: %s", self.name, text, extra={"worker": self.name})
-
-
-async def _reap_orphans(group: int) -> None:
-    """Reap the killed children of an ended process, which would stay as zombies.
-
-    They are ours only where this is the first process of a container.
-    """
-    with contextlib.suppress(ChildProcessError):  # none is ours
-        for _ in range(_REAPINGS):
-            if os.waitpid(-group, os.WNOHANG)[0] == 0:  # noqa: ASYNC222 - it does not wait
-                await asyncio.sleep(_REAPING_SECONDS)

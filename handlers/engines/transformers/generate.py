@@ -106,8 +106,7 @@ class BatchRunner:
     def run(self, batch: Batch) -> None:
         """Run a batch to its end; every job of it ends with its last delta or an error.
 
-        Raises:
-            DeviceLost: nothing can be run any more.
+        Raises DeviceLost: nothing can be run any more.
         """
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
@@ -445,8 +444,7 @@ class StopStrings:
     """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
 
     def __init__(self, stop: Sequence[str], include: bool) -> None:
-        self._stop = tuple(stop)
-        self._include = include
+        self._stop, self._include = tuple(stop), include
         self._reach = max(map(len, self._stop), default=1) - 1
         self._tail = ""
 
@@ -455,36 +453,23 @@ class StopStrings:
 
         Without `count` the text is taken note of, but a stop string that ends in it does not.
         """
-        if not self._stop or not text:
-            return None
-        whole = self._tail + text
-        surplus = self._surplus(whole, len(self._tail)) if count else None
+        old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""
-        return surplus
-
-    def held(self) -> int:
-        """Return how many characters at the end of the text could be the beginning of a stop string."""
-        if self._include:
-            return 0
-        longest = min(self._reach, len(self._tail))
-        for length in range(longest, 0, -1):
-            end = self._tail[-length:]
-            if any(stop.startswith(end) and len(stop) > length for stop in self._stop):
-                return length
-        return 0
-
-    def _surplus(self, whole: str, old: int) -> int | None:
-        """Return what `add` does, for the earliest end of a stop string beyond the first `old` characters."""
-        ends: list[tuple[int, int]] = []
-        for stop in self._stop:
-            start = whole.find(stop, max(old - len(stop) + 1, 0))
-            if start >= 0:
-                ends.append((start + len(stop), start))
+        found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)
+        ends = [(start + length, start) for start, length in found if start >= 0]
         if not ends:
             return None
         # The first of those that end at the same place is the request's first, as in vLLM.
         end, start = min(ends, key=lambda place: place[0])
         return len(whole) - (end if self._include else start)
+
+    def held(self) -> int:
+        """Return how many characters at the end of the text could be the beginning of a stop string."""
+        if self._include:
+            return 0
+        ends = (self._tail[-length:] for length in range(len(self._tail), 0, -1))
+        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stop))
+        return len(next(begun, ""))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

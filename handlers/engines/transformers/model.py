@@ -42,11 +42,7 @@ class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loading_arguments(settings: ModelSettings) -> LoadingArguments:
-    """Read the engine arguments.
-
-    Raises:
-        EngineStartError: it names one that has a wrong value.
-    """
+    """Read the engine arguments. Raises EngineStartError: it names one that has a wrong value."""
     given = {name: text.strip() for name, text in settings.engine_arguments.items() if text.strip()}
     try:
         return msgspec.convert(given, LoadingArguments, strict=False)
@@ -75,8 +71,7 @@ class TransformersModel:
 def load_model(settings: ModelSettings) -> TransformersModel:
     """Load model and tokenizer; blocks for as long as that takes.
 
-    Raises:
-        EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
+    Raises EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
     """
     arguments = model_arguments(settings)
     device = _device(settings)
@@ -185,8 +180,7 @@ def source(settings: ModelSettings, name: str) -> str:
 def check_kind(settings: ModelSettings, config: Any) -> None:
     """Refuse what is no causal language model, though transformers would load a part of it as one.
 
-    Raises:
-        EngineStartError: it is an encoder-decoder model, or an encoder.
+    Raises EngineStartError: it is an encoder-decoder model, or an encoder.
     """
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"

@@ -69,39 +69,3 @@ def test_a_killed_server_takes_its_workers_and_their_children_with_it(tmp_path: 
     wait_until(
         lambda: not any(map(lives, everything)), 5, lambda: [process for process in everything if lives(process)]
     )
-
-
-_FIRST_PROCESS = """
-import asyncio, ctypes, os, pathlib, signal, sys
-import psutil
-from handlers.workers.custom_handler import CustomHandler
-from tests.unit.handlers.workers.harness import settings_for
-from tests.waiting import until
-
-async def main():
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do of process 1
-    handler = CustomHandler(settings_for(pathlib.Path(sys.argv[1])), queue_size=1, overload_status=503)
-    await handler.start()
-    first = handler.pool.workers[0].pid
-    os.kill(first, signal.SIGKILL)
-    await until(lambda: {w.pid for w in handler.pool.workers if w.state == "READY"} - {first})
-    await handler.stop()
-    print([(child.name(), child.status()) for child in psutil.Process().children()])
-
-asyncio.run(main())
-"""
-
-
-def test_a_server_that_is_a_containers_first_process_leaves_no_zombies_of_its_workers(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(_MODEL)
-    root = Path(__file__).parents[4]
-    finished = subprocess.run(
-        [sys.executable, "-c", _FIRST_PROCESS, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        timeout=60,
-        check=False,
-    )
-    assert finished.stdout == "[]\n", finished.stderr
