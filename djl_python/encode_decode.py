@@ -7,8 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from djl_python.body_readers import Kind, kind_of, read_csv_text
-from djl_python.inputs import Input
+from djl_python.inputs import Input, kind_of, read_csv_text
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
 
@@ -24,16 +23,16 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
         ImportError: the package that reads such a body is not installed.
     """
     match kind := kind_of(content_type):
-        case Kind.UNKNOWN:
+        case "":
             return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
-        case Kind.JSON:
+        case "application/json":
             return inputs.get_as_json(key=key)
-        case Kind.CSV:
+        case "text/csv":
             which = {"key": key} if key else {}
             return decode_csv(inputs, require_headers=require_csv_headers, **which)
-        case Kind.PLAIN:
+        case "text/plain":
             return {"inputs": [inputs.get_as_string(key=key)]}
-        case Kind.TEXT:
+        case "text/":
             return {"inputs": inputs.get_as_bytes(key=key)}
         case _:
             return {"inputs": inputs.read_as(kind, key)}
@@ -45,13 +44,13 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
     Raises ValueError, TypeError: the prediction cannot be written in that form.
     """
     match kind_of(content_type):
-        case Kind.UNKNOWN | Kind.JSON:
+        case "" | "application/json":
             outputs.add_as_json(prediction, key=key)
             outputs.add_property("Content-Type", "application/json")
-        case Kind.CSV:
+        case "text/csv":
             outputs.add_as_string(encode_csv(prediction), key=key)
             outputs.add_property("Content-Type", "text/csv")
-        case Kind.NPZ:
+        case "tensor/npz":
             outputs.add_as_npz(prediction, key=key)
             outputs.add_property("Content-Type", "tensor/npz")
         case _:

@@ -22,6 +22,8 @@ MAX_BATCH = 999
 """Entries are numbered with three digits, from 0."""
 
 _KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
+CLIENT_PATIENCE = 120.0
+"""Seconds for which a client may take nothing of its stream; then its call is cancelled."""
 _CANCEL_PATIENCE = 5.0
 """Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung."""
 
@@ -57,8 +59,6 @@ class CallSettings:
     overload_status: int
     unavailable_status: int
     predict_timeout: float
-    client_patience: float
-    """Time for which a client may take nothing of its stream."""
     async_mode: bool
     concurrency: int
     """Calls that one worker has at a time."""
@@ -173,13 +173,13 @@ class _Call:
     async def _drain(self) -> None:
         try:
             while self._uncredited >= CREDIT:
-                async with asyncio.timeout(self._settings.client_patience):
+                async with asyncio.timeout(CLIENT_PATIENCE):
                     await self._reply.writer.drain()
                 self._uncredited -= CREDIT
                 self._worker.credit(self._call)
         except TimeoutError:
             # A client that does not read must not keep the worker from others.
-            message = f"the client took nothing for {self._settings.client_patience:g} seconds"
+            message = f"the client took nothing for {CLIENT_PATIENCE:g} seconds"
             logger.warning("%s: %s", self._worker.name, message, extra={"worker": self._worker.name})
             self._fail(self._settings.unavailable_status, message)
             self._cancel_if_unwanted()

@@ -36,11 +36,10 @@ class CustomHandler:
         overload_status: int,
         unavailable_status: int = 503,
         grace: float = 5.0,
-        client_patience: float = 120.0,
         engine: LoadedEngine | None = None,
     ) -> None:
-        """`grace`: seconds that `stop` gives a worker to finish its calls. `client_patience`: seconds that a client may
-        take nothing of its stream before its call is cancelled. `engine`: what the handler's calls to an engine go to.
+        """`grace`: seconds that `stop` gives a worker to finish its calls. `engine`: what the handler's calls to an
+        engine go to.
 
         Raises ValueError if the settings name no handler."""
         if settings.handler is None:
@@ -53,7 +52,6 @@ class CustomHandler:
             overload_status=overload_status,
             unavailable_status=unavailable_status,
             predict_timeout=settings.predict_timeout,
-            client_patience=client_patience,
             async_mode=self._handler.async_mode,
             # An async handler runs all calls at once, as many as the queue would hold.
             concurrency=max(queue_size, 1) if self._handler.async_mode else 1,

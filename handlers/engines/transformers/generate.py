@@ -67,14 +67,8 @@ class Job:
     """It shall end with what there is. The engine's thread reads it before each step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The result of one step."""
-
-    at: float
-    rows: Sequence[Row]
-    """Those that got a token."""
-    outcomes: Sequence[tuple[Job, TokenDelta | RequestError]]
+Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
+"""Takes the result of a step: when it was, the sequences that got a token, and what there is to tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +83,7 @@ class Batch:
 class BatchRunner:
     """Runs batches on one model; `post` hands each step to the event loop."""
 
-    def __init__(self, model: TransformersModel, post: Callable[[Step], None]) -> None:
+    def __init__(self, model: TransformersModel, post: Post) -> None:
         self._model, self._post = model, post
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
         """Prompts of different lengths can run together. A model without a mask would take padding for text."""
@@ -140,7 +134,7 @@ class BatchRunner:
     def _fail(self, row: Row, reason: str) -> None:
         for sibling in row.job.rows:
             sibling.finished = True
-        self._post(Step(time.monotonic(), (), ((row.job, GenerationFailed(reason)),)))
+        self._post(time.monotonic(), (), [(row.job, GenerationFailed(reason))])
 
     def _generate(self, batch: Batch, rows: list[Row]) -> None:
         for row in rows:
@@ -224,13 +218,13 @@ class BatchRunner:
             own = beams[place * options.width : (place + 1) * options.width]
             outcomes += [(row.job, delta) for delta in beam_deltas(row.job, own, model)]
             row.finished = True
-        self._post(Step(time.monotonic(), (), outcomes))
+        self._post(time.monotonic(), (), outcomes)
 
 
 class _Steps:
     """The logits processor (`choose`) and stopping criterion (`stopped`) of one call of `generate`."""
 
-    def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Callable[[Step], None]) -> None:
+    def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Post) -> None:
         self._batch, self._rows, self._model, self._post = batch, rows, model, post
         self._sampler = Sampler(
             rows[0].job.request,
@@ -262,7 +256,7 @@ class _Steps:
             if outcome is not None:
                 outcomes.append((row.job, outcome))
         self._batch.moved_at = time.monotonic()
-        self._post(Step(self._batch.moved_at, got, outcomes))
+        self._post(self._batch.moved_at, got, outcomes)
         return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import IO, NoReturn
+from typing import NoReturn
 
 CREDIT = 64 * 1024
 """Bytes of a call's answer that one CREDIT allows."""
@@ -130,9 +130,12 @@ class Channel:
     def receive(self) -> Message | None:
         """The next message; None if the server has gone."""
         with contextlib.suppress(OSError):
-            if len(sizes := self._stream.read(SIZES.size)) == SIZES.size:
-                header, contents = (_whole(self._stream, size) for size in SIZES.unpack(sizes))
-                return None if header is None or contents is None else Message.decode(header, contents)
+            sizes = self._stream.read(SIZES.size)
+            if len(sizes) == SIZES.size:
+                header, contents = SIZES.unpack(sizes)
+                data = self._stream.read(header + contents)
+                if len(data) == header + contents:
+                    return Message.decode(data[:header], data[header:])
         return None
 
     def listen(self, take: Callable[[Message], object]) -> None:
@@ -149,11 +152,6 @@ class Channel:
         """Tell the server that nothing more comes, even if threads of the handler keep the process alive."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-
-
-def _whole(stream: IO[bytes], size: int) -> bytes | None:
-    data = stream.read(size)
-    return data if len(data) == size else None
 
 
 def end_process_group() -> NoReturn:

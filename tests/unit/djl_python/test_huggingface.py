@@ -218,7 +218,7 @@ def test_bits_make_a_quantization_that_needs_a_device_map() -> None:
         loading = HuggingFaceProperties(**{"model_id": "m", "device_map": "auto", **properties}).loading
         assert loading["quantization_config"].load_in_8bit is True
     with pytest.raises(ValueError, match="needs device_map"):
-        _ = HuggingFaceProperties(model_dir="m", quantize="bitsandbytes4").loading
+        _ = HuggingFaceProperties.model_validate({"model_id": "m", "quantize": "bitsandbytes4"}).loading
 
 
 @pytest.mark.parametrize(

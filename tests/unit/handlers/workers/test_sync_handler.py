@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from handlers.contracts.protocol import ContractError
+from handlers.workers import batching
 from tests.unit.handlers.workers.harness import MODELS, Recorder, serving
 from tests.waiting import until
 
@@ -219,8 +220,11 @@ async def test_a_hundred_clients_that_leave_mid_stream_leave_nothing_running(tmp
         assert (client.pids, client.handler.pool.failures) == (pids, 0)
 
 
-async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(tmp_path: Path) -> None:
-    async with serving("echo", client_patience=0.5) as client:
+async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.5)
+    async with serving("echo") as client:
         stalled = Recorder()
         stalled.taking.clear()
         query = {"endless": "100000", "journal": str(tmp_path / "journal")}
@@ -280,8 +284,9 @@ async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initial
         assert json.loads(answer.body)["told"] == ["", ""]
 
 
-async def test_a_stalled_client_does_not_hide_a_handler_that_hangs() -> None:
-    async with serving("stalling", client_patience=0.3, predict_timeout=1) as client:
+async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.3)
+    async with serving("stalling", predict_timeout=1) as client:
         stalled = Recorder()
         stalled.taking.clear()
         _, running = await client.send(query={"stall": "1"}, writer=stalled)
