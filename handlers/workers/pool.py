@@ -208,9 +208,13 @@ class Pool:
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
         """End a worker that has had no call since it had so many, unless it is needed."""
-        if worker in self._batchers and worker.calls == calls and len(self._batchers) > self.min_workers:
-            logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
-            self._end_idle(worker)
+        if worker not in self._batchers or worker.calls != calls or len(self._batchers) <= self.min_workers:
+            return
+        if self._queue:  # a batch is being gathered
+            self._on_free(worker)
+            return
+        logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
+        self._end_idle(worker)
 
     def _end_idle(self, worker: Worker) -> None:
         del self._batchers[worker]

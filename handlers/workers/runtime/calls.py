@@ -9,7 +9,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -18,7 +18,7 @@ from djl_python.outputs import Output
 from djl_python.service_loader import find_decorated_function
 from djl_python.wire import sendable
 
-from .channel import CREDIT, CREDITS, Channel, Contents, Kind, LoadOrder, Message
+from .channel import CREDIT, CREDITS, Channel, Kind, LoadOrder, Message
 
 logger = logging.getLogger("djl_python")
 
@@ -38,20 +38,21 @@ class Caller:
         found = {key: find_decorated_function(module, marker) for key, marker in _FORMATTERS.items()}
         self._formatters = {key: formatter for key, formatter in found.items() if formatter is not None}
 
-    def call(self, properties: Mapping[str, str], contents: Contents) -> Any:
+    def call(self, message: Message) -> Any:
         """The function's result; without content it is that of the first call, which loads the model."""
         inputs = Input()
+        properties = dict(message.properties)
         function = properties.get("handler", self._order.function)
         standing = {"handler": function, "model_dir": self._order.model_dir, "device_id": self._order.device_id}
         inputs.properties.update({**properties, **standing, **self._formatters})
-        for name, value in contents:
+        for name, value in message.contents:
             inputs.content.add(name, value)
         inputs.function_name = function
         return getattr(self._module, function)(inputs)
 
-    def answer(self, message: Message) -> Any:
-        """The function's result for a CALL."""
-        return self.call(dict(message.properties), message.contents)
+    def initialize(self) -> Any:
+        """The result of the first call."""
+        return self.call(Message(properties=tuple(self._order.properties.items())))
 
 
 def output_of(result: Any) -> Output:
@@ -151,7 +152,7 @@ class SyncMode:
             self._channel.send(done)
             return
         try:
-            output = output_of(self._caller.answer(message))
+            output = output_of(self._caller.call(message))
             head = _message_of(call, output)
         except (Exception, asyncio.CancelledError) as error:
             output, head = Output(), _failure(call, error)
@@ -238,7 +239,7 @@ class AsyncMode:
 
     async def _answer(self, message: Message, window: _Window[asyncio.Semaphore]) -> None:
         try:
-            result = await settled(self._caller.answer(message))
+            result = await settled(self._caller.call(message))
             if not hasattr(result, "__aiter__"):
                 await self._send(message.call, output_of(result), window)
                 return

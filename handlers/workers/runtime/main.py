@@ -66,7 +66,7 @@ def _serve_sync(channel: Channel, caller: calls.Caller, order: LoadOrder) -> Non
     mode = calls.SyncMode(channel, caller)
     channel.listen(mode.take)
     with _initializing(order):
-        output = calls.output_of(caller.call(order.properties, ()))
+        output = calls.output_of(caller.initialize())
     _check(output)
     channel.send(Message(kind=Kind.LOADED))
     mode.serve()
@@ -82,7 +82,7 @@ async def _serve_async(channel: Channel, caller: calls.Caller, order: LoadOrder)
 
     channel.listen(take)
     with _initializing(order):
-        output = calls.output_of(await calls.first_of(await calls.settled(caller.call(order.properties, ()))))
+        output = calls.output_of(await calls.first_of(await calls.settled(caller.initialize())))
     _check(output)
     channel.send(Message(kind=Kind.LOADED))
     await mode.serve()
