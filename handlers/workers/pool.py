@@ -15,7 +15,7 @@ from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings
 from handlers.workers.batching import Batcher, CallSettings, Request
-from handlers.workers.worker import Worker, WorkerPlan, WorkerState
+from handlers.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger("handlers.workers")
 
@@ -138,7 +138,7 @@ class Pool:
     @property
     def ready(self) -> int:
         """The number of workers that can serve."""
-        return sum(worker.state == WorkerState.READY for worker in self.workers)
+        return sum(worker.ready for worker in self.workers)
 
     @property
     def busy(self) -> int:

@@ -15,7 +15,6 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -140,15 +139,6 @@ def _call_of(message: Message) -> Call:
     )
 
 
-class WorkerState(StrEnum):
-    """The phase of a worker's life."""
-
-    STARTING = "STARTING"
-    READY = "READY"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """How to start a worker's process, and what it is to serve."""
@@ -180,7 +170,8 @@ class Worker:
         self.id = id_
         self.name = f"worker {id_}"
         self.device = device
-        self.state = WorkerState.STARTING
+        self.ready = False
+        """It has loaded the handler, and neither ends nor is to end."""
         self.started = time.time()
         """Seconds since the epoch."""
         self.pid: int | None = None
@@ -192,6 +183,7 @@ class Worker:
         """How many calls it has been sent."""
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the handler could not be loaded; empty if it was."""
+        self._ended = False
         self._patience = _EXIT_PATIENCE
         self._reason = ""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -214,7 +206,7 @@ class Worker:
             raise EngineStartError(f"the handler did not load within {seconds}")
         if failure := self._loaded.result():
             raise EngineStartError(failure)
-        self.state = WorkerState.READY
+        self.ready = True
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -273,9 +265,9 @@ class Worker:
 
     async def stop(self, grace: float) -> None:
         """Let the worker finish its calls for up to `grace` seconds, then end it."""
-        if self._watching is None or self.state is WorkerState.ENDED:
+        if self._watching is None or self._watching.done():
             return
-        self.state = WorkerState.STOPPING
+        self.ready = False
         self._reason = "was stopped"
         self._patience = grace + _EXIT_PATIENCE
         self._send(Message(kind=Kind.STOP))
@@ -324,7 +316,7 @@ class Worker:
 
     def _signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the process and to all that it started and that stayed in its group."""
-        if self.pid is not None and self.state is not WorkerState.ENDED:
+        if self.pid is not None and not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
@@ -350,7 +342,7 @@ class Worker:
         self._finish(f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}")
 
     def _finish(self, ending: str) -> None:
-        was_ready, self.state = self.state is WorkerState.READY, WorkerState.ENDED
+        was_ready, self.ready, self._ended = self.ready, False, True
         reason = self._reason or ending
         output = "".join(f"\n  {line}" for line in self._tail)
         self._settle_load(

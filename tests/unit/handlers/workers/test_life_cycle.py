@@ -276,7 +276,7 @@ async def test_status_tells_of_workers_and_queue() -> None:
     async with serving("slow", min_workers=2, max_workers=3) as client:
         writer, _ = await client.send("0.2")
         status = client.handler.pool
-        assert [(worker.id, worker.state) for worker in status.workers] == [(1, "READY"), (2, "READY")]
+        assert [(worker.id, worker.ready) for worker in status.workers] == [(1, True), (2, True)]
         assert abs(status.workers[0].started - time.time()) < 30
         assert (status.busy, status.ready, status.queue_length) == (1, 2, 0)
         assert (status.min_workers, status.max_workers) == (2, 3)
