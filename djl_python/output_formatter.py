@@ -361,5 +361,3 @@ _BUILT_IN: dict[str, tuple[Formatter, str]] = {
     "3p": (_json_3p_output_formatter, _JSON),
     "3p_stream": (_jsonlines_3p_output_formatter, _JSON_LINES),
 }
-WHOLE_DOCUMENT = frozenset({_json_output_formatter, _json_chat_output_formatter, _json_3p_output_formatter})
-"""Formatters that make one document; the other built-in ones make one record in each call."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from djl_python.output_formatter import (
-    WHOLE_DOCUMENT,
     adapt_legacy_output_formatter,
     get_output_formatter,
     takes_request_output,
@@ -90,7 +89,7 @@ class Request:
     def _format(self) -> str:
         if self.legacy_formatter:
             return adapt_legacy_output_formatter(self.request_output)
-        if self.output_formatter in WHOLE_DOCUMENT:
+        if self.content_type == "application/json":  # the others make one record in each call
             return self.output_formatter(self.request_output)
         is_custom = self.content_type is None
         if is_custom and not is_streaming(self.request_input.parameters):
